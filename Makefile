@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all their set-up on a fresh machine (Python >= 3.11 and internet access to PyPI).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: help setup demo lint test test-slow test-all clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,search,sweep]"
+	touch $@
+
+setup: $(VENV)/.ready   ## make .venv with the tested versions
+
+demo: setup      ## phantom scans -> train coarse and fine -> predict -> scores and pictures under demo/
+	$(BIN)/python scripts/demo.py output=demo
+
+lint: setup      ## ruff, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint       ## the default tests (no GPU, no network, no data beside the repository)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+
+test-slow: setup ## only the slow tests: training to a score, two ranks, the wheel, the commands of the README
+	$(BIN)/python -m pytest -m "slow and not gpu" --durations=15
+
+test-all: test test-slow   ## both
+
+clean:           ## remove what the targets made (runs/ and data/ stay)
+	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache
