@@ -1,0 +1,1 @@
+"""Voxel grids, boxes, axes and tiles: numpy only, the ground floor."""

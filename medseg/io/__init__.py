@@ -1,0 +1,1 @@
+"""Files in and out: the only code that meets nibabel and pydicom."""

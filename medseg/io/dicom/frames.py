@@ -1,0 +1,302 @@
+"""What the header of a DICOM file says: its slices, or what it is instead."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pydicom import dcmread
+from pydicom.dataset import Dataset, FileDataset
+from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, MediaStorageDirectoryStorage
+
+from medseg.errors import UserError
+from medseg.io.dicom.fields import items_of, numbers_of, pixel_value_of, tag_of, text_of, value_of, whole_of
+
+MAX_SLICE_PIXELS = 2**26
+"""More (8192 × 8192) is a damaged header, for which no memory is asked."""
+
+SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
+NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
+"""Modalities whose objects are no images of a scanner."""
+
+NO_GROUP = Dataset()
+
+RESCALE_TYPES = frozenset({"", "HU", "HU_MOD", "US"})
+"""What the rescaled values of a CT may be called; US is "unspecified"."""
+
+PHASES = (
+    ("acquisition", "AcquisitionNumber", "FrameContentSequence", "FrameAcquisitionNumber"),
+    ("time point", "TemporalPositionIdentifier", "FrameContentSequence", "TemporalPositionIndex"),
+    ("phase", "NominalPercentageOfCardiacPhase", "CardiacSynchronizationSequence", "NominalPercentageOfCardiacPhase"),
+    ("stack", "StackID", "FrameContentSequence", "StackID"),
+    ("kernel", "ConvolutionKernel", "CTReconstructionSequence", "ConvolutionKernel"),
+    ("kVp", "KVP", "CTXRayDetailsSequence", "KVP"),
+    ("image type", "ImageType", "CTImageFrameTypeSequence", "FrameType"),
+    ("time", "AcquisitionTime", "FrameContentSequence", "FrameAcquisitionDateTime"),
+)
+"""What may tell volumes of one series apart: name, field of a file, sequence and field of a frame."""
+
+FIELDS = (
+    "SOPClassUID", "Modality", "ImageType", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
+    "Rows", "Columns", "NumberOfFrames", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation",
+    "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression",
+    "PixelSpacing", "ImagePositionPatient", "ImageOrientationPatient",
+    "RescaleSlope", "RescaleIntercept", "RescaleType", "ModalityLUTSequence",
+    *(keyword for _, keyword, _, _ in PHASES),
+)  # fmt: skip
+"""All that is read of a header."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The series that an image belongs to.
+
+    Attributes:
+        uid: Series Instance UID.
+        number: Series Number, or "".
+        description: Series Description, or "".
+    """
+
+    uid: str
+    number: str
+    description: str
+
+    def __str__(self) -> str:
+        return f"series {self.number or self.uid}" + (f" '{self.description}'" if self.description else "")
+
+
+@dataclass(frozen=True)
+class PixelFormat:
+    """How a file stores its pixels.
+
+    Attributes:
+        transfer_syntax: UID of the encoding.
+        offset: First byte of pixels that lie in the file as they are, little endian; None if they must be decoded.
+        bits_allocated: 8, 16 or 32.
+        bits_stored: At most that.
+        is_signed: Whether they are two's complement.
+        padding: Smallest and largest stored value that mean "no pixel", as the header says, or None.
+    """
+
+    transfer_syntax: str
+    offset: int | None
+    bits_allocated: int
+    bits_stored: int
+    is_signed: bool
+    padding: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One slice; its pixels are not read yet.
+
+    Attributes:
+        path: File.
+        index: Number of the slice within its file, from 0.
+        series: What it belongs to.
+        shape: Rows and columns.
+        spacing_mm: Distance of rows, then of columns.
+        position_xyz_mm: Centre of the first pixel, LPS.
+        axes: Direction of a row, then of a column: two LPS unit vectors.
+        slope: Factor from stored value to HU.
+        intercept: Added after it.
+        pixels: How they are stored.
+        phases: Value of each of `PHASES`, "" where there is none.
+        remarks: What the user should know of it.
+    """
+
+    path: Path
+    index: int
+    series: Series
+    shape: tuple[int, int]
+    spacing_mm: tuple[float, float]
+    position_xyz_mm: tuple[float, ...]
+    axes: tuple[float, ...]
+    slope: float
+    intercept: float
+    pixels: PixelFormat
+    phases: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"'{self.path.name}'" + (f" frame {self.index + 1}" if self.index else "")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An image that is no slice of a CT scan.
+
+    Attributes:
+        path: File.
+        series: What it belongs to.
+        reason: What it is instead.
+    """
+
+    path: Path
+    series: Series
+    reason: str
+
+
+@contextmanager
+def explained(path: Path, says: str = "") -> Iterator[None]:
+    """Turn whatever a damaged file makes pydicom and its decoders raise into one sentence."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        says = says or f"the DICOM file cannot be read ({reason})"
+        raise UserError(f"{path}: {says}; it is damaged, copy or export it again.") from error
+
+
+def read_frames(path: Path) -> list[Frame | LeftOut]:
+    """Read the header of a file.
+
+    Returns:
+        Its slices, or what it is instead; nothing for a table of contents (DICOMDIR).
+
+    Raises:
+        UserError: If the header is damaged, or its pixels are of a kind that we do not read.
+    """
+    with explained(path), path.open("rb") as file:
+        # Forced: files without preamble are known by `is_dicom_file`.
+        header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=[tag_of(keyword) for keyword in FIELDS])
+        if value_of(header.file_meta, "MediaStorageSOPClassUID") == MediaStorageDirectoryStorage:
+            return []
+        # The description alone depends on the file's character set.
+        description = " ".join(str(header.get("SeriesDescription") or "").split())
+        series = Series(text_of(header, "SeriesInstanceUID"), text_of(header, "SeriesNumber"), description)
+        reason = _other_kind(header)
+        if reason:
+            return [LeftOut(path, series, reason)]
+        pixels = _pixel_format(path, file, header)
+        num_frames = whole_of(header, "NumberOfFrames", 1)
+        shared, *_ = items_of(header, "SharedFunctionalGroupsSequence") or [NO_GROUP]
+        groups = items_of(header, "PerFrameFunctionalGroupsSequence") or [NO_GROUP]
+        if len(groups) != num_frames:
+            return [LeftOut(path, series, "multi-frame image without a position for each frame")]
+        return [_slice(path, index, (group, shared, header), series, pixels) for index, group in enumerate(groups)]
+
+
+def _find(places: tuple[Dataset, ...], sequence: str, keyword: str) -> Dataset:
+    """Find the dataset that holds a field: the frame's group, the group of all frames, else the file's header."""
+    for place in places[:-1]:
+        for item in items_of(place, sequence)[:1]:
+            if tag_of(keyword) in item:
+                return item
+    return places[-1]
+
+
+def _other_kind(header: Dataset) -> str:
+    """Say what an object is that holds no CT slice; "" for CT."""
+    modality, sop_class = text_of(header, "Modality"), text_of(header, "SOPClassUID")
+    if modality in NO_IMAGES:
+        return f"{modality} object"
+    if sop_class.startswith(SECONDARY_CAPTURE):
+        return "secondary capture"
+    if not whole_of(header, "Rows", 0) or not whole_of(header, "Columns", 0):
+        return "object without an image"
+    if modality and modality != "CT":
+        return f"{modality} image"
+    if not modality and "CT" not in UID(sop_class).name.split():
+        return "image of unknown modality"
+    if whole_of(header, "SamplesPerPixel", 1) != 1 or text_of(header, "PhotometricInterpretation") == "PALETTE COLOR":
+        return "colour image"
+    return ""
+
+
+def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, pixels: PixelFormat) -> Frame | LeftOut:
+    """One slice from its own fields, those that it shares with other frames, and those of the file."""
+    header = places[-1]
+    image_types = [text_of(header, "ImageType"), text_of(_find(places, "CTImageFrameTypeSequence", "FrameType"), "FrameType")]
+    if any("LOCALIZER" in image_type.upper().split("\\") for image_type in image_types):
+        return LeftOut(path, series, "localiser")
+
+    def numbers(sequence: str, keyword: str, count: int) -> tuple[float, ...] | None:
+        return numbers_of(_find(places, sequence, keyword), keyword, count)
+
+    position = numbers("PlanePositionSequence", "ImagePositionPatient", 3)
+    axes = numbers("PlaneOrientationSequence", "ImageOrientationPatient", 6)
+    if position is None or axes is None:
+        return LeftOut(path, series, "image without a position and an orientation")
+    spacing_mm = numbers("PixelMeasuresSequence", "PixelSpacing", 2)
+    if spacing_mm is None or min(spacing_mm) <= 0:
+        raise UserError(f"{path}: expected two positive numbers in PixelSpacing, got {spacing_mm}; export the series again.")
+    lengths = math.hypot(*axes[:3]), math.hypot(*axes[3:])
+    if min(lengths) == 0:
+        raise UserError(f"{path}: expected two directions in ImageOrientationPatient, got {axes}; export the series again.")
+
+    remarks = []
+    slope = numbers("PixelValueTransformationSequence", "RescaleSlope", 1)
+    intercept = numbers("PixelValueTransformationSequence", "RescaleIntercept", 1)
+    rescale_type = text_of(_find(places, "PixelValueTransformationSequence", "RescaleType"), "RescaleType")
+    has_table = bool(items_of(header, "ModalityLUTSequence"))
+    if has_table or rescale_type.upper() not in RESCALE_TYPES or (slope and slope[0] == 0):
+        raise UserError(
+            f"{path}: expected a rescale slope and intercept to HU, but the slices have "
+            f"{'a table of values' if 'ModalityLUTSequence' in header else 'a slope of 0' if slope == (0,) else rescale_type}; "
+            "choose or export a series in HU."
+        )
+    if slope is None or intercept is None:
+        remarks.append("slices without rescale slope and intercept: their values are taken for HU")
+    if text_of(header, "LossyImageCompression") == "01":
+        remarks.append("the slices were compressed with loss")
+    return Frame(
+        path,
+        index,
+        series,
+        (whole_of(header, "Rows", 0), whole_of(header, "Columns", 0)),
+        (spacing_mm[0], spacing_mm[1]),
+        position,
+        tuple(value / lengths[place // 3] for place, value in enumerate(axes)),
+        slope[0] if slope else 1.0,
+        intercept[0] if intercept else 0.0,
+        pixels,
+        tuple(
+            text_of(header, keyword) or text_of(_find(places, sequence, frame_keyword), frame_keyword)
+            for _, keyword, sequence, frame_keyword in PHASES
+        ),
+        tuple(remarks),
+    )
+
+
+def _pixel_format(path: Path, file: BinaryIO, header: FileDataset) -> PixelFormat:
+    """Read how pixels are stored; the file stands at their element.
+
+    Raises:
+        UserError: If they are of a kind that we do not read, or fewer than the header says.
+    """
+    rows, columns, num_frames = (whole_of(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames"))
+    bits = whole_of(header, "BitsAllocated", 16)
+    stored = whole_of(header, "BitsStored", bits)
+    high_bit = whole_of(header, "HighBit", stored - 1)
+    if bits not in (8, 16, 32) or not 1 <= stored <= bits or high_bit != stored - 1 or rows * columns > MAX_SLICE_PIXELS:
+        raise UserError(
+            f"{path}: expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} "
+            f"bits with {stored} used up to bit {high_bit}; export the DICOM series again."
+        )
+    is_signed = whole_of(header, "PixelRepresentation", 0) == 1
+    syntax = value_of(header.file_meta, "TransferSyntaxUID") or (
+        ImplicitVRLittleEndian if header.original_encoding[0] else ExplicitVRLittleEndian
+    )
+    offset = None
+    if syntax in (ImplicitVRLittleEndian, ExplicitVRLittleEndian):
+        is_implicit = header.original_encoding[0]
+        element = file.read(8 if is_implicit else 12)
+        length = int.from_bytes(element[-4:], "little")
+        if element[:4] != struct.pack("<HH", 0x7FE0, 0x0010) or length < rows * columns * num_frames * bits // 8:
+            raise UserError(
+                f"{path}: the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of "
+                f"{bits} bits; copy or export it again."
+            )
+        offset = file.tell()
+    ends = [pixel_value_of(header, keyword, is_signed) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit")]
+    padding = [end for end in ends if end is not None]
+    return PixelFormat(str(syntax), offset, bits, stored, is_signed, (min(padding), max(padding)) if padding else None)

@@ -1,0 +1,128 @@
+"""Read one CT series of DICOM files, slice by slice: no second copy of the volume is ever made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+from pydicom import config
+
+from medseg.io.dicom.frames import Frame, LeftOut, read_frames
+from medseg.io.dicom.pixels import PixelReader, is_whole
+from medseg.io.dicom.series import choose_stack
+from medseg.io.dicom.stack import Plan, make_plan
+from medseg.io.inputs import dicom_files, is_dicomdir
+from medseg.io.stored import Stored
+from medseg.io.volume import AIR_HU, FileHeader
+
+
+@contextmanager
+def _lenient() -> Iterator[None]:
+    """Let pydicom read values that break the standard's form: what we need of them we check ourselves."""
+    with config.disable_value_validation(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def open_dicom(path: Path, series: str | None = None) -> Stored:
+    """Read the headers of a CT series.
+
+    Args:
+        path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of a series, which stands for
+            the series' files beside it.
+        series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
+
+    Raises:
+        UserError: If it is not exactly one regular stack of CT slices.
+    """
+    is_folder = path.is_dir() or is_dicomdir(path)
+    folder = path.parent if path.is_file() else path
+    with _lenient():
+        images: list[Frame | LeftOut] = []
+        for file in dicom_files(folder, is_deep=is_folder):
+            images += read_frames(file)
+        stack, remarks = choose_stack(path, images, series, None if is_folder else path)
+        plan = make_plan(path, stack, PixelReader().hu)
+    remarks += dict.fromkeys(remark for frame in plan.frames for remark in frame.remarks)
+    dtype = np.dtype(np.int32 if all(is_whole(frame) for frame in plan.frames) else np.float32)
+    return Stored(
+        path,
+        plan.grid,
+        FileHeader("dicom"),
+        dtype,
+        lambda: nullcontext(SlicePayload(plan, dtype)),
+        remarks=(*remarks, *plan.remarks),
+    )
+
+
+class SlicePayload:
+    """The voxels of a planned volume, made when they are asked for."""
+
+    def __init__(self, plan: Plan, dtype: np.dtype) -> None:
+        self._plan = plan
+        self._dtype = dtype
+        self._reader = PixelReader()
+        self._next = 0
+        self._cached: dict[int, np.ndarray] = {}
+
+    def read(self, size: int, /) -> memoryview:
+        """Give as many whole slices as fit into `size` bytes."""
+        depth, height, width = self._plan.grid.shape
+        num_slices = min(size // (height * width * self._dtype.itemsize), depth - self._next)
+        slab = np.empty((num_slices, height, width), self._dtype)
+        with _lenient():
+            for index in range(num_slices):
+                slab[index] = self._slice(*self._plan.sources[self._next + index])
+        self._next += num_slices
+        return slab.reshape(-1).view(np.uint8).data
+
+    def _slice(self, below: int, weight: float) -> np.ndarray:
+        if not self._plan.is_interpolated:
+            return self._reader.hu(self._plan.frames[below])
+        values = self._placed(below)
+        if weight:
+            values = values + np.float32(weight) * (self._placed(below + 1) - values)
+        # HU stay whole numbers where the slices have them.
+        return np.rint(values) if self._dtype.kind == "i" else values
+
+    def _placed(self, index: int) -> np.ndarray:
+        """One slice of the stack on the grid's pixels; the last two are kept, for the slices between them."""
+        if index not in self._cached:
+            self._cached = {known: values for known, values in self._cached.items() if known == index - 1}
+            # Padding far below air would bleed into its neighbours.
+            values = np.maximum(self._reader.hu(self._plan.frames[index]), AIR_HU).astype(np.float32)
+            if self._plan.shifts_px is not None:
+                values = shifted(values, self._plan.shifts_px[index], self._plan.grid.shape[1:])
+            self._cached[index] = values
+        return self._cached[index]
+
+
+def shifted(image: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Move a slice on a larger canvas of air by linear interpolation.
+
+    Args:
+        image: Values (H, W) float32.
+        shift_px: Place of its first pixel on the canvas (y, x), each >= 0.
+        shape: Size of the canvas.
+
+    Example:
+        >>> shifted(np.array([[0.0, 100.0]], np.float32), np.array([0.0, 0.25]), (1, 3)).tolist()
+        [[-256.0, 75.0, -743.0]]
+    """
+    for axis in range(2):
+        first = int(shift_px[axis])
+        part = np.float32(shift_px[axis] - first)
+        length = image.shape[axis]
+        sizes = list(image.shape)
+        sizes[axis] = shape[axis] + 1
+        canvas = np.full(sizes, AIR_HU, np.float32)
+        end = min(first + length, shape[axis])
+        taken = np.take(image, range(end - first), axis)
+        # One row of air before the first makes every pixel a mean of two.
+        np.moveaxis(canvas, axis, 0)[first + 1 : end + 1] = np.moveaxis(taken, axis, 0)
+        upper, lower = np.moveaxis(canvas, axis, 0)[1:], np.moveaxis(canvas, axis, 0)[:-1]
+        image = np.moveaxis(upper + part * (lower - upper), 0, axis)
+    return image

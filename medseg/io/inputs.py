@@ -1,0 +1,149 @@
+"""Which scans a path stands for, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from medseg.errors import UserError
+
+SUFFIXES = {
+    ".nii.gz": "nifti",
+    ".nii": "nifti",
+    ".nrrd": "nrrd",
+    ".nhdr": "nrrd",
+    ".mha": "metaimage",
+    ".mhd": "metaimage",
+}
+"""Suffixes of volume files, the longer ones first, and their formats."""
+
+WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd")
+DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
+
+
+def volume_suffix(path: Path) -> str | None:
+    """Find the suffix that makes a name a volume file, in lower case; None for others."""
+    name = path.name.lower()
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and len(name) > len(suffix)), None)
+
+
+def is_dicom_file(path: Path) -> bool:
+    """Whether a file is DICOM, by its first bytes: names and suffixes say nothing.
+
+    That is the mark at byte 128, or, in files without a preamble, a first field of the groups that every object begins with.
+    """
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(132)
+    if head[128:] == b"DICM":
+        return True
+    # (0002,00xx) or (0008,00xx), little endian; then two letters, or a length below 64 KiB.
+    is_group = head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
+    return is_group and len(head) == 132 and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0")
+
+
+def is_dicomdir(path: Path) -> bool:
+    """Whether a file is a medium's table of contents, which stands for its folder."""
+    return path.name.upper() == "DICOMDIR" and is_dicom_file(path)
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
+    """Find the DICOM files of a folder, sorted by name, hidden ones and DICOMDIR left out.
+
+    Args:
+        folder: Where to look.
+        is_deep: Whether also in the folders below, links followed once.
+    """
+    seen: set[Path] = set()
+    waiting = [folder]
+    while waiting:
+        current = waiting.pop()
+        if current.resolve() in seen:
+            continue
+        seen.add(current.resolve())
+        entries = _visible(current)
+        yield from (
+            entry for entry in entries if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry)
+        )
+        if is_deep:
+            waiting += reversed([entry for entry in entries if entry.is_dir()])
+
+
+def is_dicom_folder(folder: Path) -> bool:
+    """Whether a folder, or one below it, holds DICOM files."""
+    return next(dicom_files(folder), None) is not None
+
+
+def case_name(path: Path) -> str:
+    """Name a case after its file, without the suffix; a DICOM series after its folder.
+
+    Example:
+        >>> case_name(Path("scans/Doe, John (1.5).nii.gz"))
+        'Doe, John (1.5)'
+    """
+    suffix = volume_suffix(path)
+    if suffix is not None and not path.is_dir():
+        return path.name[: -len(suffix)]
+    folder = path.parent if path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path) else path
+    return folder.name if folder.name not in ("", "..") else folder.resolve().name
+
+
+def input_format(path: Path) -> str:
+    """Tell `nifti`, `nrrd`, `metaimage` or `dicom` from the name, and DICOM from the content.
+
+    Raises:
+        UserError: If the path does not exist or is none of them.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: this file or folder does not exist; check the path.")
+    suffix = volume_suffix(path)
+    if suffix is not None and path.is_file():
+        return SUFFIXES[suffix]
+    if is_dicom_folder(path) if path.is_dir() else is_dicom_file(path):
+        return "dicom"
+    kind = "folder without DICOM files" if path.is_dir() else "file of another kind"
+    raise UserError(f"{path}: expected {', '.join(SUFFIXES)} or a DICOM series, got a {kind}.")
+
+
+def list_inputs(path: Path) -> list[tuple[str, Path]]:
+    """List the scans that a path stands for.
+
+    A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself. Another folder gives its volume files
+    and those of its subfolders that hold DICOM files at any depth, one scan each, sorted by name. Other files (tables,
+    notes) and hidden ones are ignored.
+
+    Args:
+        path: File or folder.
+
+    Returns:
+        Pairs (case name, path).
+
+    Raises:
+        UserError: If there is no scan, or two scans would have the same name.
+    """
+    if not path.is_dir():
+        input_format(path)
+        return [(case_name(path), path)]
+    entries = _visible(path)
+    found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
+    is_scan = any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None
+    if not found and is_scan:
+        return [(case_name(path), path)]
+    found += [entry for entry in entries if entry.is_dir() and is_dicom_folder(entry)]
+    if not found:
+        raise UserError(
+            f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder "
+            "holds none; check the path."
+        )
+    cases: dict[str, Path] = {}
+    for entry in sorted(found):
+        name = case_name(entry)
+        if name in cases:
+            raise UserError(f"{path}: '{cases[name].name}' and '{entry.name}' would both be called '{name}'; rename one of them.")
+        cases[name] = entry
+    return list(cases.items())

@@ -1,0 +1,216 @@
+"""Which files make the series, what is left out, and how one of several is chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dicom_files import NATIVE, header, place, save, save_slice, save_stack
+from io_volumes import make_grid, make_hu, save_itk
+from pydicom.uid import MediaStorageDirectoryStorage
+
+from medseg.errors import UserError
+from medseg.io.inputs import case_name, input_format, list_inputs
+from medseg.io.read import read_image, read_labels
+
+HEIGHTS = list(2.5 * np.arange(5))
+CHOICE = "choose one with series=, or in the column series of a case table."
+LEFT_OUT = "left out, being no slices of the scan: "
+
+
+def said(path: Path, series: str | None = None) -> str:
+    """The sentence that refuses, without the path."""
+    with pytest.raises(UserError) as caught:
+        read_image(path, series)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"{path}: ")
+
+
+def other(path: Path, **fields: object) -> Path:
+    """An object beside the slices."""
+    return save(header(np.zeros((4, 6), np.uint16), **fields), path)
+
+
+def test_a_medium_with_nested_folders_and_foreign_files(tmp_path: Path) -> None:
+    medium = tmp_path / "CD 1"
+    for index, file in enumerate(save_stack(tmp_path / "x", make_hu(), HEIGHTS, SeriesNumber=3)):
+        folder = medium / "DICOM" / "PA0" / f"ST{index % 2}" / "SE0"
+        folder.mkdir(parents=True, exist_ok=True)
+        file.rename(folder / f"IM{index:04d}")
+    directory = header(np.zeros((4, 6), np.uint16), SOPClassUID=MediaStorageDirectoryStorage, Modality=None)
+    save(directory, medium / "DICOMDIR")
+    save(directory, medium / "INDEX.DIR")
+    for name in ("AUTORUN.INF", "VIEWER.EXE", "DICOM/notes.txt", "DICOM/PA0/._IM0000", ".DS_Store"):
+        (medium / name).write_bytes(b"\x08\0some other file" * 20)
+    save_itk(medium / "DICOM" / "preview.nii", make_hu(), make_grid(np.eye(3)))
+    (medium / "DICOM" / "again").symlink_to(medium / "DICOM", target_is_directory=True)
+    for path in (medium, medium / "DICOMDIR", medium / "DICOM" / "PA0"):
+        volume = read_image(path)
+        assert np.array_equal(volume.array, make_hu())
+        assert volume.remarks == ()
+    assert list_inputs(medium) == [("CD 1", medium)]
+    assert list_inputs(medium / "DICOMDIR") == [("CD 1", medium / "DICOMDIR")]
+    assert list_inputs(medium / "DICOM" / "PA0") == [(f"ST{i}", medium / "DICOM" / "PA0" / f"ST{i}") for i in range(2)]
+    one = medium / "DICOM" / "PA0" / "ST1" / "SE0" / "IM0003"
+    assert case_name(one) == "SE0"
+    assert np.array_equal(read_image(one).array, make_hu()[1::2])
+
+
+@pytest.mark.parametrize("syntax", ["implicit", "explicit"])
+def test_files_without_preamble(tmp_path: Path, syntax: str) -> None:
+    for index, pixels in enumerate(make_hu()):
+        dataset = header((pixels + 1024).astype(np.uint16))
+        place(dataset, (0, 0, 2.5 * index))
+        file = save(dataset, tmp_path / "old" / f"{index}.ima", NATIVE[syntax])
+        data = file.read_bytes()
+        file.write_bytes(data[data.index(b"\x08\0\x08\0", 132) :])
+    assert input_format(tmp_path / "old") == "dicom"
+    assert np.array_equal(read_image(tmp_path / "old").array, make_hu())
+
+
+def test_what_is_no_slice_is_left_out_and_said(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3, SeriesDescription="Thorax  B40f")
+    for index in range(2):
+        save_slice(
+            folder / f"topogram{index}", make_hu((1, 12, 5))[0], (0, 0, 0), ((0, 1, 0), (0, 0, -1)),
+            uid="1.2.3.1", SeriesNumber=1, SeriesDescription="Topogram", ImageType="ORIGINAL\\PRIMARY\\LOCALIZER",
+        )  # fmt: skip
+    own = {"SeriesNumber": 3, "SeriesDescription": "Thorax  B40f"}
+    save_slice(folder / "topogram in the series", make_hu((1, 12, 5))[0], (0, 0, 0), ((0, 1, 0), (0, 0, -1)), **own)
+    for index in range(3):
+        save_slice(folder / f"bolus{index}", make_hu()[index], (0, 0, 99), uid="1.2.3.2", SeriesNumber=2)
+    other(folder / "dose", uid="1.2.3.9", SeriesNumber=501, SOPClassUID="1.2.840.10008.5.1.4.1.1.7", SeriesDescription="Dose")
+    other(folder / "screen", uid="1.2.3.10", SeriesNumber=502, SamplesPerPixel=3, Rows=4, Columns=2)
+    other(folder / "plan", uid="1.2.3.11", SeriesNumber=503, Modality="RTSTRUCT", Rows=None)
+    other(folder / "mip", uid="1.2.3.12", SeriesNumber=504)
+    volume = read_image(folder)
+    assert np.array_equal(volume.array, make_hu())
+    (remark,) = volume.remarks
+    assert remark.startswith(LEFT_OUT)
+    assert set(remark.removeprefix(LEFT_OUT).split(", ")) == {
+        "2 x localiser (series 1 'Topogram')",
+        "1 x slice alone at its place (series 3 'Thorax B40f')",
+        "3 x slice alone at its place (series 2)",
+        "1 x secondary capture (series 501 'Dose')",
+        "1 x colour image (series 502)",
+        "1 x RTSTRUCT object (series 503)",
+        "1 x image without a position and an orientation (series 504)",
+    }
+    assert read_image(folder, "3").remarks == (LEFT_OUT + "1 x slice alone at its place (series 3 'Thorax B40f')",)
+
+
+@pytest.mark.parametrize("modality", ["MR", "PT", "US"])
+def test_another_modality_is_refused_by_name(tmp_path: Path, modality: str) -> None:
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, Modality=modality, SeriesNumber=7, SeriesDescription="T1")
+    expected = f"expected a CT series of at least two slices, but found only 5 x {modality} image (series 7 'T1'); "
+    assert said(tmp_path / "d") == expected + "give the folder of a CT series."
+
+
+def test_only_scouts_or_one_slice(tmp_path: Path) -> None:
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, ImageType="ORIGINAL\\PRIMARY\\LOCALIZER", SeriesNumber=1)
+    assert "found only 5 x localiser (series 1)" in said(tmp_path / "d")
+    save_stack(tmp_path / "e", make_hu()[:1], HEIGHTS[:1])
+    assert "found only 1 x slice alone at its place (series 1.2.3.4)" in said(tmp_path / "e")
+
+
+def test_a_modality_that_is_not_noted(tmp_path: Path) -> None:
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, Modality=None)
+    assert np.array_equal(read_image(tmp_path / "d").array, make_hu())
+    save_stack(tmp_path / "e", make_hu(), HEIGHTS, Modality=None, SOPClassUID="1.2.840.10008.5.1.4.1.1.4")
+    assert "found only 5 x image of unknown modality" in said(tmp_path / "e")
+
+
+def test_one_of_several_series_is_chosen(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    soft, sharp = make_hu(), make_hu((7, 7, 9), seed=5)
+    files = save_stack(folder, soft, HEIGHTS, uid="1.2.3.4", SeriesNumber=3, SeriesDescription="Thorax B40f")
+    save_stack(
+        folder / "sharp", sharp, list(1.25 * np.arange(7)), uid="1.2.3.5", SeriesNumber=12, SeriesDescription="Thorax B70f"
+    )
+    names = "series=3 'Thorax B40f' (5 slices, 2.5 x 0.8 x 0.648 mm); series=12 'Thorax B70f' (7 slices, 1.25 x 0.8 x 0.648 mm)"
+    assert said(folder) == f"expected one CT series, but it holds 2: {names}; {CHOICE}"
+    assert said(folder, "4") == f"there is no series=4 among {names}; give one of them."
+    for series in ("3", "1.2.3.4"):
+        assert np.array_equal(read_image(folder, series).array, soft)
+    for series in ("12", "1.2.3.5"):
+        assert np.array_equal(read_image(folder, series).array, sharp)
+    assert np.array_equal(read_image(files[0]).array, soft)
+    assert read_image(folder, "12").remarks == ()
+
+
+def test_numbers_that_are_not_unique(tmp_path: Path) -> None:
+    for uid in ("1.2.3.4", "1.2.3.5"):
+        save_stack(tmp_path / "d", make_hu(), HEIGHTS, uid=uid, SeriesNumber=1)
+    names = "series=1.2.3.4 (5 slices, 2.5 x 0.8 x 0.648 mm); series=1.2.3.5 (5 slices, 2.5 x 0.8 x 0.648 mm)"
+    assert said(tmp_path / "d", "1") == f"expected one CT series, but it holds 2: {names}; {CHOICE}"
+
+
+def test_series_is_for_dicom_only(tmp_path: Path) -> None:
+    save_itk(tmp_path / "ct.nii.gz", make_hu(), make_grid(np.eye(3)))
+    expected = "series=3 chooses among DICOM series, but this is a nifti file; leave series out."
+    assert said(tmp_path / "ct.nii.gz", "3") == expected
+
+
+@pytest.mark.parametrize(
+    ("keyword", "values", "names"),
+    [
+        ("AcquisitionNumber", [9, 10], ["acquisition 9", "acquisition 10"]),
+        ("TemporalPositionIdentifier", [1, 2], ["time point 1", "time point 2"]),
+        ("NominalPercentageOfCardiacPhase", [0.0, 50.0], ["phase 0", "phase 50"]),
+        ("ConvolutionKernel", ["B40f", "B70f"], ["kernel B40f", "kernel B70f"]),
+        ("KVP", [80, 140], ["kVp 80", "kVp 140"]),
+    ],
+)
+@pytest.mark.parametrize("offset_mm", [0.0, 1.25])
+def test_phases_of_one_series_are_told_apart(
+    tmp_path: Path, keyword: str, values: list[object], names: list[str], offset_mm: float
+) -> None:
+    """At the same places, or in between."""
+    scans = {str(value): make_hu(seed=seed) for seed, value in enumerate(values)}
+    for (_, scan), value in zip(scans.items(), values, strict=True):
+        heights = list(np.array(HEIGHTS) + (offset_mm if value == values[1] else 0))
+        save_stack(tmp_path / "d" / str(value), scan, heights, SeriesNumber=4, **{keyword: value})
+    size = "(5 slices, 2.5 x 0.8 x 0.648 mm)"
+    listed = f"series=4/1 {names[0]} {size}; series=4/2 {names[1]} {size}"
+    assert said(tmp_path / "d") == f"expected one CT series, but it holds 2: {listed}; {CHOICE}"
+    for part, wanted in enumerate(scans.values(), start=1):
+        assert np.array_equal(read_image(tmp_path / "d", f"4/{part}").array, wanted)
+        assert np.array_equal(read_image(tmp_path / "d", f"1.2.3.4/{part}").array, wanted)
+    assert np.array_equal(read_image(next((tmp_path / "d" / str(values[0])).iterdir())).array, scans[str(values[0])])
+    assert "there is no series=4/3 among series=4/1" in said(tmp_path / "d", "4/3")
+
+
+def test_rotations_that_follow_each_other_are_one_scan(tmp_path: Path) -> None:
+    numbers, times = [1, 1, 2, 2, 3], [f"1200{index:02d}.5" for index in range(5)]
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, AcquisitionNumber=numbers, AcquisitionTime=times)
+    volume = read_image(tmp_path / "d")
+    assert np.array_equal(volume.array, make_hu())
+    assert volume.remarks == ()
+
+
+def test_stacks_of_other_size_or_direction(tmp_path: Path) -> None:
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, SeriesNumber=4)
+    for index in range(3):
+        axes = ((1, 0, 0), (0, 0, -1))
+        save_slice(tmp_path / "d" / f"coronal{index}", make_hu((3, 8, 6))[index], (0, 3.0 * index, 0), axes, SeriesNumber=4)
+    listed = "series=4/1 (5 slices, 2.5 x 0.8 x 0.648 mm); series=4/2 (3 slices, 3 x 0.8 x 0.648 mm)"
+    assert said(tmp_path / "d") == f"expected one CT series, but it holds 2: {listed}; {CHOICE}"
+    assert read_image(tmp_path / "d", "4/2").grid.shape == (3, 8, 6)
+
+
+def test_labels_may_be_a_series(tmp_path: Path) -> None:
+    save_stack(tmp_path / "d", make_hu() % 3, HEIGHTS)
+    labels = read_labels(tmp_path / "d").array
+    assert labels.dtype == np.uint8
+    assert np.array_equal(labels, make_hu() % 3)
+
+
+def test_descriptions_in_another_alphabet(tmp_path: Path) -> None:
+    fields = {"SpecificCharacterSet": "ISO_IR 144", "SeriesDescription": "Грудь"}
+    for uid in ("1.2.3.4", "1.2.3.5"):
+        save_stack(tmp_path / "d", make_hu(), HEIGHTS, uid=uid, SeriesNumber=int(uid[-1]), **fields)
+    assert "series=4 'Грудь' (5 slices" in said(tmp_path / "d")

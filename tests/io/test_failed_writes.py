@@ -1,0 +1,224 @@
+"""A write that fails says why in one sentence, loses nothing that was there and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+from io_volumes import load_itk, make_grid, make_labels
+
+from medseg.errors import UserError
+from medseg.io.inputs import list_inputs
+from medseg.io.read import read_labels
+from medseg.io.replacing import check_writable, replace_text, replacing
+from medseg.io.write import write_labels
+
+SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+
+
+def sentence(path: Path, labels: np.ndarray | None = None) -> str:
+    """What the user is told when labels cannot be written."""
+    labels = make_labels() if labels is None else labels
+    with pytest.raises(UserError) as caught:
+        write_labels(path, labels, make_grid(np.eye(3), labels.shape))
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(f"{path.parent}/", "")
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def some_then_full(*_: object) -> object:
+    yield b"\0" * 100
+    full()
+
+
+def only_once(function: Callable[..., object]) -> Callable[..., object]:
+    """The function for the first call, then a full disk."""
+    calls: list[int] = []
+
+    def call(*arguments: object) -> object:
+        calls.append(1)
+        return function(*arguments) if len(calls) == 1 else full()
+
+    return call
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("where", ["the voxels", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("has_old", [True, False])
+def test_a_full_disk(tmp_path: Path, suffix: str, where: str, has_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"labels{suffix}"
+    if has_old:
+        write_labels(path, make_labels(), make_grid(np.eye(3)))
+    before = contents(tmp_path)
+    monkeypatch.setattr(*(("medseg.io.write._slabs", some_then_full) if where == "the voxels" else (where, full)))
+    told = sentence(path, 1 - make_labels() // 2)
+    name = told.split(":")[0]
+    assert name in (f"labels{suffix}", "labels.zraw", "labels-2.zraw")
+    assert told == f"{name}: cannot be written (No space left on device); check the folder, its permissions and its space."
+    monkeypatch.undo()
+    assert contents(tmp_path) == before
+
+
+def test_a_pair_of_which_only_one_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_labels(tmp_path / "labels.mhd", make_labels(), make_grid(np.eye(3)))
+    before = contents(tmp_path)
+    monkeypatch.setattr("os.replace", only_once(os.replace))
+    assert sentence(tmp_path / "labels.mhd", 1 - make_labels() // 2).startswith("labels.mhd: cannot be written (No space left")
+    monkeypatch.undo()
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_may_not_grow(tmp_path: Path, suffix: str) -> None:
+    import resource
+
+    path = tmp_path / f"labels{suffix}"
+    write_labels(path, make_labels(), make_grid(np.eye(3)))
+    before = contents(tmp_path)
+    noise = np.random.default_rng(0).integers(0, 255, (20, 100, 100), dtype=np.uint8)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        told = sentence(path, noise)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    name = "labels-2.zraw" if suffix == ".mhd" else f"labels{suffix}"
+    assert told == f"{name}: cannot be written (File too large); check the folder, its permissions and its space."
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_interrupt(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"labels{suffix}"
+    write_labels(path, make_labels(), make_grid(np.eye(3)))
+    before = contents(tmp_path)
+
+    def some_then_ctrl_c(*_: object) -> object:
+        yield b"\0" * 100
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medseg.io.write._slabs", some_then_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        write_labels(path, make_labels(), make_grid(np.eye(3)))
+    assert contents(tmp_path) == before
+
+
+WRITE_SLOWLY = """
+import sys, time
+from pathlib import Path
+from medseg.apps import entry, predict
+from medseg.io.replacing import replacing
+
+def slowly(*_):
+    with replacing(Path(sys.argv[1])) as file:
+        file.write(b"half")
+        file.flush()
+        print("writing", flush=True)
+        time.sleep(60)
+
+entry.run = slowly
+predict.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_ended_while_it_writes(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "a.nii.gz"
+    write_labels(path, make_labels(), make_grid(np.eye(3)))
+    before = contents(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", WRITE_SLOWLY, str(path)], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"writing\n"
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGTERM: 143}.get(number, -number)
+    after = contents(tmp_path)
+    if number == signal.SIGKILL:  # nobody can tidy up then, but nothing takes what is left for a scan
+        assert next(name for name in after if name not in before).startswith(".medseg-")
+        assert list_inputs(tmp_path) == [("a", path)]
+        after = {name: content for name, content in after.items() if name in before}
+    assert after == before
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    tail = "; check the folder, its permissions and its space."
+    (tmp_path / "file").write_bytes(b"kept")
+    assert sentence(tmp_path / "file" / "a.nii") == f"a.nii: cannot be written (a part of its path is a file){tail}"
+    (tmp_path / "a.nii").mkdir()
+    assert sentence(tmp_path / "a.nii") == "a.nii: cannot be written, since it is a folder or a device; choose another name."
+    assert sentence(tmp_path / ("n" * 300 + ".nii")).endswith(f".nii: cannot be written (File name too long){tail}")
+    (tmp_path / "b.nii").symlink_to("/dev/null")
+    assert sentence(tmp_path / "b.nii") == "b.nii: cannot be written, since it is a folder or a device; choose another name."
+    with pytest.raises(UserError, match=r"file/out: cannot be written \(a part of its path is a file\)"):
+        check_writable(tmp_path / "file" / "out")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.nii", "b.nii", "file"]
+    assert (tmp_path / "file").read_bytes() == b"kept"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_place_that_even_root_cannot_write() -> None:
+    with pytest.raises(UserError, match=r"^/proc/medseg/a\.nii: cannot be written \(No such file or directory\); check"):
+        write_labels(Path("/proc/medseg/a.nii"), make_labels(), make_grid(np.eye(3)))
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "a.mhd").write_bytes(b"old")
+    (tmp_path / "a.mhd").symlink_to(tmp_path / "disk" / "a.mhd")
+    write_labels(tmp_path / "a.mhd", make_labels(), make_grid(np.eye(3)))
+    assert (tmp_path / "a.mhd").is_symlink()
+    assert np.array_equal(read_labels(tmp_path / "disk" / "a.mhd").array, make_labels())
+    assert sorted(entry.name for entry in (tmp_path / "disk").iterdir()) == ["a.mhd", "a.zraw"]
+
+
+def test_a_pair_of_files_is_replaced_as_one(tmp_path: Path) -> None:
+    grid = make_grid(np.eye(3))
+    (tmp_path / "a.zraw").write_bytes(b"of another program")
+    write_labels(tmp_path / "a.mhd", make_labels(), grid)
+    assert sorted(contents(tmp_path)) == ["a-2.zraw", "a.mhd", "a.zraw"], "what another program wrote stays"
+    for labels in (1 - make_labels() // 2, make_labels()):
+        write_labels(tmp_path / "a.mhd", labels, grid)
+        assert np.array_equal(read_labels(tmp_path / "a.mhd").array, labels)
+        assert np.array_equal(load_itk(tmp_path / "a.mhd")[0], labels)
+        assert len(contents(tmp_path)) == 3, "the old voxels go with their header"
+    assert (tmp_path / "a.zraw").read_bytes() == b"of another program"
+
+
+def test_a_scan_that_is_too_long_for_nifti_1(tmp_path: Path) -> None:
+    labels = np.zeros((2, 2, 40000), np.uint8)
+    labels[1, 1, 39999] = 1
+    grid = make_grid(np.eye(3), labels.shape)
+    write_labels(tmp_path / "a.nii.gz", labels, grid)
+    image = nib.load(tmp_path / "a.nii.gz")
+    assert np.array_equal(np.asarray(image.dataobj).T, labels)
+    assert np.allclose((image.affine @ [39999, 1, 1, 1])[:3] * [-1, -1, 1], grid.index_to_world_xyz_mm((1, 1, 39999)), atol=0.01)
+
+
+def test_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_text(tmp_path / "new" / "a.json", "ü\n")
+    assert (tmp_path / "new" / "a.json").read_bytes() == "ü\n".encode()
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"a\.json: cannot be written \(No space left on device\)"):
+        replace_text(tmp_path / "new" / "a.json", "x")
+    assert contents(tmp_path / "new") == {"a.json": "ü\n".encode()}
+
+
+def test_an_error_of_the_writer_itself_passes(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a"):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,98 @@
+"""Which scans a path stands for: names are what users have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from io_volumes import make_grid, make_hu, make_labels, save_dicom
+
+from medseg.errors import UserError
+from medseg.io.inputs import case_name, list_inputs
+from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_image, write_labels
+
+AWKWARD = [
+    "Thorax (1)",
+    "Doe, John",
+    "a=b",
+    "Müller ü",
+    "1.2.840.113",
+    "x'y\"z",
+    "${now}",
+    "{a}[0]",
+    "nii.gz",
+    "#1 %d",
+    "LIST",
+    "local",
+]
+SUFFIXES = [".nii.gz", ".nii", ".nrrd", ".mha", ".mhd"]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_names_of_files_and_folders(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    grid = make_grid(np.eye(3))
+    for suffix in SUFFIXES:
+        path = folder / suffix.strip(".") / f"{name}{suffix}"
+        write_image(path, make_hu(), grid)
+        assert case_name(path) == name
+        assert list_inputs(path.parent) == [(name, path)]
+        assert list_inputs(path) == [(name, path)]
+        scan = read_image(path)
+        assert np.array_equal(scan.array, make_hu())
+        write_labels(path, make_labels(), scan.grid, scan.header)
+        assert np.array_equal(read_labels(path).array, make_labels())
+    series = tmp_path / "series" / name
+    files = save_dicom(series, make_hu(), grid)
+    assert list_inputs(series) == [(name, series)]
+    assert list_inputs(series.parent) == [(name, series)]
+    assert list_inputs(files[0]) == [(name, files[0])]
+    assert np.array_equal(read_image(series).array, make_hu())
+
+
+def test_a_folder_of_scans(tmp_path: Path) -> None:
+    grid = make_grid(np.eye(3))
+    for name in ("b.nii.gz", "a.mhd", "C.NRRD", "d.1.mha"):
+        write_image(tmp_path / name, make_hu(), grid)
+    save_dicom(tmp_path / "bb", make_hu(), grid)
+    (tmp_path / "empty").mkdir()
+    for name in ("cases.csv", "b.json", "._b.nii.gz", ".DS_Store", "notes.txt"):
+        (tmp_path / name).write_text("no scan")
+    assert [name for name, _ in list_inputs(tmp_path)] == ["C", "a", "b", "bb", "d.1"]
+    assert all(np.array_equal(read_image(path).array, make_hu()) for _, path in list_inputs(tmp_path))
+
+
+def test_dicom_without_suffix(tmp_path: Path) -> None:
+    for index, file in enumerate(save_dicom(tmp_path / "d", make_hu(), make_grid(np.eye(3)))):
+        file.rename(file.with_name(f"IM.{index:04d}"))
+    (tmp_path / "d" / "DICOMDIR").write_bytes(b"\0" * 128 + b"DICM")
+    assert list_inputs(tmp_path / "d") == [("d", tmp_path / "d")]
+    assert case_name(tmp_path / "d" / "IM.0001") == "d"
+    assert np.array_equal(read_image(tmp_path / "d" / "IM.0003").array, make_hu())
+
+
+def test_names_that_would_overwrite_each_other(tmp_path: Path) -> None:
+    for name in ("ct.nii.gz", "ct.nrrd"):
+        write_image(tmp_path / name, make_hu(), make_grid(np.eye(3)))
+    with pytest.raises(UserError, match="both be called 'ct'"):
+        list_inputs(tmp_path)
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text("case,image\n")
+    with pytest.raises(UserError, match="holds none"):
+        list_inputs(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        list_inputs(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="another kind"):
+        list_inputs(tmp_path / "cases.csv")
+
+
+def test_a_folder_is_named_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "Thorax 1.25 mm"
+    save_dicom(folder, make_hu(), make_grid(np.eye(3)))
+    assert case_name(folder) == "Thorax 1.25 mm"
+    monkeypatch.chdir(folder)
+    assert case_name(Path()) == "Thorax 1.25 mm"

@@ -1,0 +1,198 @@
+"""Stored values become HU or labels: exact where they can be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from io_volumes import load_itk, make_grid, make_hu, make_labels, save_itk, told
+
+from medseg.errors import UserError
+from medseg.io.read import read_image, read_labels
+
+nib = pytest.importorskip("nibabel")
+
+
+def save_scaled(path: Path, stored: np.ndarray, slope: float, intercept: float) -> None:
+    """Write a NIfTI-1 file with a scale of its own."""
+    image = nib.Nifti1Image(stored.T, np.eye(4))
+    image.to_filename(path)
+    block = bytearray(path.read_bytes())
+    block[112:120] = np.array([slope, intercept], "<f4").tobytes()
+    path.write_bytes(block)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slope", "intercept", "expected"),
+    [
+        (np.int16, 1.0, 0.0, np.int16),
+        (np.int16, 0.0, 7.0, np.int16),  # slope 0 means: not scaled
+        (np.int16, float("nan"), float("nan"), np.int16),
+        (np.int16, float("inf"), 5.0, np.int16),
+        (np.uint16, 1.0, -1024.0, np.int16),
+        (np.int16, 2.0, -3.0, np.int16),
+        (np.int16, 0.5, -1024.0, np.float32),
+        (np.float32, 1.0, 0.0, np.int16),
+        (np.float64, 1.0, 0.25, np.float32),
+        (np.int32, 1.0, 0.0, np.int16),
+        (np.int32, 1.0, 40000.0, np.float32),
+        (np.uint8, 1.0, 0.0, np.int16),
+    ],
+)
+def test_scale_is_applied_and_int16_kept_where_exact(
+    tmp_path: Path, dtype: type, slope: float, intercept: float, expected: type
+) -> None:
+    stored = np.random.default_rng(2).integers(0, 250, (5, 7, 9)).astype(dtype)
+    save_scaled(tmp_path / "scan.nii", stored, slope, intercept)
+    image_hu = read_image(tmp_path / "scan.nii").array
+    is_scaled = np.isfinite(slope) and slope != 0
+    want = stored.astype(np.float64) * slope + intercept if is_scaled else stored
+    assert image_hu.dtype == expected
+    assert np.array_equal(image_hu, np.asarray(want).astype(expected))
+
+
+def test_a_shift_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    save_scaled(tmp_path / "scan.nii", make_hu(), 1.0, float("nan"))
+    assert told(tmp_path / "scan.nii") == (
+        "scan.nii: the NIfTI header is damaged: values are to be scaled by 1 and shifted by nan; export the scan again."
+    )
+
+
+def test_a_fraction_in_a_late_slab_turns_the_whole_volume_to_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medseg.io.stored.SLAB_BYTES", 300)
+    values = make_hu().astype(np.float32)
+    values[4, 3, 2] += 0.5
+    save_itk(tmp_path / "scan.nrrd", values, make_grid(np.eye(3)))
+    image_hu = read_image(tmp_path / "scan.nrrd").array
+    assert image_hu.dtype == np.float32
+    assert np.array_equal(image_hu, values)
+    assert image_hu.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (make_labels().astype(np.float32), np.uint8),
+        (make_labels().astype(np.int32), np.uint8),
+        (make_labels().astype(np.uint16) * 200, np.int16),
+        (make_labels().astype(np.uint16) * 30000, np.uint16),
+        (make_labels().astype(np.int16) - 1, np.int16),
+    ],
+)
+def test_labels_take_the_smallest_type(tmp_path: Path, values: np.ndarray, expected: type) -> None:
+    save_itk(tmp_path / "l.mha", values, make_grid(np.eye(3)))
+    labels = read_labels(tmp_path / "l.mha").array
+    assert labels.dtype == expected
+    assert np.array_equal(labels, values)
+
+
+def test_a_large_label_in_a_late_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medseg.io.stored.SLAB_BYTES", 100)
+    values = make_labels().astype(np.int32)
+    values[1, 0, 0], values[4, 6, 8] = -5, 60000
+    save_itk(tmp_path / "l.mha", values, make_grid(np.eye(3)))
+    assert np.array_equal(read_labels(tmp_path / "l.mha").array, values)
+
+
+def test_probabilities_are_no_labels(tmp_path: Path) -> None:
+    save_itk(tmp_path / "l.mha", make_labels().astype(np.float32) / 2, make_grid(np.eye(3)))
+    with pytest.raises(UserError, match=r"whole numbers.*0\.5"):
+        read_labels(tmp_path / "l.mha")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_voxels_without_a_number_count_as_air_with_a_warning(tmp_path: Path, value: float, dtype: type) -> None:
+    values: Any = make_hu().astype(dtype)
+    values[2, 3, 4] = values[4, 0, 0] = value
+    save_itk(tmp_path / "scan.nii.gz", values, make_grid(np.eye(3)))
+    scan = read_image(tmp_path / "scan.nii.gz")
+    want = make_hu()
+    want[2, 3, 4] = want[4, 0, 0] = -1024
+    assert scan.array.dtype == np.int16, "what is left are whole numbers"
+    assert np.array_equal(scan.array, want)
+    assert scan.remarks == ("2 of 315 voxels (0.63 %) hold no number (NaN or infinity) and count as air, -1024 HU",)
+    assert told(tmp_path / "scan.nii.gz", read_labels) == (
+        f"scan.nii.gz: expected a label map of whole numbers, but the file holds values such as {value:g}; is it an image or a "
+        "probability map?"
+    )
+
+
+def test_a_number_beyond_float32_is_none(tmp_path: Path) -> None:
+    values: Any = make_hu().astype(np.float64)
+    values[0, 0, 0] = 1e300
+    save_itk(tmp_path / "scan.mha", values, make_grid(np.eye(3)))
+    scan = read_image(tmp_path / "scan.mha")
+    assert scan.array[0, 0, 0] == -1024
+    assert scan.remarks[0].startswith("1 of 315 voxels (0.32 %) hold no number")
+
+
+def test_one_slice_is_read_with_a_warning(tmp_path: Path) -> None:
+    save_itk(tmp_path / "a.mha", make_hu((1, 7, 9)), make_grid(np.eye(3), (1, 7, 9)))
+    scan = read_image(tmp_path / "a.mha")
+    assert np.array_equal(scan.array, make_hu((1, 7, 9)))
+    assert scan.remarks == ("the scan of 9 x 7 x 1 voxels is a single slice: expect a poor result",)
+
+
+INTEGERS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz", ".nrrd", ".mha"])
+@pytest.mark.parametrize("code", [*INTEGERS, "f4", "f8"])
+def test_every_number_type_is_read(tmp_path: Path, suffix: str, code: str) -> None:
+    values = np.random.default_rng(3).integers(0, 120, (5, 7, 9)).astype(code)
+    save_itk(tmp_path / f"a{suffix}", values, make_grid(np.eye(3)))
+    image, labels = read_image(tmp_path / f"a{suffix}"), read_labels(tmp_path / f"a{suffix}")
+    assert image.array.dtype == np.int16
+    assert labels.array.dtype == np.uint8
+    assert np.array_equal(image.array, values)
+    assert np.array_equal(labels.array, values)
+    assert image.remarks == labels.remarks == ()
+
+
+@pytest.mark.parametrize("code", [*INTEGERS[2:], "f4", "f8"])
+@pytest.mark.parametrize("suffix", [".nii", ".nrrd", ".mha"])
+def test_every_number_type_of_the_other_byte_order(tmp_path: Path, suffix: str, code: str) -> None:
+    values = np.random.default_rng(3).integers(0, 3000, (5, 7, 9)).astype(code)
+    big, path = values.astype(f">{code}"), tmp_path / f"a{suffix}"
+    if suffix == ".nii":
+        header = nib.Nifti1Header(endianness=">")
+        header.set_data_dtype(big.dtype)
+        nib.Nifti1Image(big.T, np.eye(4), header).to_filename(path)
+    elif suffix == ".nrrd":
+        names = {"u2": "ushort", "i2": "short", "u4": "uint", "i4": "int", "u8": "ulonglong", "i8": "longlong", "f4": "float"}
+        head = f"NRRD0001\ntype: {names.get(code, 'double')}\ndimension: 3\nsizes: 9 7 5\nendian: big\nencoding: raw\n\n"
+        path.write_bytes(head.encode() + big.tobytes())
+    else:
+        names = {"u2": "USHORT", "i2": "SHORT", "u4": "UINT", "i4": "INT", "u8": "ULONG_LONG", "i8": "LONG_LONG", "f4": "FLOAT"}
+        head = f"NDims = 3\nDimSize = 9 7 5\nElementType = MET_{names.get(code, 'DOUBLE')}\nBinaryDataByteOrderMSB = True\n"
+        path.write_bytes(f"{head}ElementDataFile = LOCAL\n".encode() + big.tobytes())
+    image = read_image(path)
+    assert image.array.dtype == np.int16
+    assert np.array_equal(image.array, values)
+    assert np.array_equal(load_itk(path)[0], values)
+
+
+def test_large_numbers_of_64_bits(tmp_path: Path) -> None:
+    values = make_labels().astype(np.uint64)
+    values[0, 0, 0] = 2**63
+    save_itk(tmp_path / "a.mha", values, make_grid(np.eye(3)))
+    assert read_image(tmp_path / "a.mha").array.flat[0] == np.float32(2**63)
+    assert "holds values such as 9.22337e+18" in told(tmp_path / "a.mha", read_labels)
+
+
+@pytest.mark.parametrize(("suffix", "banned"), [(".nii.gz", "SimpleITK"), (".nrrd", "nibabel"), (".mha", "SimpleITK")])
+def test_a_format_imports_no_library_of_another(tmp_path: Path, suffix: str, banned: str) -> None:
+    path = tmp_path / f"scan{suffix}"
+    save_itk(path, make_hu(), make_grid(np.eye(3)))
+    code = (
+        "import sys; from pathlib import Path; from medseg.io.read import read_image; from medseg.io.write import "
+        "write_image; p = Path(sys.argv[1]); v = read_image(p); write_image(p, v.array, v.grid, v.header); "
+        "sys.exit(sys.argv[2] in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code, str(path), banned], check=True, cwd=root, timeout=120)
