@@ -1,0 +1,1 @@
+"""Case tables, the cache, samples, augmentation and the phantom."""

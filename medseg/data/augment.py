@@ -1,0 +1,339 @@
+"""Augmentation of one CT sample: one affine resampling, then scanner effects in place.
+
+Everything works on an image in [-1, 1] with -1 as air and draws from a numpy generator only, so that a sample is a
+function of its number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+AIR = -1.0
+# Slices that are resampled at once: the coordinates of a few slices stay in the processor's cache.
+SLAB_SLICES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Warp:
+    """An affine map from a patch to the crop it is sampled from; the centres of both correspond.
+
+    Attributes:
+        matrix: Maps offsets from the centre of the patch to offsets in the source, (3, 3), voxels (z, y, x).
+        shift_voxels: Added in the source, (3,), voxels (z, y, x).
+    """
+
+    matrix: np.ndarray
+    shift_voxels: np.ndarray
+
+    def margin(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Count the voxels (z, y, x) by which a source must exceed the patch on each side to cover it."""
+        half = (np.array(shape) - 1) / 2
+        reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
+        # The slices below and above a point are read where the tilted line pierces them (`_resample_affine`).
+        reach[1:] += np.abs(self.matrix[1:, 0] / self.matrix[0, 0])
+        z, y, x = (max(0, math.ceil(excess)) for excess in reach - half)
+        return (z, y, x)
+
+    def apply(self, image: Tensor, labels: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """Resample a patch: the image linearly, the labels by the nearest voxel; outside is air and background.
+
+        Args:
+            image: Source, (1, D, H, W) float32.
+            labels: Its labels, (D, H, W) uint8.
+            shape: Shape of the patch.
+
+        Returns:
+            Image (1, *shape) and labels (*shape) of the patch.
+        """
+        # grid_sample pads with zeros; seen from air, zero is air.
+        new_image = _resample_affine(image[0] - AIR, self.matrix, self.shift_voxels, shape, "bilinear")
+        new_labels = _resample_affine(labels.float(), self.matrix, self.shift_voxels, shape, "nearest")
+        return new_image.add_(AIR)[None], new_labels.to(labels.dtype)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What may happen to a training sample. Each effect fires with its own probability; ranges are drawn uniformly.
+
+    Attributes:
+        flip_axes: Array axes (0 = z, 1 = y, 2 = x) that may be flipped, each with probability 0.5. The caller names
+            them: never x where sides mean something.
+        affine_probability: Of rotating, scaling, shearing and shifting, in one resampling.
+        rotation_deg: Largest angle about the axes z, y and x.
+        scale_range: Factor on the size of what is seen, one for all axes.
+        shear_max: Largest shear of each pair of axes.
+        translation_mm: Largest shift along z, y and x.
+        blur_probability: Of a Gaussian blur along all axes.
+        blur_sigma_mm: Its standard deviation.
+        low_resolution_probability: Of averaging over thick slices and interpolating back.
+        low_resolution_mm: The slice thickness that is imitated; an axis that is coarser already stays as it is.
+        low_resolution_all_axes_probability: That it hits all axes (a coarse scan) and not z alone (thick slices).
+        noise_probability: Of white Gaussian noise.
+        noise_sd: Its standard deviation, as a part of [-1, 1].
+        contrast_probability: Of a factor about the middle of the window.
+        contrast_range: That factor.
+        brightness_probability: Of adding a constant.
+        brightness_max: Its largest size, as a part of [-1, 1].
+        gamma_probability: Of a power law on [0, 1], from the dark or (half of the time) from the bright end.
+        gamma_range: Its exponent.
+        window_shift_hu: Largest shift of the HU window, drawn for every sample (`draw_window`).
+        truncate_probability: Of cutting off the upper or the lower end of the field of view (partial scan).
+        truncate_max_fraction: Largest part of the slices that is cut off.
+        narrow_probability: Of cutting off the right, left, front or back end of the field of view.
+        narrow_max_fraction: Largest part of the rows or columns that is cut off.
+        circle_probability: Of a round field of view in the axial plane.
+        circle_radius_range: Its radius, as a part of half the longer in-plane side.
+    """
+
+    flip_axes: tuple[int, ...] = ()
+    affine_probability: float = 0.5
+    rotation_deg: tuple[float, float, float] = (15.0, 7.5, 7.5)
+    scale_range: tuple[float, float] = (0.85, 1.2)
+    shear_max: float = 0.05
+    translation_mm: tuple[float, float, float] = (10.0, 10.0, 10.0)
+    blur_probability: float = 0.15
+    blur_sigma_mm: tuple[float, float] = (0.5, 1.5)
+    low_resolution_probability: float = 0.25
+    low_resolution_mm: tuple[float, float] = (2.0, 8.0)
+    low_resolution_all_axes_probability: float = 0.25
+    noise_probability: float = 0.2
+    noise_sd: tuple[float, float] = (0.01, 0.1)
+    contrast_probability: float = 0.2
+    contrast_range: tuple[float, float] = (0.8, 1.2)
+    brightness_probability: float = 0.2
+    brightness_max: float = 0.1
+    gamma_probability: float = 0.2
+    gamma_range: tuple[float, float] = (0.75, 1.4)
+    window_shift_hu: float = 20.0
+    truncate_probability: float = 0.1
+    truncate_max_fraction: float = 0.4
+    narrow_probability: float = 0.05
+    narrow_max_fraction: float = 0.4
+    circle_probability: float = 0.05
+    circle_radius_range: tuple[float, float] = (0.7, 1.0)
+
+    def __call__(
+        self,
+        image: Tensor,
+        labels: Tensor,
+        rng: np.random.Generator,
+        spacing_mm: tuple[float, float, float],
+    ) -> tuple[Tensor, Tensor]:
+        """Augment a whole volume on its own shape; what the warp brings in from outside is air.
+
+        Args:
+            image: (1, D, H, W) float32 in [-1, 1]; may be overwritten.
+            labels: (D, H, W) uint8; may be overwritten.
+            rng: Generator of this sample.
+            spacing_mm: Voxel spacing, (z, y, x): angles and lengths hold in the world, not in voxels.
+
+        Returns:
+            New image and labels, same shapes and ranges.
+        """
+        warp = self.draw_warp(rng, spacing_mm)
+        if warp is not None:
+            depth, height, width = labels.shape
+            image, labels = warp.apply(image, labels, (depth, height, width))
+        return self.alter(image, labels, rng, spacing_mm)
+
+    def draw_window(self, rng: np.random.Generator, window_hu: tuple[float, float]) -> tuple[float, float]:
+        """Shift the HU window of a sample: a scanner that is out of calibration by some HU."""
+        shift_hu = rng.uniform(-self.window_shift_hu, self.window_shift_hu)
+        return (window_hu[0] + shift_hu, window_hu[1] + shift_hu)
+
+    def draw_warp(self, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Warp | None:
+        """Draw the affine resampling of a sample, or None when it does not fire."""
+        if rng.random() >= self.affine_probability:
+            return None
+        # A larger thing is seen when a smaller part of the source fills the patch.
+        matrix = np.eye(3) / rng.uniform(*self.scale_range)
+        shear = rng.uniform(-self.shear_max, self.shear_max, size=3)
+        matrix = np.array([[1, shear[0], shear[1]], [0, 1, shear[2]], [0, 0, 1]]) @ matrix
+        for axis, limit_deg in enumerate(self.rotation_deg):
+            angle = math.radians(rng.uniform(-limit_deg, limit_deg))
+            matrix = _rotation(axis, angle) @ matrix
+        shift_mm = rng.uniform(-1.0, 1.0, size=3) * self.translation_mm
+        spacing = np.array(spacing_mm)
+        return Warp(matrix * spacing / spacing[:, None], shift_mm / spacing)
+
+    def alter(
+        self,
+        image: Tensor,
+        labels: Tensor,
+        rng: np.random.Generator,
+        spacing_mm: tuple[float, float, float],
+    ) -> tuple[Tensor, Tensor]:
+        """Do all but the warp, in the order in which a scanner does it; arguments as for a call."""
+        axes = [axis for axis in self.flip_axes if rng.random() < 0.5]
+        if axes:
+            image, labels = image.flip([axis + 1 for axis in axes]), labels.flip(axes)
+        image = self._change_resolution(image, rng, spacing_mm)
+        if rng.random() < self.noise_probability:
+            noise = rng.standard_normal(image.shape, dtype=np.float32)
+            image.add_(torch.from_numpy(noise), alpha=rng.uniform(*self.noise_sd))
+        self._change_intensity(image, rng)
+        self._cut_field_of_view(image, labels, rng, spacing_mm)
+        return image, labels
+
+    def _change_resolution(self, image: Tensor, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Tensor:
+        """Blur and imitate coarse slices: both are linear along each axis, so one matrix per axis does both."""
+        matrices: list[np.ndarray | None] = [None, None, None]
+        sizes = image.shape[1:]
+        if rng.random() < self.low_resolution_probability:
+            slice_mm, phase = rng.uniform(*self.low_resolution_mm), rng.random()
+            all_axes = rng.random() < self.low_resolution_all_axes_probability
+            for axis in range(3 if all_axes else 1):
+                if slice_mm > spacing_mm[axis]:
+                    matrices[axis] = thick_slice_matrix(sizes[axis], slice_mm / spacing_mm[axis], phase)
+        if rng.random() < self.blur_probability:
+            sigma_mm = rng.uniform(*self.blur_sigma_mm)
+            for axis, matrix in enumerate(matrices):
+                blur = gaussian_matrix(sizes[axis], sigma_mm / spacing_mm[axis])
+                matrices[axis] = blur if matrix is None else blur @ matrix
+        for axis, matrix in enumerate(matrices):
+            if matrix is not None:
+                image = _apply_along(image, torch.from_numpy(matrix.astype(np.float32)), axis)
+        return image
+
+    def _change_intensity(self, image: Tensor, rng: np.random.Generator) -> None:
+        factor = rng.uniform(*self.contrast_range) if rng.random() < self.contrast_probability else 1.0
+        offset = 0.0
+        if rng.random() < self.brightness_probability:
+            offset = rng.uniform(-self.brightness_max, self.brightness_max)
+        if factor != 1.0 or offset != 0.0:
+            image.mul_(factor).add_(offset)
+        image.clamp_(-1.0, 1.0)  # noise, contrast and brightness may have left the range
+        if rng.random() < self.gamma_probability:
+            sign = 1.0 if rng.random() < 0.5 else -1.0
+            image.mul_(0.5 * sign).add_(0.5).pow_(rng.uniform(*self.gamma_range)).sub_(0.5).mul_(2.0 * sign)
+
+    def _cut_field_of_view(
+        self,
+        image: Tensor,
+        labels: Tensor,
+        rng: np.random.Generator,
+        spacing_mm: tuple[float, float, float],
+    ) -> None:
+        depth, height, width = labels.shape
+        if rng.random() < self.truncate_probability:
+            num_slices = int(depth * rng.uniform(0.0, self.truncate_max_fraction))
+            gone = slice(0, num_slices) if rng.random() < 0.5 else slice(depth - num_slices, depth)
+            image[:, gone] = AIR
+            labels[gone] = 0
+        if rng.random() < self.narrow_probability:
+            axis, at_low_end = (2, 1)[int(rng.random() < 0.5)], rng.random() < 0.5
+            size = labels.shape[axis]
+            length = int(size * rng.uniform(0.0, self.narrow_max_fraction))
+            start = 0 if at_low_end else size - length
+            image.narrow(axis + 1, start, length).fill_(AIR)
+            labels.narrow(axis, start, length).zero_()
+        if rng.random() < self.circle_probability:
+            extent_mm = (height * spacing_mm[1], width * spacing_mm[2])
+            radius_mm = rng.uniform(*self.circle_radius_range) * max(extent_mm) / 2
+            centre_mm = [0.1 * rng.uniform(-length, length) / 2 for length in extent_mm]
+            y_mm = (torch.arange(height) - (height - 1) / 2) * spacing_mm[1] - centre_mm[0]
+            x_mm = (torch.arange(width) - (width - 1) / 2) * spacing_mm[2] - centre_mm[1]
+            outside = (y_mm**2)[:, None] + x_mm**2 > radius_mm**2
+            image.masked_fill_(outside, AIR)
+            labels.masked_fill_(outside, 0)
+
+
+def gaussian_matrix(size: int, sigma_voxels: float) -> np.ndarray:
+    """Write a Gaussian blur of one axis as a matrix (size, size) whose rows add up to one."""
+    index = np.arange(size)
+    weights = np.exp(-0.5 * ((index[:, None] - index) / max(sigma_voxels, 1e-6)) ** 2)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarray:
+    """Write "average over thick slices, then interpolate linearly" of one axis as a matrix (size, size).
+
+    Args:
+        size: Voxels of the axis.
+        slice_voxels: Thickness and distance of the slices in voxels, > 1.
+        phase: Where the first slice begins, as a part of a slice before the axis, in [0, 1).
+
+    Returns:
+        Matrix whose rows add up to one.
+    """
+    num_slices = math.floor(size / slice_voxels + phase) + 1
+    begins = (np.arange(num_slices) - phase) * slice_voxels
+    left, right = np.arange(size), np.arange(size) + 1.0
+    # (num_slices, size): how much of each voxel lies in each slice
+    down = np.minimum(begins[:, None] + slice_voxels, right) - np.maximum(begins[:, None], left)
+    down = np.maximum(down, 0.0)
+    down = down[down.sum(axis=1) > 1e-9]
+    down /= down.sum(axis=1, keepdims=True)
+    # The centre of mass of a slice that the edge has cut is not its middle.
+    centres = down @ (left + 0.5)
+    up = np.stack([np.interp(left + 0.5, centres, unit) for unit in np.eye(len(centres))], axis=1)
+    return up @ down
+
+
+def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
+    """Multiply each line of (1, D, H, W) along an axis by a matrix: three large products beat any convolution."""
+    if axis == 0:
+        return (matrix @ image.flatten(2)[0]).view(image.shape)
+    if axis == 1:
+        return matrix @ image
+    return image @ matrix.T
+
+
+def _resample_affine(source: Tensor, matrix: np.ndarray, shift: np.ndarray, shape: tuple[int, int, int], mode: str) -> Tensor:
+    """Sample (D, H, W) at `matrix @ offset + shift` about its centre, zero outside.
+
+    In two passes of the two-dimensional kernel, which is vectorised and seven times as fast as the three-dimensional
+    one: first every source slice is resampled in its plane, then each line along z. No axis is interpolated twice; the
+    result differs from the single pass only in which four of the eight neighbours are read with which neighbour in z.
+    """
+    depth = source.shape[0]
+    row_z = matrix[0] / matrix[0, 0]
+    # Where line (y, x) of the patch pierces source slice z: affine in (z of the source, y, x of the patch).
+    in_plane = np.empty((2, 3))
+    in_plane[:, 0] = matrix[1:, 0] / matrix[0, 0]
+    in_plane[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * row_z[1:]
+    in_plane_shift = shift[1:] - in_plane[:, 0] * shift[0]
+
+    flat = source.new_empty((depth, *shape[1:]))
+    z, y, x = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in (depth, *shape[1:]))
+    # grid_sample's coordinates run from -1 to 1 between the outer faces, the last axis first.
+    to_unit = 2.0 / np.array(source.shape)
+    for planes in _slabs(depth):
+        points = torch.empty((len(z[planes]), *shape[1:], 2))
+        for row, unit in enumerate(to_unit[1:]):
+            by_z, by_y, by_x = (float(unit * factor) for factor in in_plane[row])
+            line = by_y * y[:, None] + (by_x * x + float(unit * in_plane_shift[row]))
+            torch.add(by_z * z[planes, None, None], line, out=points[..., 1 - row])
+        flat[planes] = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)[:, 0]
+
+    result = source.new_empty(shape)
+    z = torch.arange(shape[0], dtype=torch.float32) - (shape[0] - 1) / 2
+    by_z, by_y, by_x = (float(to_unit[0] * factor) for factor in matrix[0])
+    for rows in _slabs(shape[1]):
+        points = torch.empty((len(y[rows]), shape[0], shape[2], 2))
+        points[..., 0] = x * (2.0 / shape[2])
+        line = by_z * z[:, None] + (by_x * x + float(to_unit[0] * shift[0]))
+        torch.add(by_y * y[rows, None, None], line, out=points[..., 1])
+        sampled = F.grid_sample(flat[:, rows].movedim(1, 0)[:, None], points, mode=mode, align_corners=False)
+        result[:, rows] = sampled[:, 0].movedim(0, 1)
+    return result
+
+
+def _slabs(size: int) -> list[slice]:
+    return [slice(start, min(start + SLAB_SLICES, size)) for start in range(0, size, SLAB_SLICES)]
+
+
+def _rotation(axis: int, angle: float) -> np.ndarray:
+    """Rotation by an angle (rad) about one of the axes (z, y, x), as a matrix for (z, y, x)."""
+    first, second = (other for other in range(3) if other != axis)
+    matrix = np.eye(3)
+    matrix[first, first] = matrix[second, second] = math.cos(angle)
+    matrix[first, second] = -math.sin(angle)
+    matrix[second, first] = math.sin(angle)
+    return matrix

@@ -1,0 +1,389 @@
+"""The cache: each case oriented and resampled once, as memory-mappable arrays with a JSON sidecar.
+
+Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, labels.npy, case.json}`.
+The paths are absolute, so cases of one name from two data sets have two entries; where none of a case's files exists (a
+machine that got only the cache), the only entry of its name that came from elsewhere serves. An entry is written to a
+temporary folder and renamed, so it is whole or not there. Preparing imports the readers of `medseg.io`; opening does
+not.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from medseg.data.audit.case import CaseAudit
+from medseg.data.audit.finding import Severity
+from medseg.data.audit.labels import ABSENT, audit_vanished
+from medseg.data.case_table import Case
+from medseg.data.source_case import CaseRefused, SourceCase, read_source
+from medseg.data.source_files import is_same_source, sources_of
+from medseg.data.task import Task
+from medseg.errors import UserError
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.preprocess.intensity import AIR_HU, MAX_HU, clip_hu
+
+# Rises whenever the same sources would give other arrays, another sidecar or another place.
+FORMAT_VERSION = 4
+ABANDONED_AFTER_S = 24 * 3600.0
+DIGEST_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class CachedCase:
+    """One entry of the cache. Cheap to pickle: the arrays are mapped anew wherever they are asked for.
+
+    Attributes:
+        name: Name of the case.
+        patient: Whom the scan belongs to.
+        split: Side of the case table, or None.
+        trust: Region name to how far its reference may be trusted.
+        folder: Folder of the entry.
+        grid: The oriented, resampled grid of the arrays.
+        has_labels: Whether there is a label map.
+        label_counts: Label name to its number of voxels on `grid`.
+        region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left out.
+        audit: What was found in the case as it was read.
+        ignored: Codes of the findings that the case ignores.
+    """
+
+    name: str
+    patient: str
+    split: str | None
+    trust: dict[str, str]
+    folder: Path
+    grid: VoxelGrid
+    has_labels: bool
+    label_counts: dict[str, int]
+    region_boxes: dict[str, VoxelBox]
+    audit: CaseAudit
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def image_hu(self) -> np.ndarray:
+        """The image as a read-only memory map, (D, H, W) int16 HU."""
+        array: np.ndarray = np.load(self.folder / "image.npy", mmap_mode="r")
+        return array
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The label map in the task's values as a read-only memory map, (D, H, W) uint8.
+
+        Raises:
+            ValueError: If the case has none.
+        """
+        if not self.has_labels:
+            raise ValueError(f"the case {self.name!r} has no label map")
+        array: np.ndarray = np.load(self.folder / "labels.npy", mmap_mode="r")
+        return array
+
+
+def prepare_case(
+    case: Case,
+    cache_dir: Path,
+    spacing_mm: tuple[float, float, float],
+    task: Task,
+    label_values: dict[int, str],
+    *,
+    require_labels: bool = True,
+    read: Callable[[], SourceCase] | None = None,
+) -> CachedCase:
+    """Make sure that the cache holds a current entry of the case, and open it.
+
+    A current entry is left as it is. Any number of processes may prepare the same case at once: each builds its own
+    copy, the first one whole stays.
+
+    Args:
+        case: The case.
+        cache_dir: Root of the cache; made if needed.
+        spacing_mm: Voxel spacing of the entry, (z, y, x).
+        task: Labels and regions; its HU window does not matter here.
+        label_values: Value in the file to label name. Several values may share a name; a name that the task does not
+            know becomes background.
+        require_labels: Whether a case without a label map is refused (training) or kept without one.
+        read: Reads the case where its entry must be built; one function that remembers what it read serves several spacings.
+
+    Raises:
+        CaseRefused: If the audit found an error.
+        UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of the task.
+    """
+    if require_labels and case.labels is None:
+        raise UserError(
+            f"The case {case.name!r} has no label map, which training and scoring need; fill in its cell of the table."
+        )
+    _check_label_values(label_values, task)
+    folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values)
+    _remove_abandoned(folder)
+    entry = _find_entry(case, folder)
+    if entry is None:
+        for path in sources_of(case).values():
+            if not path.exists():
+                raise UserError(
+                    f"The case {case.name!r} has no current entry in the cache and its file {path} does not exist; "
+                    "correct the path, or copy the prepared cache."
+                )
+        temporary = _sibling(folder, "building")
+        try:
+            temporary.mkdir(parents=True)
+            source = read() if read is not None else read_source(case, task, label_values)
+            _build(temporary, source, case, spacing_mm, task)
+            entry = (folder, _move_into_place(case, temporary, folder))
+        except OSError as error:
+            raise UserError(
+                f"The case {case.name!r} could not be put into the cache {cache_dir} ({error}); make sure that the "
+                "folder can be written and has room (data.cache), and that the scan can be read."
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return _cached_case(case, *entry)
+
+
+def open_case(
+    case: Case,
+    cache_dir: Path,
+    spacing_mm: tuple[float, float, float],
+    task: Task,
+    label_values: dict[int, str],
+) -> CachedCase:
+    """Open the entry of a case; arguments as in `prepare_case`.
+
+    Where the source files exist, the entry must agree with them; where they do not (a machine that holds only the
+    cache), a whole entry of the same configuration is trusted.
+
+    Raises:
+        UserError: If there is no current entry.
+    """
+    entry = _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values))
+    if entry is None:
+        raise UserError(
+            f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
+            f"{_spacing_text(spacing_mm)} mm; run scripts/prepare.py with the same data and task."
+        )
+    return _cached_case(case, *entry)
+
+
+def is_current(
+    case: Case,
+    cache_dir: Path,
+    spacing_mm: tuple[float, float, float],
+    task: Task,
+    label_values: dict[int, str],
+) -> bool:
+    """Whether `open_case` would find a whole entry that agrees with the sources."""
+    return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values)) is not None
+
+
+# --- where an entry lies and whether it is current ------------------------------------------------------------------
+
+
+def _spacing_text(spacing_mm: tuple[float, float, float]) -> str:
+    return "x".join(f"{value:g}" for value in spacing_mm)
+
+
+def _entry_folder(
+    case: Case,
+    cache_dir: Path,
+    spacing_mm: tuple[float, float, float],
+    task: Task,
+    label_values: dict[int, str],
+) -> Path:
+    content = {
+        "format": FORMAT_VERSION,
+        "spacing_mm": [float(value) for value in spacing_mm],
+        "labels": dict(sorted(task.labels.items())),
+        "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
+        "label_values": sorted([int(value), name] for value, name in label_values.items()),
+        "range_hu": [AIR_HU, MAX_HU],
+    }
+    paths = {role: str(path.resolve()) for role, path in sources_of(case).items()}
+    if case.series is not None:
+        paths["series"] = case.series
+    return cache_dir / f"{_spacing_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest(paths)}"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:DIGEST_LENGTH]
+
+
+def _find_entry(case: Case, folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Find the current entry of a case and its sidecar: its own, else the only one that came from another machine."""
+    record = _current_record(case, folder)
+    if record is not None:
+        return folder, record
+    if any(path.exists() for path in sources_of(case).values()):
+        return None
+    found = []
+    for other in folder.parent.glob(glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH):
+        record = _current_record(case, other)
+        # An entry whose own files are here belongs to them.
+        if record is not None and not any(Path(source["path"]).exists() for source in record["sources"].values()):
+            found.append((other, record))
+    return found[0] if len(found) == 1 else None
+
+
+def _current_record(case: Case, folder: Path) -> dict[str, Any] | None:
+    """Read the sidecar of a whole entry that agrees with the sources; None if there is no such entry."""
+    try:
+        record: dict[str, Any] = json.loads((folder / "case.json").read_text(encoding="utf-8"))
+        whole = record["format"] == FORMAT_VERSION and all(
+            (folder / name).stat().st_size == num_bytes for name, num_bytes in record["num_bytes"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no entry, or a half-written one
+    sources = sources_of(case)
+    if not whole or set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
+        return None
+    for role, path in sources.items():
+        if path.exists() and not is_same_source(path, record["sources"][role]):
+            return None
+    return record
+
+
+def _read_as(case: Case) -> dict[str, Any]:
+    """What the table says that changes the arrays or the findings of a case."""
+    return {"hu": asdict(case.hu), "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT)}
+
+
+def _cached_case(case: Case, folder: Path, record: dict[str, Any]) -> CachedCase:
+    audit = CaseAudit.from_dict(record["audit"])
+    if audit.heeded(case.ignored, Severity.error):  # the entry was made for somebody who ignores it
+        raise CaseRefused(case, audit)
+    # What follows comes from the table of today: it does not change the arrays.
+    return CachedCase(
+        name=case.name,
+        patient=case.patient,
+        split=case.split,
+        trust=dict(case.trust),
+        folder=folder,
+        grid=VoxelGrid.from_dict(record["grid"]),
+        has_labels="labels" in record["sources"],
+        label_counts=dict(record["label_counts"]),
+        region_boxes={name: VoxelBox.from_dict(box) for name, box in record["region_boxes"].items()},
+        audit=audit,
+        ignored=case.ignored,
+    )
+
+
+# --- building an entry ----------------------------------------------------------------------------------------------
+
+
+def _sibling(folder: Path, purpose: str) -> Path:
+    # Case names never start with a dot (case_table), so no case can be taken for such a folder.
+    return folder.parent / f".{purpose}-{uuid.uuid4().hex[:12]}-{folder.name}"
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what a killed process left behind of this case."""
+    if not folder.parent.is_dir():
+        return
+    for left in folder.parent.iterdir():
+        if re.fullmatch(r"\.(building|old)-[0-9a-f]{12}-" + re.escape(folder.name), left.name):
+            try:
+                age_s = time.time() - left.stat().st_mtime
+            except FileNotFoundError:  # its owner has just finished
+                continue
+            if age_s > ABANDONED_AFTER_S:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _move_into_place(case: Case, temporary: Path, folder: Path) -> dict[str, Any]:
+    """Rename a built entry; keep the entry of another process that was quicker, replace a stale one."""
+    while True:
+        try:
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            record = _current_record(case, folder)
+            if record is not None:
+                return record
+            old = _sibling(folder, "old")
+            try:
+                folder.rename(old)
+            except FileNotFoundError:  # another process has just moved it aside
+                continue
+            if old.is_dir():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.unlink()
+        else:
+            record = json.loads((folder / "case.json").read_text(encoding="utf-8"))
+            return dict(record)
+
+
+def _build(folder: Path, source: SourceCase, case: Case, spacing_mm: tuple[float, float, float], task: Task) -> None:
+    """Write the files of an entry."""
+    from medseg.preprocess.resample import resample_image, resample_labels
+
+    grid = source.grid.resampled(spacing_mm)
+    image = resample_image(clip_hu(source.image_hu), source.grid, grid, outside=float(AIR_HU)).numpy()
+    files = {"image.npy": np.rint(image).astype(np.int16)}
+    del image
+    audit, counts, boxes = source.audit, dict[str, int](), dict[str, VoxelBox]()
+    if source.labels is not None:
+        labels = resample_labels(source.labels, source.grid, grid, task.num_classes).numpy()
+        counts, boxes = _measure(labels, task)
+        vanished = audit_vanished(audit.volumes_ml, boxes, task, _spacing_text(spacing_mm))
+        audit = replace(audit, findings=(*audit.findings, *vanished))
+        files["labels.npy"] = labels
+
+    for name, array in files.items():
+        with (folder / name).open("wb") as file:
+            np.save(file, np.ascontiguousarray(array))
+            _sync(file)
+    record = {
+        "format": FORMAT_VERSION,
+        "case": case.name,
+        "patient": case.patient,
+        "trust": case.trust,
+        "sources": source.sources,
+        "read_as": _read_as(case),
+        "configuration": folder.parent.name,
+        "grid": grid.to_dict(),
+        "num_bytes": {name: (folder / name).stat().st_size for name in files},
+        "label_counts": counts,
+        "region_boxes": {name: box.to_dict() for name, box in boxes.items()},
+        "audit": audit.to_dict(),
+    }
+    with (folder / "case.json").open("w", encoding="utf-8") as text_file:
+        json.dump(record, text_file, indent=1, ensure_ascii=False)
+        _sync(text_file)
+
+
+def _sync(file: IO[Any]) -> None:
+    # Without it a power cut may leave a renamed folder with empty pages, which has the right size.
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _check_label_values(label_values: dict[int, str], task: Task) -> None:
+    unmapped = [name for name in task.labels if name not in label_values.values()]
+    if unmapped:
+        raise UserError(
+            f"data.label_values gives no value of the files for {', '.join(unmapped)}; expected one for each of "
+            f"{', '.join(task.labels)}, but it names {', '.join(label_values.values()) or 'nothing'}."
+        )
+
+
+def _measure(labels: np.ndarray, task: Task) -> tuple[dict[str, int], dict[str, VoxelBox]]:
+    counts = {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()}
+    boxes: dict[str, VoxelBox] = {}
+    for region in task.regions:
+        box = VoxelBox.from_mask(np.isin(labels, task.region_values(region)))
+        if box is not None:
+            boxes[region.name] = box
+    return counts, boxes

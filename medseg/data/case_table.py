@@ -1,0 +1,171 @@
+"""Case tables: which scans there are, where their files lie and whom they belong to."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medseg.data.audit.finding import check_ignored
+from medseg.errors import UserError
+from medseg.preprocess.scale import AS_STORED, HuScale
+
+SPLITS = ("train", "val", "test")
+TRUST_PREFIX = "trust_"
+# File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary folder.
+MAX_NAME_BYTES = 180
+
+
+@dataclass(frozen=True)
+class Case:
+    """One scan of the case table.
+
+    Attributes:
+        name: Unique name; it names the case's files in the cache and in every result.
+        image: Image file, or a folder of DICOM files.
+        labels: Label map on the grid of the image, or None.
+        patient: Whom the scan belongs to; a patient is never on two sides of a split.
+        split: `train`, `val`, `test`, or None where the table does not say.
+        trust: Region name to how far its reference may be trusted, e.g. `reference`, `approximate`, `absent`.
+        series: Which DICOM series of the folder, by UID or number; None for the only one.
+        hu: What makes HU of the values that its file gives.
+        ignored: Codes of the findings of the audit that a person has looked at and takes as they are.
+    """
+
+    name: str
+    image: Path
+    labels: Path | None
+    patient: str
+    split: str | None = None
+    trust: dict[str, str] = field(default_factory=dict)
+    series: str | None = None
+    hu: HuScale = AS_STORED
+    ignored: frozenset[str] = frozenset()
+
+
+def read_case_table(
+    path: Path,
+    labels_column: str | None = "labels",
+    *,
+    hu: HuScale = AS_STORED,
+    ignored: frozenset[str] = frozenset(),
+) -> list[Case]:
+    """Read a case table `case,image,labels[,patient,split,series,trust_<region>,hu_slope,hu_offset,ignore_findings,…]`.
+
+    The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths are relative to its
+    folder. Columns that are not known are ignored and blank lines skipped. An empty cell means that there is no value;
+    `patient` defaults to the case's name. Whether the files exist is not asked here: one that is missing must not stop
+    the others, and a machine that holds only the cache has none.
+
+    Args:
+        path: The table.
+        labels_column: Column of the label maps; None reads no labels (prediction).
+        hu: HU scale of the rows that give none of their own.
+        ignored: Findings of the audit that all cases ignore, beside those of their cells.
+
+    Returns:
+        The cases in the order of the table, at least one.
+
+    Raises:
+        UserError: If the table cannot be read, a column is missing, or a value is not allowed.
+    """
+    rows = _rows(path)
+    _, header = next(rows, (0, []))
+    columns = [column.strip() for column in header]
+    required = ["case", "image"] + ([labels_column] if labels_column else [])
+    missing = [column for column in required if column not in columns]
+    if missing:
+        separator = " (cells must be separated by commas)" if len(columns) == 1 else ""
+        raise UserError(
+            f"{path}, line 1: expected the columns {', '.join(required)}, but {', '.join(missing)} is missing among "
+            f"{', '.join(columns) or 'none'}{separator}; add it."
+        )
+    doubled = sorted({column for column in columns if column and columns.count(column) > 1})
+    if doubled:
+        raise UserError(f"{path}, line 1: the column {doubled[0]!r} is there twice; keep one of them.")
+
+    cases: list[Case] = []
+    line_of: dict[str, int] = {}
+    for line, cells in rows:
+        if not any(cell.strip() for cell in cells):
+            continue
+        where = f"{path}, line {line}"
+        if len(cells) != len(columns):
+            raise UserError(
+                f"{where}: expected {len(columns)} cells, got {len(cells)}; put a cell that contains a comma in quotes."
+            )
+        case = _case(dict(zip(columns, (cell.strip() for cell in cells), strict=True)), path, where, labels_column, hu, ignored)
+        if case.name in line_of:
+            raise UserError(
+                f"{where}: the case {case.name!r} is already on line {line_of[case.name]}; give each case its own name."
+            )
+        line_of[case.name] = line
+        cases.append(case)
+    if not cases:
+        raise UserError(f"{path}: the table has no case; add one line per scan below the header.")
+    return cases
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the line where it starts, cells) of each row, the header first."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            line = 1
+            for cells in reader:
+                yield line, cells
+                line = reader.line_num + 1
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: the case table is not UTF-8 (byte {error.start}); save it as CSV UTF-8.") from error
+    except csv.Error as error:
+        raise UserError(f"{path}: the case table is not valid CSV ({error}); check its quotes.") from error
+    except OSError as error:
+        raise UserError(f"{path}: the case table cannot be read ({error.strerror}); give an existing CSV file.") from error
+
+
+def _case(
+    cells: dict[str, str], table: Path, where: str, labels_column: str | None, hu: HuScale, ignored: frozenset[str]
+) -> Case:
+    name, image = cells["case"], cells["image"]
+    if not name or not image:
+        raise UserError(f"{where}: the cell {'image' if name else 'case'!r} is empty; every case needs a name and an image.")
+    if name.startswith(".") or any(sign in name for sign in "/\\\0") or len(name.encode()) > MAX_NAME_BYTES:
+        raise UserError(
+            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot and "
+            f"at most {MAX_NAME_BYTES} bytes."
+        )
+    split = cells.get("split") or None
+    if split is not None and split not in SPLITS:
+        raise UserError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)} or nothing.")
+    labels = cells[labels_column] if labels_column else ""
+    return Case(
+        name=name,
+        image=table.parent / image,
+        labels=table.parent / labels if labels else None,
+        patient=cells.get("patient") or name,
+        split=split,
+        trust={
+            column.removeprefix(TRUST_PREFIX): value
+            for column, value in cells.items()
+            if column.startswith(TRUST_PREFIX) and value
+        },
+        series=cells.get("series") or None,
+        hu=HuScale(_number(cells, "hu_slope", hu.slope, where), _number(cells, "hu_offset", hu.offset, where)),
+        ignored=ignored | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
+    )
+
+
+def _number(cells: dict[str, str], column: str, default: float, where: str) -> float:
+    """Read a cell that may be empty."""
+    cell = cells.get(column)
+    if not cell:
+        return default
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or (column == "hu_slope" and value <= 0):
+        raise UserError(f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing.")
+    return value

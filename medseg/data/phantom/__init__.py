@@ -1,0 +1,1 @@
+"""A procedural chest CT with exact labels: anatomy, scanner and data set."""

@@ -1,0 +1,365 @@
+"""Training samples as functions of their number: which case, which region, which patch, which augmentation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypedDict
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from medseg.data.augment import AIR, Augmentation
+from medseg.data.cache import AIR_HU, CachedCase
+from medseg.data.randomness import ORDER, sample_rng
+from medseg.data.task import Region, Task
+from medseg.geometry.box import VoxelBox
+from medseg.preprocess.crop import body_box, crop_padded
+from medseg.preprocess.intensity import normalise_hu
+
+BoxOf = Callable[[CachedCase, Region, np.random.Generator | None], VoxelBox]
+# Slices that are searched for a boundary of the region before any place is taken.
+BOUNDARY_TRIES = 8
+
+
+class Sample(TypedDict):
+    """One training sample.
+
+    image (1, D, H, W) float32 in [-1, 1]; target (D, H, W) uint8; inside (3, 2) int64: start and stop of the scan in the
+    sample per axis (z, y, x), before any augmentation: beyond it there is nothing to be right or wrong about; region:
+    number of the region in the task (0 for the coarse stage); case: name of the case.
+    """
+
+    image: Tensor
+    target: Tensor
+    inside: Tensor
+    region: int
+    case: str
+
+
+class Batch(TypedDict):
+    """Samples on one shape: image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64, case: names."""
+
+    image: Tensor
+    target: Tensor
+    inside: Tensor
+    region: Tensor
+    case: list[str]
+
+
+class CoarseSamples(Dataset[Sample]):
+    """Whole volumes, cut to the body, for the coarse stage; sample n depends on (seed, n) alone.
+
+    Samples 0 … len−1 go once through all cases in a random order, the next len samples again in another one, and so on;
+    n has no upper end.
+
+    Args:
+        cases: Cases with labels.
+        task: What is segmented.
+        seed: Seed of the run.
+        divisor: The shape is padded at its end with air to multiples of it, (z, y, x).
+        augmentation: None for validation.
+        max_voxels: Upper bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
+        weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
+
+    Raises:
+        ValueError: If there is no case, or a weight is not positive.
+    """
+
+    def __init__(
+        self,
+        cases: Sequence[CachedCase],
+        task: Task,
+        *,
+        seed: int,
+        divisor: tuple[int, int, int],
+        augmentation: Augmentation | None = None,
+        max_voxels: int | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.cases = list(cases)
+        self.task = task
+        self.seed = seed
+        self.divisor = divisor
+        self.augmentation = augmentation
+        self.max_voxels = max_voxels
+        self.weights = _checked_weights(weights, len(self.cases))
+
+    def __len__(self) -> int:
+        """Cases of one pass."""
+        return len(self.cases)
+
+    def __getitem__(self, n: int) -> Sample:
+        """Make sample n, n ≥ 0."""
+        case = self.cases[draw_from_pass(self.seed, n, self.weights)]
+        rng = sample_rng(self.seed, n)
+        with one_thread():
+            box = self._box(case, rng)
+            window_hu = self.task.window_hu
+            if self.augmentation is not None:
+                window_hu = self.augmentation.draw_window(rng, window_hu)
+            image = _read_image(case, box, window_hu)
+            target = torch.from_numpy(crop_padded(case.labels, box, 0))
+            if self.augmentation is not None:
+                image, target = self.augmentation(image, target, rng, case.grid.spacing_mm)
+        return {"image": image, "target": target, "inside": _inside(case, box), "region": 0, "case": case.name}
+
+    def _box(self, case: CachedCase, rng: np.random.Generator) -> VoxelBox:
+        body = body_box(case.image_hu, case.grid.spacing_mm)
+        depth, height, width = (math.ceil(size / step) * step for size, step in zip(body.shape, self.divisor, strict=True))
+        z, y, x = body.start
+        if self.max_voxels is not None and depth * height * width > self.max_voxels:
+            step = self.divisor[0]
+            depth = max(step, self.max_voxels // (height * width) // step * step)
+            z += int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
+        return VoxelBox((z, y, x), (z + depth, y + height, x + width))
+
+
+class FineSamples(Dataset[Sample]):
+    """Patches (or whole crops) of one region for the fine stage; sample n depends on (seed, n) alone.
+
+    A pass goes once through all pairs of a case and a region that the case has. The labels of the region become 1, 2, …
+    in the order of the region's labels, those of other regions background.
+
+    Args:
+        cases: Cases with labels.
+        task: What is segmented.
+        seed: Seed of the run.
+        boxes: Gives the crop of a region, as prediction would cut it; jittered when it gets a generator.
+        patch_size: Shape of a sample, (D, H, W); None takes the whole crop.
+        augmentation: None for validation.
+        jitter: Whether `boxes` gets the generator of the sample.
+        mirror: Whether regions on the patient's right are mirrored along x, so that all look like left ones.
+        boundary_probability: How often a patch is placed so that it holds a voxel at the boundary of the region.
+        elsewhere_probability: How often a sample is cut anywhere in the scan, whether the region is there or not.
+        weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
+
+    Raises:
+        ValueError: If no case has a region, or a weight is not positive.
+    """
+
+    def __init__(
+        self,
+        cases: Sequence[CachedCase],
+        task: Task,
+        *,
+        seed: int,
+        boxes: BoxOf,
+        patch_size: tuple[int, int, int] | None,
+        augmentation: Augmentation | None = None,
+        jitter: bool = True,
+        mirror: bool = False,
+        boundary_probability: float = 0.5,
+        elsewhere_probability: float = 0.0,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.task = task
+        self.seed = seed
+        self.boxes = boxes
+        self.patch_size = patch_size
+        self.augmentation = augmentation
+        self.jitter = jitter
+        self.mirror = mirror
+        self.boundary_probability = boundary_probability
+        self.elsewhere_probability = elsewhere_probability
+        by_case = [1.0] * len(cases) if weights is None else list(weights)
+        self.pairs = [
+            (case, number, weight)
+            for case, weight in zip(cases, by_case, strict=True)
+            for number, region in enumerate(task.regions)
+            if region.name in case.region_boxes
+        ]
+        by_pair = None if weights is None else [weight for _, _, weight in self.pairs]
+        self.weights = _checked_weights(by_pair, len(self.pairs))
+
+    def __len__(self) -> int:
+        """Pairs of a case and a region of one pass."""
+        return len(self.pairs)
+
+    def __getitem__(self, n: int) -> Sample:
+        """Make sample n, n ≥ 0."""
+        case, number, _ = self.pairs[draw_from_pass(self.seed, n, self.weights)]
+        region = self.task.regions[number]
+        rng = sample_rng(self.seed, n)
+        with one_thread():
+            box = self.boxes(case, region, rng if self.jitter else None)
+            if rng.random() < self.elsewhere_probability:
+                box = _random_box(self.patch_size or box.shape, case.grid.shape, rng)
+            elif self.patch_size is not None:
+                box = self._patch_box(case, region, box, rng)
+            window_hu, warp, spacing_mm = self.task.window_hu, None, case.grid.spacing_mm
+            if self.augmentation is not None:
+                window_hu = self.augmentation.draw_window(rng, window_hu)
+                warp = self.augmentation.draw_warp(rng, spacing_mm)
+            # A warp sees beyond the patch: what is there is read, so that no false air comes in at the corners.
+            source_box = box if warp is None else box.expanded(warp.margin(box.shape))
+
+            image = _read_image(case, source_box, window_hu)
+            target = torch.from_numpy(self._region_classes(region)[crop_padded(case.labels, source_box, 0)])
+            inside = _inside(case, box)
+            if self.mirror and region.side == "right":
+                image, target = image.flip(3), target.flip(2)
+                inside[2] = box.shape[2] - inside[2].flip(0)
+            if warp is not None:
+                image, target = warp.apply(image, target, box.shape)
+            if self.augmentation is not None:
+                image, target = self.augmentation.alter(image, target, rng, spacing_mm)
+        return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name}
+
+    def _region_classes(self, region: Region) -> np.ndarray:
+        """Table from a label value of the task to the class of the fine network."""
+        classes = np.zeros(256, dtype=np.uint8)
+        for index, value in enumerate(self.task.region_values(region)):
+            classes[value] = index + 1
+        return classes
+
+    def _patch_box(self, case: CachedCase, region: Region, box: VoxelBox, rng: np.random.Generator) -> VoxelBox:
+        """Place a patch in the crop; where the crop is shorter than the patch, about its centre."""
+        assert self.patch_size is not None
+        # Drawn in any case, so that the place does not depend on whether a boundary is found.
+        place = rng.random(3)
+        wants_boundary = rng.random() < self.boundary_probability
+        voxel = self._boundary_voxel(case, region, box, rng) if wants_boundary else None
+        start: list[int] = []
+        for axis, (low, stop, size) in enumerate(zip(box.start, box.stop, self.patch_size, strict=True)):
+            high = stop - size
+            if high < low:
+                start.append((low + high) // 2)
+                continue
+            first, last = low, high
+            if voxel is not None:
+                first, last = max(low, voxel[axis] - size + 1), min(high, voxel[axis])
+            start.append(first + int(place[axis] * (last - first + 1)))
+        z, y, x = start
+        depth, height, width = self.patch_size
+        return VoxelBox((z, y, x), (z + depth, y + height, x + width))
+
+    def _boundary_voxel(
+        self, case: CachedCase, region: Region, box: VoxelBox, rng: np.random.Generator
+    ) -> tuple[int, int, int] | None:
+        """Find a voxel of the region inside the crop with a neighbour in its slice that is not of the region."""
+        inner = case.region_boxes[region.name].intersect(box)
+        if inner.is_empty:
+            return None
+        labels, classes = case.labels, self._region_classes(region)
+        _, y_slice, x_slice = inner.slices()
+        for _ in range(BOUNDARY_TRIES):
+            z = int(rng.integers(inner.start[0], inner.stop[0]))
+            # One slice is read, not the crop. Beyond the tight box there is no voxel of the region, hence the padding.
+            mask = np.pad(classes[labels[z, y_slice, x_slice]] > 0, 1)
+            around = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
+            places = np.argwhere(mask[1:-1, 1:-1] & ~around)
+            if len(places):
+                y, x = places[rng.integers(len(places))]
+                return (z, inner.start[1] + int(y), inner.start[2] + int(x))
+        return None
+
+
+def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
+    """Say which of K items sample n takes.
+
+    Sample n belongs to pass n // K. Without weights each pass is a permutation. With weights w (sum 1) an item comes
+    K·w times in a pass on average, and never more than one time off: the pass walks along the items, in random order,
+    in equal steps from a random start (systematic sampling), and the drawn ones are shuffled.
+
+    Args:
+        seed: Seed of the run.
+        n: Number of the sample.
+        weights: K, or the weights (K,), > 0, sum 1.
+
+    Returns:
+        Index of the item, 0 ≤ index < K.
+    """
+    count = weights if isinstance(weights, int) else len(weights)
+    turn, place = divmod(n, count)
+    rng = sample_rng(seed, turn, ORDER)
+    order = rng.permutation(count)
+    if isinstance(weights, int):
+        return int(order[place])
+    ends = np.cumsum(weights[order])
+    steps = (rng.random() + np.arange(count)) / count
+    drawn = order[np.minimum(np.searchsorted(ends, steps, side="right"), count - 1)]
+    return int(rng.permutation(drawn)[place])
+
+
+def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1)) -> Batch:
+    """Stack samples of different shapes, padded at their end with air and background.
+
+    Args:
+        samples: At least one sample.
+        multiple: The common shape is the smallest multiple of it that holds all samples, (z, y, x).
+    """
+    largest = [max(sample["target"].shape[axis] for sample in samples) for axis in range(3)]
+    shape = [math.ceil(size / step) * step for size, step in zip(largest, multiple, strict=True)]
+    images, targets = [], []
+    for sample in samples:
+        missing = [want - have for want, have in zip(shape, sample["target"].shape, strict=True)]
+        padding = [0, missing[2], 0, missing[1], 0, missing[0]]  # F.pad begins with the last axis
+        images.append(F.pad(sample["image"], padding, value=AIR))
+        targets.append(F.pad(sample["target"], padding, value=0))
+    return {
+        "image": torch.stack(images),
+        "target": torch.stack(targets),
+        "inside": torch.stack([sample["inside"] for sample in samples]),
+        "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
+        "case": [sample["case"] for sample in samples],
+    }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: reductions and products differ in the last bit between thread counts."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def init_worker(_: int) -> None:
+    """Keep a loader's worker to one thread (`worker_init_fn`)."""
+    torch.set_num_threads(1)
+
+
+def _random_box(size: tuple[int, int, int], shape: tuple[int, int, int], rng: np.random.Generator) -> VoxelBox:
+    """Place a box of a size anywhere in a volume; about the centre of an axis that is shorter."""
+    z, y, x = (
+        int(rng.integers(0, whole - part, endpoint=True)) if whole >= part else (whole - part) // 2
+        for whole, part in zip(shape, size, strict=True)
+    )
+    depth, height, width = size
+    return VoxelBox((z, y, x), (z + depth, y + height, x + width))
+
+
+def _inside(case: CachedCase, box: VoxelBox) -> Tensor:
+    """Start and stop of the scan in a box, (3, 2)."""
+    part = box.intersect(VoxelBox.full(case.grid.shape))
+    bounds = [
+        (start - origin, stop - origin) for start, stop, origin in zip(part.start, part.stop, box.start, strict=True)
+    ]
+    return torch.tensor(bounds, dtype=torch.int64)
+
+
+def _read_image(case: CachedCase, box: VoxelBox, window_hu: tuple[float, float]) -> Tensor:
+    """Read and normalise a box of the image, (1, D, H, W)."""
+    return torch.from_numpy(normalise_hu(crop_padded(case.image_hu, box, AIR_HU), window_hu))[None]
+
+
+def _checked_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:
+    """Bring weights to the sum one; the plain count stands for equal weights."""
+    if count == 0:
+        raise ValueError("there is no case to take samples from")
+    if weights is None:
+        return count
+    values = np.asarray(weights, dtype=np.float64)
+    if values.shape != (count,) or not np.all(np.isfinite(values)) or np.any(values <= 0):
+        raise ValueError(f"expected {count} positive weights, got {list(weights)}")
+    return values / values.sum()

@@ -1,0 +1,59 @@
+"""The files of a case: which they are, and whether they have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from medseg.data.case_table import Case
+from medseg.io.inputs import dicom_files, is_dicom_file, is_dicomdir, volume_suffix
+
+
+def sources_of(case: Case) -> dict[str, Path]:
+    """The files of a case by their role, `image` and, where there is one, `labels`."""
+    return {"image": case.image} | ({} if case.labels is None else {"labels": case.labels})
+
+
+def _source_files(path: Path) -> list[Path]:
+    """List all files that an image consists of, the one that is named first."""
+    if path.is_dir() or is_dicomdir(path):
+        return list(dicom_files(path if path.is_dir() else path.parent))
+    if path.suffix.lower() in (".mhd", ".nhdr"):
+        head = path.read_bytes()[:65536].decode("latin-1")
+        names = re.findall(r"^(?:ElementDataFile\s*=|data ?file:)\s*(\S.*?)\s*$", head, flags=re.M | re.I)
+        return [path, *(path.parent / name for name in names if (path.parent / name).is_file())]
+    if volume_suffix(path) is None and is_dicom_file(path):
+        return list(dicom_files(path.parent, is_deep=False))
+    return [path]
+
+
+def _stamp(path: Path) -> list[list[int]]:
+    """Size and modification time of each file of a source: what can be compared without reading it."""
+    stats = [file.stat() for file in _source_files(path)]
+    return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+
+
+def _content_hash(path: Path) -> str:
+    total = hashlib.sha256()
+    for file in _source_files(path):
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Note a source so that a change of it is seen later; plain types for a JSON file."""
+    return {"path": str(path.resolve()), "stamp": _stamp(path), "sha256": _content_hash(path)}
+
+
+def is_same_source(path: Path, known: dict[str, Any]) -> bool:
+    """Whether a source still is what `fingerprint` noted."""
+    stamp = _stamp(path)
+    if stamp == known["stamp"]:
+        return True
+    if [size for size, _ in stamp] != [size for size, _ in known["stamp"]]:
+        return False
+    # A copied or touched file has another time but may have the same content.
+    return _content_hash(path) == known["sha256"]

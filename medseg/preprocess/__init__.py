@@ -1,0 +1,1 @@
+"""Orient, resample, normalise, crop: shared by training and prediction."""

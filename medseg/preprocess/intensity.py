@@ -1,0 +1,61 @@
+"""Map Hounsfield units to the range that a network sees."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medseg.io.volume import AIR_HU
+
+ImageT = TypeVar("ImageT", np.ndarray, Tensor)
+
+MAX_HU = 3071  # 12 bits above air; metal beyond it says nothing
+
+
+def clip_hu(image_hu: np.ndarray) -> np.ndarray:
+    """Clip a scan to what counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin.
+
+    Training and prediction do it once, before anything is resampled.
+
+    Args:
+        image_hu: Image in HU, any shape, at least one voxel.
+
+    Returns:
+        Image of the same type; the input itself where nothing is out of range.
+    """
+    if image_hu.min() >= AIR_HU and image_hu.max() <= MAX_HU:
+        return image_hu
+    return np.clip(image_hu, AIR_HU, MAX_HU)
+
+
+def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:
+    """Clip an image to a window and map the window linearly to [-1, 1].
+
+    The input is left as it is; one new float32 array is made.
+
+    Args:
+        image_hu: Image in HU, any shape, integer or float.
+        window_hu: Lower and upper HU; the lower becomes -1 (air), the upper 1.
+
+    Returns:
+        Image of the same kind (array or tensor) and shape, float32.
+
+    Raises:
+        ValueError: If the window is empty.
+    """
+    low_hu, high_hu = window_hu
+    if not low_hu < high_hu:
+        raise ValueError(f"window_hu must rise, got {window_hu}")
+    scale = 2.0 / (high_hu - low_hu)
+    if isinstance(image_hu, Tensor):
+        image = image_hu.to(torch.float32, copy=True).clamp_(low_hu, high_hu)
+        return image.sub_(low_hu).mul_(scale).sub_(1.0)
+    image = np.array(image_hu, dtype=np.float32)
+    np.clip(image, low_hu, high_hu, out=image)
+    image -= low_hu
+    image *= scale
+    image -= 1.0
+    return image

@@ -1,0 +1,71 @@
+"""Turn a volume so that its axes run to Superior, Posterior and Left, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+from medseg.geometry.grid import VoxelGrid
+
+FACES = (("lower", "upper"), ("front", "back"), ("right", "left"))
+"""Names of the faces of an oriented volume, per axis (z, y, x): low end, high end."""
+
+
+@dataclass(frozen=True)
+class Orientation:
+    """How an array in storage order becomes an array in LPS order: transpose, then flip.
+
+    Attributes:
+        order: New axis a (z, y, x) is the stored axis `order[a]`.
+        flips: Whether new axis a runs against the stored one.
+    """
+
+    order: tuple[int, int, int]
+    flips: tuple[bool, bool, bool]
+
+    def to_lps(self, array: np.ndarray) -> np.ndarray:
+        """Turn a stored array (…) of three axes to (z, y, x) in LPS; a view, nothing is copied."""
+        return array.transpose(self.order)[self._steps()]
+
+    def from_lps(self, array: np.ndarray) -> np.ndarray:
+        """Undo `to_lps`; a view, nothing is copied."""
+        back = tuple(int(axis) for axis in np.argsort(self.order))
+        return array[self._steps()].transpose(back)
+
+    def _steps(self) -> tuple[slice, ...]:
+        return tuple(slice(None, None, -1) if flip else slice(None) for flip in self.flips)
+
+
+def orientation_of(grid: VoxelGrid) -> Orientation:
+    """Find the permutation and the flips that bring a grid nearest to LPS.
+
+    An oblique grid keeps its remaining rotation in its direction. Of several equally near orders (a rotation by exactly
+    45 degrees) the first in stored order is taken, so that equal grids always turn alike.
+
+    Args:
+        grid: Grid in storage order.
+
+    Returns:
+        Orientation whose result has array axis z towards Superior, y towards Posterior and x towards Left.
+    """
+    # Rows and columns of a direction count x, y, z; array axes count z, y, x.
+    cosines = np.asarray(grid.direction)[::-1, ::-1]
+    order = max(permutations(range(3)), key=lambda o: round(sum(abs(cosines[a, o[a]]) for a in range(3)), 6))
+    flips = tuple(bool(cosines[a, order[a]] < 0) for a in range(3))
+    return Orientation((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]))
+
+
+def orient(array: np.ndarray, grid: VoxelGrid) -> tuple[np.ndarray, VoxelGrid, Orientation]:
+    """Bring a volume into the order in which everything is computed.
+
+    Args:
+        array: Volume in storage order, (D, H, W).
+        grid: Its grid.
+
+    Returns:
+        View of the array in LPS order, its grid, and the orientation that leads back.
+    """
+    orientation = orientation_of(grid)
+    return orientation.to_lps(array), grid.reoriented(orientation.order, orientation.flips), orientation

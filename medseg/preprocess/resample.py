@@ -1,0 +1,261 @@
+"""Bring images, labels and probabilities from one grid to another with the same axes.
+
+The filter is separable: linear where an axis gets finer or stays, a triangle widened to the target's spacing where it
+gets coarser, so that nothing is skipped and no fine structure folds into a coarse one. There is no switch for the
+widening: it vanishes by itself where nothing gets coarser, and sub-sampling without a low pass is an error.
+
+Weights belong to the position of an output voxel in the source, computed in float64 from the two grids. An output voxel
+therefore gets the same taps and the same weights whether the target is a whole grid or a crop of it: resampling a crop
+equals cropping the resampled volume.
+
+Each axis is one weighted gather of rows (`embedding_bag` with weights per sample: gather, multiply and add in one
+pass). It is not a matrix product, so neither TF32 nor autocast can shorten Hounsfield units to ten bits, and its sums
+do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from medseg.geometry.grid import VoxelGrid
+
+# Source voxels of one slab: 2 M voxels are 8 MB as float32 and stay near the cache; 4 planes of 512 x 512 at least.
+SLAB_VOXELS = 2**21
+# Rounding noise of two grids' float64 arithmetic, in source voxels; positions are rounded to it.
+POSITION_DECIMALS = 9
+# Noise that must not push an edge voxel out of the field of view, in source voxels.
+EDGE_TOLERANCE = 1e-6
+# A label must win by more than the rounding of float32 sums, else ties would depend on the direction of an axis.
+TIE_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class AxisTaps:
+    """The filter along one axis.
+
+    Attributes:
+        start: First output voxel inside the source's field of view.
+        index: Source voxel of each tap, (num outputs inside, num taps), clamped to the source.
+        weight: Its weight, same shape, float32; each row sums to 1.
+        scale: Source voxels per output voxel.
+    """
+
+    start: int
+    index: np.ndarray
+    weight: np.ndarray
+    scale: float
+
+    @property
+    def stop(self) -> int:
+        """One past the last output voxel inside the field of view."""
+        return self.start + len(self.index)
+
+    def part(self, start: int, stop: int) -> AxisTaps:
+        """Keep the outputs start … stop - 1 of those that are inside."""
+        return AxisTaps(self.start + start, self.index[start:stop], self.weight[start:stop], self.scale)
+
+    def source_range(self) -> tuple[int, int]:
+        """Range of source voxels that is read, half-open."""
+        return int(self.index.min()), int(self.index.max()) + 1
+
+    def relative_to(self, first: int) -> AxisTaps:
+        """Count source voxels from `first`."""
+        return AxisTaps(self.start, self.index - first, self.weight, self.scale)
+
+
+def axis_taps(num_outputs: int, num_inputs: int, scale: float, offset: float) -> AxisTaps:
+    """Compute the taps of one axis.
+
+    The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are clamped to them.
+    A widened triangle on a discrete lattice does not keep a linear ramp by itself, so its weights are tilted until
+    their first moment vanishes; they stay non-negative.
+
+    Args:
+        num_outputs: Voxels of the target along this axis.
+        num_inputs: Voxels of the source.
+        scale: Source voxels per target voxel.
+        offset: Source position of target voxel 0.
+
+    Returns:
+        Taps of the outputs inside the field of view; none if the target lies outside.
+    """
+    position = np.round(scale * np.arange(num_outputs) + offset, POSITION_DECIMALS)
+    inside = np.flatnonzero((position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE))
+    start = int(inside[0]) if inside.size else 0
+    position = position[inside, None]
+    radius = max(1.0, scale)
+    first = np.ceil(position - radius).astype(np.int64)
+    index = first + np.arange(int(np.floor(2 * radius)) + 1)
+    distance = index - position
+    weight = np.maximum(0.0, 1.0 - np.abs(distance) / radius)
+    tilt = -(weight * distance).sum(1, keepdims=True) / np.maximum((weight * distance**2).sum(1, keepdims=True), 1e-12)
+    weight = np.maximum(0.0, weight * (1.0 + tilt * distance)) if scale > 1.0 else weight
+    weight /= weight.sum(1, keepdims=True)
+    used = (weight > 1e-9).any(0)
+    return AxisTaps(start, np.clip(index[:, used], 0, num_inputs - 1), weight[:, used].astype(np.float32), scale)
+
+
+class Slab(NamedTuple):
+    """One piece of work along z: which source box is read, which target box is written, and the filter between them."""
+
+    source: tuple[slice, slice, slice]
+    target: tuple[slice, slice, slice]
+    taps: tuple[AxisTaps, AxisTaps, AxisTaps]
+
+
+def plan_slabs(source: VoxelGrid, target: VoxelGrid) -> Iterator[Slab]:
+    """Split the work along z so that a slab reads about `SLAB_VOXELS` of the source, and only what the target needs."""
+    axes = tuple(
+        axis_taps(num_outputs, num_inputs, scale, offset)
+        for num_outputs, num_inputs, (scale, offset) in zip(target.shape, source.shape, target.axis_map_to(source), strict=True)
+    )
+    z, y, x = axes
+    if any(len(axis.index) == 0 for axis in axes):
+        return
+    (y_first, y_last), (x_first, x_last) = y.source_range(), x.source_range()
+    planes = max(4, SLAB_VOXELS // ((y_last - y_first) * (x_last - x_first)))
+    z_first, z_last = z.source_range()
+    step = max(1, round(planes * len(z.index) / (z_last - z_first)))
+    for start in range(0, len(z.index), step):
+        part = z.part(start, min(start + step, len(z.index)))
+        first, last = part.source_range()
+        yield Slab(
+            (slice(first, last), slice(y_first, y_last), slice(x_first, x_last)),
+            (slice(part.start, part.stop), slice(y.start, y.stop), slice(x.start, x.stop)),
+            (part.relative_to(first), y.relative_to(y_first), x.relative_to(x_first)),
+        )
+
+
+def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tensor:
+    """Filter one slab along its three axes.
+
+    Args:
+        slab: Source voxels, (D, H, W), float32.
+        taps: Filter of z, y and x.
+
+    Returns:
+        Target voxels, (D', H', W'), float32; may be a view of another layout.
+    """
+    z, y, x = taps
+    # Few planes become many: filter in plane first. The order depends on nothing but the scale, or the last bit would.
+    is_z_last = z.scale < 1.0
+    if not is_z_last:
+        slab = _filter_rows(slab[None].flatten(2), z).view(-1, *slab.shape[1:])
+    slab = _filter_rows(slab, y)
+    slab = _filter_rows(slab.transpose(1, 2), x).transpose(1, 2)
+    if is_z_last:
+        height, width = slab.shape[1:]
+        slab = _filter_rows(slab.transpose(1, 2).flatten(1)[None], z).view(-1, width, height).transpose(1, 2)
+    return slab
+
+
+def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
+    """Filter (B, R, C) along R; an axis that only selects neighbouring voxels is a view."""
+    batch, num_rows, num_columns = rows.shape
+    num_outputs, num_taps = taps.index.shape
+    if num_taps == 1 and (np.diff(taps.index[:, 0]) == 1).all():
+        first = int(taps.index[0, 0])
+        return rows[:, first : first + num_outputs]
+    index = torch.from_numpy(taps.index).to(rows.device)
+    weight = torch.from_numpy(taps.weight).to(rows.device)
+    bags = (index + num_rows * torch.arange(batch, device=rows.device)[:, None, None]).reshape(-1, num_taps)
+    weights = weight.expand(batch, -1, -1).reshape(-1, num_taps)
+    table = rows.reshape(batch * num_rows, num_columns)
+    return functional.embedding_bag(bags, table, per_sample_weights=weights, mode="sum").view(batch, num_outputs, -1)
+
+
+def _read(image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Read one box of a volume, contiguous, on the volume's device; a memory map is read only there."""
+    if isinstance(image, Tensor):
+        return image[box].to(dtype).contiguous()
+    return torch.from_numpy(np.array(image[box], dtype=np.uint8 if dtype == torch.uint8 else np.float32, order="C"))
+
+
+def _check_shape(shape: tuple[int, ...], source: VoxelGrid) -> None:
+    if tuple(shape) != source.shape:
+        raise ValueError(f"the array has shape {tuple(shape)}, its grid {source.shape}")
+
+
+@torch.no_grad()
+def resample_image(image: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, outside: float) -> Tensor:
+    """Resample an image to a grid with the same axes: a whole grid or any crop, also one that reaches outside.
+
+    Beside the result it needs the slabs of about `SLAB_VOXELS` voxels that it is working on.
+
+    Args:
+        image: Image (D, H, W) of any real type; of a memory map only the range that is needed is read.
+        source: Grid of the image.
+        target: Wanted grid; its axes must be the source's.
+        outside: Value for voxels whose centre lies outside the source's field of view.
+
+    Returns:
+        Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
+
+    Raises:
+        ValueError: If image and source grid differ in shape, or the axes of the grids differ.
+    """
+    _check_shape(image.shape, source)
+    device = image.device if isinstance(image, Tensor) else torch.device("cpu")
+    result = torch.full(target.shape, float(outside), dtype=torch.float32, device=device)
+    for slab in plan_slabs(source, target):
+        result[slab.target] = filter_slab(_read(image, slab.source), slab.taps)
+    return result
+
+
+@torch.no_grad()
+def resample_labels(labels: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, num_classes: int) -> Tensor:
+    """Resample a label map: each class with the filter of images, then the class that weighs most.
+
+    Classes are visited one after the other, slab by slab; a one-hot volume never exists. Values of `num_classes` and
+    above count as background, and so does everything outside the source.
+
+    Args:
+        labels: Label map (D, H, W), integers.
+        source: Its grid.
+        target: Wanted grid with the same axes; may reach outside.
+        num_classes: Number of classes with the background, at most 256.
+
+    Returns:
+        Resampled labels (D', H', W'), uint8.
+
+    Raises:
+        ValueError: If labels and source grid differ in shape, or the axes of the grids differ.
+    """
+    _check_shape(labels.shape, source)
+    device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
+    result = torch.zeros(target.shape, dtype=torch.uint8, device=device)
+    for slab in plan_slabs(source, target):
+        values = _read(labels, slab.source, torch.uint8 if labels.itemsize == 1 else torch.float32)
+        present = _present_classes(values, num_classes)
+        if present:
+            result[slab.target] = _heaviest_class(values, present, slab.taps)
+    return result
+
+
+def _present_classes(values: Tensor, num_classes: int) -> list[int]:
+    """List the classes of a slab without the background; bytes are counted, `unique` would sort."""
+    if values.dtype == torch.uint8:
+        counts = torch.bincount(values.flatten(), minlength=num_classes)[:num_classes].tolist()
+        return [value for value in range(1, num_classes) if counts[value]]
+    return [value for value in range(1, num_classes) if (values == value).any()]
+
+
+def _heaviest_class(values: Tensor, present: list[int], taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tensor:
+    """Pick the class with the largest filtered mask among the background and those present; (D', H', W') uint8."""
+    best = filter_slab((values == present[0]).to(torch.float32), taps)
+    background = 1.0 - best
+    winner = torch.full_like(best, present[0], dtype=torch.uint8)
+    for value in present[1:]:
+        weight = filter_slab((values == value).to(torch.float32), taps)
+        background -= weight
+        is_heavier = weight > best + TIE_TOLERANCE
+        winner.masked_fill_(is_heavier, value)
+        best = torch.maximum(best, weight)
+    return winner.masked_fill_(background >= best - TIE_TOLERANCE, 0)

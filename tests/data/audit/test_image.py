@@ -1,0 +1,115 @@
+"""What a histogram says about the values of a CT."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medseg.data.audit.finding import Severity
+from medseg.data.audit.image import audit_image, hash_voxels, measure_image
+
+
+def ct(seed: int = 0, lung: float = 0.2, soft: float = 0.35) -> np.ndarray:
+    """Voxels with the shares of a chest: air, lung, soft tissue and some bone, noisy."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.choice([-990.0, -850.0, -100.0, 50.0, 600.0], p=[0.97 - lung - soft, lung, soft / 3, soft * 2 / 3, 0.03], size=(12, 40, 50))
+    return np.clip(np.rint(kinds + rng.normal(0, 25, kinds.shape)), -1024, 3071).astype(np.int16)
+
+
+def codes(image: np.ndarray) -> list[tuple[str, str]]:
+    return [(finding.code, finding.severity.value) for finding in audit_image(measure_image(image))]
+
+
+def test_the_facts_are_those_of_sorting() -> None:
+    for image in (ct(), ct().astype(np.float32) + 0.25):
+        facts = measure_image(image[:, ::-1])
+        whole = np.sort(np.rint(image), axis=None)
+        summary = facts.summary()
+        assert (summary["min"], summary["max"]) == (image.min(), image.max())
+        for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
+            assert summary[name] == whole[int(np.ceil(share * whole.size)) - 1]
+        assert facts.share(-900, 100) == pytest.approx(((whole >= -900) & (whole < 100)).mean())
+        assert facts.share(-np.inf, np.inf) == 1
+
+
+@pytest.mark.parametrize("lung", [0.0, 0.05, 0.4])
+@pytest.mark.parametrize("soft", [0.1, 0.3, 0.5])
+def test_a_ct_of_any_mixture_passes(lung: float, soft: float) -> None:
+    assert codes(ct(1, lung, soft)) == []
+
+
+@pytest.mark.parametrize("offset", [1000, 1024])
+@pytest.mark.parametrize("soft", [0.1, 0.5])
+@pytest.mark.parametrize("padding", [None, -2000, 0, -1024])
+def test_an_offset_is_found_whatever_the_padding(offset: int, soft: float, padding: int | None) -> None:
+    image = np.maximum(ct(2, 0.2, soft) + offset, 0)
+    if padding is not None:
+        image[:, :10] = padding
+    assert codes(image) == [("hu_offset", "error")]
+    too_low = ct(2, 0.2, soft) - offset
+    assert codes(too_low) == [("hu_offset", "error")]
+
+
+@pytest.mark.parametrize("low_hu", [-1250, -1000, -160])
+@pytest.mark.parametrize("high_hu", [240, 400, 1000])
+def test_eight_bits_are_no_hu(low_hu: int, high_hu: int) -> None:
+    share = (np.clip(ct(3), low_hu, high_hu) - low_hu) / (high_hu - low_hu)
+    for image in (np.rint(share * 255).astype(np.int16), share.astype(np.float32), (2 * share - 1).astype(np.float32)):
+        assert codes(image) == [("hu_range", "error")]
+
+
+def test_other_images_are_no_hu() -> None:
+    rng = np.random.default_rng(4)
+    assert codes(rng.gamma(2.0, 200.0, (8, 30, 30)).astype(np.int16)) == [("hu_range", "error")]
+    assert codes(np.full((3, 4, 5), -7, np.int16)) == [("hu_range", "error")]
+    only_air = np.clip(rng.normal(-990, 80, (8, 30, 30)), -1300, -600).astype(np.int16)
+    assert codes(only_air) == [("hu_range", "error")]
+
+
+@pytest.mark.parametrize("value", [-1500, -2000, -2048, -3024])
+def test_padding_below_air_is_noted(value: int) -> None:
+    image = ct(5)
+    image[:, 5:15] = value
+    (finding,) = audit_image(measure_image(image))
+    assert (finding.code, finding.severity) == ("padding", Severity.note)
+    assert f"25.0% of the voxels hold {value}," in finding.message
+    image[:, 5:15] += np.random.default_rng(0).integers(-100, 100, (12, 10, 50)).astype(np.int16)
+    (finding,) = audit_image(measure_image(image))
+    assert "25.0% of the voxels lie below -1100," in finding.message
+
+
+def test_a_filled_value_is_told_and_that_of_a_quantised_scan_is_not() -> None:
+    image = ct(6)
+    assert codes(image // 12 * 12) == []
+    image[:, :2] = 0
+    assert codes(image) == [("padding", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("low_hu", "high_hu", "found"),
+    [
+        (-1024, 3071, []),
+        (-1000, 3071, [("clipped", "note")]),
+        (-990, 3071, [("clipped", "warning")]),
+        (-1000, 400, [("clipped", "note"), ("clipped", "warning")]),
+        (-200, 250, [("clipped", "warning"), ("clipped", "warning")]),
+    ],
+)
+def test_clipping_is_told_where_it_costs_something(low_hu: int, high_hu: int, found: list[tuple[str, str]]) -> None:
+    image = np.clip(ct(7), low_hu, high_hu)
+    assert codes(image) == found
+    image[:, :4] = -3024
+    assert codes(image) == [("padding", "note"), *found]
+
+
+def test_a_crop_without_air_is_told() -> None:
+    assert codes(np.where(ct(8) < -500, ct(9) // 8, ct(8)).astype(np.int16)) == [("no_air", "warning")]
+
+
+def test_one_scan_has_one_hash_in_any_storage_order() -> None:
+    image = ct(10)
+    stored = np.ascontiguousarray(image[::-1].transpose(2, 0, 1))
+    assert hash_voxels(stored.transpose(1, 2, 0)[::-1]) == hash_voxels(image)
+    assert hash_voxels(image.reshape(12, 50, 40)) != hash_voxels(image)
+    image[3, 2, 1] += 1
+    assert hash_voxels(image) != hash_voxels(ct(10))

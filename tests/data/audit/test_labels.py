@@ -1,0 +1,150 @@
+"""What the audit says about regions, beyond what `tests/apps/test_audit.py` shows to a person."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from medseg.data.audit.finding import Finding
+from medseg.data.audit.grids import GRID_TOLERANCE_MM, audit_grids, map_values
+from medseg.data.audit.labels import audit_labels, audit_vanished, measure_regions, measure_volumes
+from medseg.data.task import Region, Task
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+
+GRID = VoxelGrid((12, 30, 40), (5.0, 2.0, 3.0), (-60.0, 5.0, 7.0))
+
+
+def lungs() -> tuple[np.ndarray, np.ndarray]:
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    labels[2:10, 8:22, 23:33] = 1
+    labels[3:11, 9:25, 6:18] = 2
+    return np.where(labels > 0, -850, 40).astype(np.int16), labels
+
+
+def found(image: np.ndarray | None, labels: np.ndarray, task: Task, **trust: str) -> list[Finding]:
+    return audit_labels(image, labels, GRID, task, trust)
+
+
+def test_regions_are_measured_in_the_world(task: Task) -> None:
+    _, labels = lungs()
+    regions = measure_regions(labels, GRID, task)
+    for name, value in task.labels.items():
+        inside = np.argwhere(labels == value)
+        assert regions[name].box == VoxelBox.from_mask(labels == value)
+        assert regions[name].centre_x_mm == pytest.approx(GRID.index_to_world_xyz_mm(inside)[:, 0].mean())
+    assert measure_volumes(labels, GRID, task) == pytest.approx({"left_lung": 8 * 14 * 10 * 0.03, "right_lung": 8 * 16 * 12 * 0.03})
+    assert measure_regions(0 * labels, GRID, task) == {}
+    assert found(*lungs(), task) == []
+
+
+def test_a_region_of_several_labels_is_one(task: Task) -> None:
+    lobes = Task(
+        "lobes",
+        {"lul": 1, "lll": 2, "right": 3},
+        (Region("left_lung", ("lul", "lll"), "left"), Region("right_lung", ("right",), "right")),
+        task.window_hu,
+    )
+    image, labels = lungs()
+    parted = np.array([0, 1, 3], np.uint8)[labels]
+    parted[6:][parted[6:] == 1] = 2
+    regions = measure_regions(parted, GRID, lobes)
+    plain = measure_regions(labels, GRID, task)
+    assert [(one.box, one.centre_x_mm) for one in regions.values()] == [(one.box, one.centre_x_mm) for one in plain.values()]
+    assert found(image, parted, lobes) == []
+
+
+def test_regions_without_sides_are_not_compared() -> None:
+    organs = Task("organs", {"heart": 1, "spine": 2}, (Region("heart", ("heart",)), Region("spine", ("spine",))), (-160.0, 240.0))
+    image, labels = lungs()
+    wide = labels.copy()
+    wide[2:10, 8:22, 18:23] = 2
+    for one in (labels, np.array([0, 2, 1], np.uint8)[labels], wide, labels * (labels == 1)):
+        assert {finding.code for finding in found(image, one, organs)} <= {"missing_region"}
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_the_area_of_contact_is_measured(task: Task, gap: int) -> None:
+    image, labels = lungs()
+    labels[3:10, 9:22, 18 : 23 - gap] = 2
+    findings = found(image, labels, task)
+    assert [finding.code for finding in findings] == ["touching_regions"] * (1 - gap)
+    if gap == 0:
+        assert f"touch over {7 * 13 * 5.0 * 2.0 / 100:.1f} cm²" in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("axis", "end", "name"),
+    [(0, 0, "lower"), (0, 1, "upper"), (1, 0, "front"), (1, 1, "back"), (2, 0, "right"), (2, 1, "left")],
+)
+def test_each_end_of_the_scan_has_its_name(task: Task, axis: int, end: int, name: str) -> None:
+    image, labels = lungs()
+    value = 2 if name == "right" else 1
+    box = VoxelBox.from_mask(labels == value)
+    assert box is not None
+    grown = list(box.slices())
+    grown[axis] = slice(grown[axis].start, None) if end else slice(0, grown[axis].stop)
+    labels[tuple(grown)] = value
+    region = "right_lung" if value == 2 else "left_lung"
+    sizes_mm = [size * step for other, (size, step) in enumerate(zip(box.shape, GRID.spacing_mm, strict=True)) if other != axis]
+    (finding,) = found(image, labels, task)
+    assert finding.message == f"the scan cuts {region} ({name} end, {math.prod(sizes_mm) / 100:.1f} cm²)"
+
+
+@pytest.mark.parametrize(("distance_mm", "is_near"), [(3.0, True), (9.0, False)])
+def test_the_edge_of_the_field_of_view_cuts(task: Task, distance_mm: float, is_near: bool) -> None:
+    image, labels = lungs()
+    image[:, :, 33 + round(distance_mm / 3.0) :] = -2000
+    findings = found(image, labels, task)
+    assert [finding.message for finding in findings] == ["the scan cuts left_lung (edge of the field of view)"] * is_near
+    assert found(None, labels, task) == []
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_a_lone_region_is_compared_with_the_body(task: Task, value: int) -> None:
+    image, labels = lungs()
+    image[:, :, :3] = image[:, :, -2:] = -1000
+    alone = labels * (labels == value)
+    absent = {"right_lung" if value == 1 else "left_lung": "absent"}
+    assert found(image, alone, task, **absent) == []
+    (finding,) = found(image, (3 - alone) * (alone > 0), task, **{next(iter({*task.labels} - {*absent})): "absent"})
+    assert finding.code == "doubtful_side"
+
+
+def test_what_is_rightly_absent_is_not_missing(task: Task) -> None:
+    image, labels = lungs()
+    (finding,) = found(image, labels * (labels == 1), task, right_lung="approximate")
+    assert finding.code == "missing_region"
+    assert found(image, labels * (labels == 1), task, right_lung="absent") == []
+
+
+def test_a_region_that_a_spacing_loses_is_told(task: Task) -> None:
+    (finding,) = audit_vanished({"left_lung": 0.012, "right_lung": 0.0}, {}, task, "4x4x4")
+    assert finding.message == "left_lung has 0.012 ml, and nothing of it is left at 4x4x4 mm"
+    assert audit_vanished({"left_lung": 5.0, "right_lung": 0.0}, {"left_lung": VoxelBox.full((2, 2, 2))}, task, "4") == []
+
+
+@pytest.mark.parametrize("away", [0.9, 1.1])
+def test_one_tolerance_decides_about_grids(away: float) -> None:
+    origin = (-60.0 + away * GRID_TOLERANCE_MM, 5.0, 7.0)
+    moved = VoxelGrid(GRID.shape, GRID.spacing_mm, origin, GRID.direction)
+    assert bool(audit_grids(GRID, moved, (GRID.shape, GRID.shape))) == (away > 1)
+    stretched = VoxelGrid(GRID.shape, (5.0 + away * GRID_TOLERANCE_MM / 11, 2.0, 3.0), GRID.origin_xyz_mm, GRID.direction)
+    assert bool(audit_grids(GRID, stretched, (GRID.shape, GRID.shape))) == (away > 1)
+
+
+def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None:
+    _, labels = lungs()
+    same, nothing = map_values(labels, task, {1: "left_lung", 2: "right_lung"})
+    assert same is labels
+    assert nothing == []
+    wide = np.array([0, 700, -3], np.int16)[labels]
+    mapped, nothing = map_values(wide, task, {700: "left_lung", -3: "right_lung"})
+    assert np.array_equal(mapped, labels)
+    assert nothing == []
+    many = np.arange(labels.size, dtype=np.int32).reshape(labels.shape)
+    (finding,) = map_values(many, task, {1: "left_lung", 2: "right_lung"})[1]
+    assert finding.message.startswith("the label map holds the values 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, …, which")
+    assert finding.cure == "is it an image instead of a label map?"

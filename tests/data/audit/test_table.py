@@ -1,0 +1,91 @@
+"""What the comparison of cases shows, and the table of all."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from medseg.data.audit.case import CaseAudit
+from medseg.data.audit.finding import CODES, Finding, Severity, check_ignored, error, note, warning
+from medseg.data.audit.table import AuditedCase, audit_csv, compare_cases
+from medseg.data.case_table import Case
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+
+HU = {"min": -1024.0, "p01": -1000.0, "p50": -300.0, "p99": 800.0, "max": 1500.5}
+
+
+def audited(
+    name: str,
+    spacing_mm: tuple[float, float, float] = (1.0, 0.7, 0.7),
+    *findings: Finding,
+    patient: str = "",
+    voxels: str = "",
+    ignored: frozenset[str] = frozenset(),
+) -> AuditedCase:
+    case = Case(name, Path(name), None, patient or name, ignored=ignored)
+    return AuditedCase(case, CaseAudit(VoxelGrid((9, 8, 7), spacing_mm), HU, voxels or name, {"left_lung": 12.34}, findings))
+
+
+@pytest.mark.parametrize(("num_cases", "spacing_mm", "said"), [
+    (5, (3.1, 0.7, 0.7), "its slices are 3.1 mm apart where the median of all cases is 1 mm"),
+    (5, (1.0, 0.2, 0.2), "its pixels are 0.2 mm apart where the median of all cases is 0.7 mm"),
+    (5, (2.9, 0.3, 0.3), None),
+    (4, (9.0, 0.7, 0.7), None),
+])  # fmt: skip
+def test_a_spacing_is_an_outlier_among_enough_others(num_cases: int, spacing_mm: tuple[float, float, float], said: str | None) -> None:
+    cases = [*(audited(f"c{number}") for number in range(num_cases - 1)), audited("odd", spacing_mm)]
+    compared = compare_cases(cases)
+    assert all(one.compared == () for one in compared[:-1])
+    assert [finding.message for finding in compared[-1].compared] == ([said] if said else [])
+
+
+def test_copies_are_found_in_the_order_of_the_table() -> None:
+    cases = [
+        audited("a", voxels="x", patient="p"),
+        audited("b", voxels="y", patient="p"),
+        audited("c", voxels="x", patient="p"),
+        audited("d", voxels="x", patient="q"),
+        audited("e", voxels="x", patient="r", ignored=frozenset({"duplicate_image"})),
+        AuditedCase(Case("f", Path("f"), None, "f"), None, failure="no such file"),
+    ]
+    compared = compare_cases(cases)
+    found = [[(finding.code, finding.severity.value) for finding in one.findings()] for one in compared]
+    assert found == [[], [], [("duplicate_image", "warning")], [("duplicate_image", "error")], [], []]
+    assert [one.status for one in compared] == ["ready", "ready", "ready", "refused", "ready", "failed"]
+
+
+def test_the_table_can_be_read_by_a_machine() -> None:
+    odd = [note("padding", "a", "b"), warning("no_air", 'say "x", y', "c"), error("label_grid", "d\u00fc", ""), warning("cut_region", "e", "")]
+    cases = [
+        audited("Doe, John", (1.0, 0.7, 0.7), *odd, ignored=frozenset({"cut_region"})),
+        AuditedCase(Case("z", Path("z"), None, "z"), None, failure="gone"),
+    ]
+    rows = list(csv.DictReader(io.StringIO(audit_csv(cases))))
+    assert rows[0] == {
+        "case": "Doe, John", "patient": "Doe, John", "status": "refused", "size_z": "9", "size_y": "8", "size_x": "7",
+        "spacing_z_mm": "1", "spacing_y_mm": "0.7", "spacing_x_mm": "0.7",
+        "hu_min": "-1024", "hu_p01": "-1000", "hu_p50": "-300", "hu_p99": "800", "hu_max": "1500.5", "left_lung_ml": "12.3",
+        "errors": "label_grid", "warnings": "no_air", "notes": "padding", "details": 'd\u00fc | say "x", y; c | a; b',
+    }  # fmt: skip
+    assert (rows[1]["status"], rows[1]["details"], rows[1]["hu_min"]) == ("failed", "gone", "")
+
+
+def test_an_audit_survives_its_file() -> None:
+    audit = audited("a", (1.0, 0.7, 0.7), *(Finding(code, severity, code, "x") for code in CODES for severity in Severity)).audit
+    assert audit is not None
+    assert CaseAudit.from_dict(audit.to_dict()) == audit
+    assert {finding.code for finding in audit.heeded({"no_air"}, Severity.error)} == set(CODES) - {"no_air"}
+
+
+def test_mistaken_codes_are_told() -> None:
+    assert check_ignored(["no_air", "clipped"], "x") == {"no_air", "clipped"}
+    with pytest.raises(UserError, match=r"^line 3: there is no finding 'cliped'; did you mean clipped\?$"):
+        check_ignored(["cliped"], "line 3")
+    with pytest.raises(UserError, match="there is no finding 'zzz'; there are reading, hu_offset"):
+        check_ignored(["zzz"], "x")
+    with pytest.raises(ValueError, match="no such finding"):
+        note("zzz", "", "")

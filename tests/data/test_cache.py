@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medseg.data.audit.finding import Severity
+from medseg.data.cache import CachedCase, is_current, open_case, prepare_case
+from medseg.data.case_table import Case, read_case_table
+from medseg.data.samples import CoarseSamples
+from medseg.data.source_case import CaseRefused, SourceCase, read_source
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.preprocess.scale import HuScale
+
+SPACING_MM = (3.0, 1.25, 1.5)
+NAMES = {1: "left_lung", 2: "right_lung"}
+SHAPE = (14, 30, 41)
+WriteCase = Callable[..., Case]
+
+
+def blocks() -> tuple[np.ndarray, np.ndarray]:
+    """Tissue with two dark blocks of different sizes, the left one at larger x; padding as on GE scanners."""
+    labels = np.zeros(SHAPE, dtype=np.uint8)
+    labels[4:11, 8:15, 26:34] = 1
+    labels[3:13, 7:23, 5:16] = 2
+    image = np.where(labels > 0, -850, 40).astype(np.int16)
+    image[:, :5] = -3024
+    return image, labels
+
+
+@pytest.fixture
+def case(write_case: WriteCase) -> Case:
+    return write_case("a=1 (ü)", *blocks())
+
+
+def move(case: Case, folder: Path, name: str) -> Case:
+    """The case with its files in another folder and under another name."""
+    assert case.labels is not None
+    case.image.parent.rename(folder)
+    return Case(name, folder / case.image.name, folder / case.labels.name, case.patient)
+
+
+def built_at(entry: CachedCase) -> int:
+    """The inode of the sidecar tells a rebuilt entry from an untouched one."""
+    return (entry.folder / "case.json").stat().st_ino
+
+
+def test_an_entry_holds_the_oriented_resampled_case(case: Case, tmp_path: Path, task: Task) -> None:
+    entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    assert entry.folder.parent.name.startswith("3x1.25x1.5-")
+    assert re.fullmatch(re.escape(case.name) + "-[0-9a-f]{8}", entry.folder.name)
+    assert np.allclose(entry.grid.spacing_mm, SPACING_MM)
+    native = VoxelGrid(SHAPE, (4.0, 1.5, 2.0), (-31.0, 12.0, 200.0))
+    assert entry.grid.is_close(native.resampled(SPACING_MM))
+    image, labels = entry.image_hu, entry.labels
+    assert isinstance(image, np.memmap)
+    assert isinstance(labels, np.memmap)
+    assert image.dtype == np.int16
+    assert labels.dtype == np.uint8
+    assert image.shape == labels.shape == entry.grid.shape
+    assert image.min() == -1024, "padding is no HU"
+    for name, value in task.labels.items():
+        mask = labels == value
+        assert entry.label_counts[name] == mask.sum()
+        assert entry.region_boxes[name] == VoxelBox.from_mask(mask)
+        # A block keeps its edges to within a voxel per axis.
+        native_box = VoxelBox.from_mask(blocks()[1] == value)
+        assert native_box is not None
+        extent_mm = np.array(entry.region_boxes[name].shape) * SPACING_MM
+        assert (np.abs(extent_mm - np.array(native_box.shape) * native.spacing_mm) < SPACING_MM).all()
+        assert mask.sum() > 0.9 * np.prod(entry.region_boxes[name].shape), "only corners are rounded"
+        # The centroid stays in the world, to within half a voxel.
+        here = entry.grid.index_to_world_xyz_mm(np.argwhere(mask).mean(axis=0))
+        there = native.index_to_world_xyz_mm(np.argwhere(blocks()[1] == value).mean(axis=0))
+        assert (np.abs(here - there) < np.array(SPACING_MM[::-1]) / 2 + 1e-6).all()
+    assert np.median(image[labels == 1]) < -700
+
+
+def test_opening_gives_the_same_and_pickles_small(case: Case, tmp_path: Path, task: Task) -> None:
+    prepared = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    opened = open_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert opened.grid.is_close(prepared.grid)
+    assert opened.region_boxes == prepared.region_boxes
+    copy = pickle.loads(pickle.dumps(opened))
+    assert len(pickle.dumps(opened)) < 5000
+    assert np.array_equal(copy.image_hu, prepared.image_hu)
+
+
+def test_a_current_entry_is_left_alone_and_opening_before_is_refused(case: Case, tmp_path: Path, task: Task) -> None:
+    with pytest.raises(UserError, match="prepare"):
+        open_case(case, tmp_path, SPACING_MM, task, NAMES)
+    first = built_at(prepare_case(case, tmp_path, SPACING_MM, task, NAMES))
+    assert built_at(prepare_case(case, tmp_path, SPACING_MM, task, NAMES)) == first
+
+
+def test_a_changed_source_makes_a_stale_entry_and_a_touched_one_does_not(
+    case: Case, tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
+    first = built_at(prepare_case(case, tmp_path, SPACING_MM, task, NAMES))
+    os.utime(case.image, ns=(1, 1))
+    assert built_at(prepare_case(case, tmp_path, SPACING_MM, task, NAMES)) == first
+
+    image, labels = blocks()
+    labels[3:13, 7:23, 5:16] = 0
+    labels[3:13, 7:23, 6:16] = 2
+    write_case(case.name, image, labels)
+    assert not is_current(case, tmp_path, SPACING_MM, task, NAMES)
+    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert built_at(entry) != first
+    assert is_current(case, tmp_path, SPACING_MM, task, NAMES)
+
+
+def test_same_size_and_other_content_is_noticed(case: Case, tmp_path: Path, task: Task) -> None:
+    prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    content = bytearray(case.image.read_bytes())
+    content[-1] ^= 1
+    case.image.write_bytes(content)
+    os.utime(case.image, ns=(5, 5))
+    assert not is_current(case, tmp_path, SPACING_MM, task, NAMES)
+
+
+@pytest.mark.parametrize("damage", ["cut image", "no labels", "cut json", "no json", "other json", "a file"])
+def test_half_written_entries_are_rebuilt(damage: str, case: Case, tmp_path: Path, task: Task) -> None:
+    entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    image, labels = np.array(entry.image_hu), np.array(entry.labels)
+    sidecar = entry.folder / "case.json"
+    if damage == "cut image":
+        os.truncate(entry.folder / "image.npy", 1000)
+    elif damage == "no labels":
+        (entry.folder / "labels.npy").unlink()
+    elif damage == "cut json":
+        os.truncate(sidecar, 100)
+    elif damage == "no json":
+        sidecar.unlink()
+    elif damage == "other json":
+        sidecar.write_text("[1, 2]")
+    else:
+        shutil.rmtree(entry.folder)
+        entry.folder.touch()
+    assert not is_current(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    rebuilt = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    assert np.array_equal(rebuilt.image_hu, image)
+    assert np.array_equal(rebuilt.labels, labels)
+    assert list(entry.folder.parent.iterdir()) == [entry.folder], "nothing else is left"
+
+
+def test_a_cache_without_its_sources_is_used(case: Case, tmp_path: Path, task: Task) -> None:
+    labels = np.array(prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES).labels)
+    shutil.rmtree(tmp_path / "source")
+    assert np.array_equal(open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES).labels, labels)
+    prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    other_spacing = (4.0, 1.25, 1.5)
+    with pytest.raises(UserError, match="does not exist"):
+        prepare_case(case, tmp_path / "cache", other_spacing, task, NAMES)
+
+
+def test_cases_of_one_name_from_two_data_sets_do_not_disturb_each_other(
+    case: Case, tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
+    image, labels = blocks()
+    other = move(write_case("other", image, labels * (labels == 2)), tmp_path / "elsewhere", case.name)
+    first = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    second = prepare_case(other, tmp_path / "cache", SPACING_MM, task, NAMES)
+    assert (set(first.region_boxes), set(second.region_boxes)) == ({"left_lung", "right_lung"}, {"right_lung"})
+    built = built_at(first)
+    again = open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    assert built_at(again) == built
+    assert again.label_counts["left_lung"] > 0
+
+
+def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(case: Case, tmp_path: Path, task: Task) -> None:
+    entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    there = Case(case.name, Path("/nowhere/image.nii.gz"), Path("/nowhere/labels.nii.gz"), case.patient)
+    assert not is_current(there, tmp_path / "cache", SPACING_MM, task, NAMES), "its own files are here, so it is theirs"
+    with pytest.raises(UserError, match=re.escape(f"The case {case.name!r} has no current entry")):
+        prepare_case(there, tmp_path / "cache", SPACING_MM, task, NAMES)
+    shutil.rmtree(tmp_path / "source")  # now this is a machine that got the cache only
+    assert prepare_case(there, tmp_path / "cache", SPACING_MM, task, NAMES).folder == entry.folder
+    shutil.copytree(entry.folder, entry.folder.with_name(f"{case.name}-0123abcd"))
+    with pytest.raises(UserError, match="no current entry"):
+        open_case(there, tmp_path / "cache", SPACING_MM, task, NAMES)
+
+
+def test_other_configurations_have_other_entries(case: Case, tmp_path: Path, task: Task) -> None:
+    swapped_values = Task(task.name, {"right_lung": 1, "left_lung": 2}, task.regions, task.window_hu)
+    other_window = Task("thorax", task.labels, task.regions, (-500.0, 500.0))
+    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    other = prepare_case(case, tmp_path, SPACING_MM, swapped_values, NAMES)
+    assert other.folder != entry.folder
+    assert np.array_equal(np.array([0, 2, 1])[entry.labels], other.labels)
+    assert prepare_case(case, tmp_path, SPACING_MM, other_window, NAMES).folder == entry.folder
+
+
+def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(case: Case, tmp_path: Path, task: Task) -> None:
+    # Spawned: a fork of a process whose torch threads have run may wait for them for ever.
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        for turn in range(3):
+            entries = pool.starmap(prepare_case, [(case, tmp_path / "cache", SPACING_MM, task, NAMES)] * 6)
+            assert len({int(entry.labels.sum()) for entry in entries}) == 1
+            entry = open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+            assert list(entry.folder.parent.iterdir()) == [entry.folder]
+            if turn == 0:
+                shutil.rmtree(entry.folder)
+            else:
+                os.truncate(entry.folder / "labels.npy", 200)
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(case: Case, tmp_path: Path, task: Task) -> None:
+    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    fresh = entry.folder.parent / f".building-0123456789ab-{entry.folder.name}"
+    old = entry.folder.parent / f".old-0123456789ab-{entry.folder.name}"
+    for left in (fresh, old):
+        left.mkdir()
+    os.utime(old, (time.time() - 2 * 86400,) * 2)
+    prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert fresh.is_dir()
+    assert not old.exists()
+
+
+def test_label_values_are_mapped_by_name(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+    image, labels = blocks()
+    plain = prepare_case(write_case("plain", image, labels), tmp_path, SPACING_MM, task, NAMES)
+    lobes = np.array([0, 300, 20], dtype=np.int16)[labels]
+    lobes[:7][lobes[:7] == 20] = 21
+    lobes[0, 0, 0] = 7
+    names = {300: "left_lung", 20: "right_lung", 21: "right_lung", 7: "trachea"}
+    mapped = prepare_case(write_case("lobes", image, lobes), tmp_path, SPACING_MM, task, names)
+    assert np.array_equal(plain.labels, mapped.labels)
+
+
+def test_values_nobody_named_are_refused(case: Case, tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+    image, labels = blocks()
+    labels[0, 0, :2] = (9, 5)
+    with pytest.raises(UserError, match=r"'odd' is refused: the label map holds the values 5, 9, which data\.label_values"):
+        prepare_case(write_case("odd", image, labels), tmp_path, SPACING_MM, task, NAMES)
+    with pytest.raises(UserError, match=r"data\.label_values gives no value of the files for right_lung"):
+        prepare_case(case, tmp_path, SPACING_MM, task, {1: "left_lung", 2: "rigth_lung"})
+
+
+def test_swapped_sides_are_refused_and_one_side_alone_is_not(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+    image, labels = blocks()
+    with pytest.raises(UserError, match=r"'swapped' is refused: left_lung lies at x = .*larger x"):
+        prepare_case(write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels]), tmp_path, SPACING_MM, task, NAMES)
+    alone = prepare_case(write_case("alone", image, labels * (labels == 2)), tmp_path, SPACING_MM, task, NAMES)
+    assert set(alone.region_boxes) == {"right_lung"}
+    assert alone.label_counts["left_lung"] == 0
+    assert "left_lung is not in the label map" in [finding.message for finding in alone.audit.findings]
+    assert not any(path.name.startswith(".") for path in alone.folder.parent.iterdir())
+
+
+def test_labels_on_another_grid_are_refused(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+    image, labels = blocks()
+    near = write_case("near", image, labels, labels_offset_mm=0.01)
+    assert prepare_case(near, tmp_path, SPACING_MM, task, NAMES).has_labels
+    with pytest.raises(UserError, match="not on the grid of its image"):
+        prepare_case(write_case("far", image, labels, labels_offset_mm=1.5), tmp_path, SPACING_MM, task, NAMES)
+    with pytest.raises(UserError, match="has 13×30×41 voxels, the image 14×30×41"):
+        prepare_case(write_case("short", image, labels[:-1]), tmp_path, SPACING_MM, task, NAMES)
+
+
+def test_a_case_without_labels_only_when_nothing_needs_them(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+    case = write_case("bare", blocks()[0], None)
+    with pytest.raises(UserError, match="'bare' has no label map"):
+        prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES, require_labels=False)
+    assert not entry.has_labels
+    with pytest.raises(ValueError, match="no label map"):
+        _ = entry.labels
+
+
+def test_the_audit_is_kept_in_the_sidecar(case: Case, tmp_path: Path, task: Task) -> None:
+    prepared = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert ("padding", Severity.note) in [(finding.code, finding.severity) for finding in prepared.audit.findings]
+    assert prepared.audit.volumes_ml == pytest.approx({"left_lung": 7 * 7 * 8 * 0.012, "right_lung": 10 * 16 * 11 * 0.012})
+    assert open_case(case, tmp_path, SPACING_MM, task, NAMES).audit == prepared.audit
+
+
+def test_an_error_that_is_ignored_stops_nobody_else(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+    image, labels = blocks()
+    swapped = write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels])
+    accepted = replace(swapped, ignored=frozenset({"swapped_sides"}))
+    assert prepare_case(accepted, tmp_path, SPACING_MM, task, NAMES).label_counts["right_lung"] > 0
+    with pytest.raises(CaseRefused, match="swapped"):
+        open_case(swapped, tmp_path, SPACING_MM, task, NAMES)
+    with pytest.raises(CaseRefused, match="swapped"):
+        prepare_case(swapped, tmp_path, SPACING_MM, task, NAMES)
+    assert open_case(accepted, tmp_path, SPACING_MM, task, NAMES).has_labels
+
+
+def test_another_scale_or_trust_makes_an_entry_stale(case: Case, tmp_path: Path, task: Task) -> None:
+    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    before = np.median(entry.image_hu[entry.labels > 0])
+    brighter = replace(case, hu=HuScale(offset=10.0))
+    assert not is_current(brighter, tmp_path, SPACING_MM, task, NAMES)
+    after = prepare_case(brighter, tmp_path, SPACING_MM, task, NAMES)
+    assert np.median(after.image_hu[after.labels > 0]) == before + 10
+    assert not is_current(case, tmp_path, SPACING_MM, task, NAMES)
+    assert not is_current(replace(brighter, trust={"left_lung": "absent"}), tmp_path, SPACING_MM, task, NAMES)
+    assert is_current(replace(brighter, trust={"left_lung": "approximate"}), tmp_path, SPACING_MM, task, NAMES)
+
+
+def test_several_spacings_read_the_files_once(case: Case, tmp_path: Path, task: Task) -> None:
+    reads = []
+
+    @functools.cache
+    def read() -> SourceCase:
+        reads.append(case)
+        return read_source(case, task, NAMES)
+
+    together = [prepare_case(case, tmp_path / "a", spacing, task, NAMES, read=read) for spacing in (SPACING_MM, (2.0, 2.0, 2.0))]
+    alone = [prepare_case(case, tmp_path / "b", spacing, task, NAMES) for spacing in (SPACING_MM, (2.0, 2.0, 2.0))]
+    assert len(reads) == 1
+    for one, other in zip(together, alone, strict=True):
+        assert np.array_equal(one.image_hu, other.image_hu)
+        assert np.array_equal(one.labels, other.labels)
+
+
+def test_a_cache_that_cannot_be_written_is_the_users_mistake(case: Case, tmp_path: Path, task: Task) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.cache"):
+        prepare_case(case, tmp_path / "file", SPACING_MM, task, NAMES)
+
+
+def test_training_from_the_cache_needs_no_reader(case: Case, tmp_path: Path, task: Task) -> None:
+    prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    program = f"""
+import sys, json
+from pathlib import Path
+from medseg.data.cache import open_case
+from medseg.data.case_table import Case
+from medseg.data.samples import CoarseSamples
+from medseg.data.task import Task
+task = Task.from_dict(json.loads({json.dumps(json.dumps(task.to_dict()))}))
+case = Case({case.name!r}, Path({str(case.image)!r}), Path({str(case.labels)!r}), "p")
+entry = open_case(case, Path({str(tmp_path)!r}), {SPACING_MM}, task, {NAMES})
+print(CoarseSamples([entry], task, seed=0, divisor=(8, 8, 8))[0]["target"].sum().item())
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+assert not loaded & {{"SimpleITK", "nibabel", "pydicom", "monai", "scipy"}}, sorted(loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+def test_a_real_scan(shared_ct: Path, tmp_path: Path, task: Task) -> None:
+    cases = {case.name: case for case in read_case_table(shared_ct / "table.csv")}
+    entry = prepare_case(cases["cip_ct64"], tmp_path, (4.0, 4.0, 4.0), task, NAMES)
+    litres = {name: count * 64e-6 for name, count in entry.label_counts.items()}
+    assert litres["left_lung"] == pytest.approx(2.135, rel=0.03)
+    assert litres["right_lung"] == pytest.approx(2.419, rel=0.03)
+    assert entry.trust == {"left_lung": "reference", "right_lung": "reference"}
+    sample = CoarseSamples([entry], task, seed=0, divisor=(8, 8, 8))[0]
+    assert float(sample["image"][0][sample["target"] > 0].median()) < -0.75
+    swapped = Task(
+        task.name,
+        task.labels,
+        (Region("a", ("left_lung",), "right"), Region("b", ("right_lung",), "left")),
+        task.window_hu,
+    )
+    with pytest.raises(UserError, match="swapped"):
+        prepare_case(cases["cip_ct64"], tmp_path, (4.0, 4.0, 4.0), swapped, NAMES)
+
+
+def test_remarks_of_the_readers_are_kept(case: Case, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    from medseg.io import read
+
+    open_file = read._open
+    monkeypatch.setattr(read, "_open", lambda path, *given: dataclasses.replace(open_file(path, *given), remarks=(f"repaired {path.name}",)))
+    prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    monkeypatch.undo()
+    audit = open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES).audit
+    assert case.labels is not None
+    remarks = [finding.message for finding in audit.findings if finding.code == "reading"]
+    assert remarks == [f"repaired {case.image.name}", f"label map: repaired {case.labels.name}"]

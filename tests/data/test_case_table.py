@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medseg.data.case_table import Case, read_case_table
+from medseg.errors import UserError
+from medseg.preprocess.scale import HuScale
+
+ROW = "case,image,labels\na,a.nii.gz,a_l.nii.gz\n"
+
+
+def write(folder: Path, text: str, encoding: str = "utf-8") -> Path:
+    for name in ("a.nii.gz", "a_l.nii.gz", "Doe, John ü.nii.gz"):
+        (folder / name).touch()
+    (folder / "dicom").mkdir(exist_ok=True)
+    path = folder / "table.csv"
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def test_all_columns_are_read_and_paths_are_relative_to_the_table(tmp_path: Path) -> None:
+    text = (
+        "case,image,labels,patient,view,split,trust_left_lung,trust_right_lung\r\n"
+        '"Doe, John","Doe, John ü.nii.gz",a_l.nii.gz,p1,whole,val,reference,approximate\r\n'
+        "\r\n"
+        "b=1 (2),dicom,,,,,,absent\r\n"
+    )
+    cases = read_case_table(write(tmp_path, text))
+    trust = {"left_lung": "reference", "right_lung": "approximate"}
+    assert cases == [
+        Case("Doe, John", tmp_path / "Doe, John ü.nii.gz", tmp_path / "a_l.nii.gz", "p1", "val", trust),
+        Case("b=1 (2)", tmp_path / "dicom", None, "b=1 (2)", None, {"right_lung": "absent"}),
+    ]
+
+
+def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
+    plain = read_case_table(write(tmp_path, ROW))
+    assert read_case_table(write(tmp_path, ROW, "utf-8-sig")) == plain
+
+
+def test_another_labels_column_or_none(tmp_path: Path) -> None:
+    path = write(tmp_path, "case,image,lobes\na,a.nii.gz,a_l.nii.gz\n")
+    assert read_case_table(path, labels_column="lobes")[0].labels == tmp_path / "a_l.nii.gz"
+    assert read_case_table(path, labels_column=None)[0].labels is None
+
+
+def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
+    path = write(tmp_path, ROW)
+    with_files = read_case_table(path)
+    (tmp_path / "a.nii.gz").unlink()
+    assert read_case_table(path) == with_files
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("case,labels\na,a_l.nii.gz\n", ["line 1", "image is missing"]),
+        ("case;image;labels\na;a.nii.gz;b\n", ["line 1", "commas"]),
+        ("case,image,labels,image\n", ["line 1", "'image' is there twice"]),
+        (ROW + "\na,a.nii.gz,\n", ["line 4", "'a' is already on line 2"]),
+        (ROW + "b,a.nii.gz\n", ["line 3", "expected 3 cells, got 2"]),
+        (ROW + "Doe, John,a.nii.gz,\n", ["line 3", "quotes"]),
+        (ROW + ",a.nii.gz,\n", ["line 3", "'case' is empty"]),
+        (ROW + "b,,\n", ["line 3", "'image' is empty"]),
+        (ROW + "../b,a.nii.gz,\n", ["line 3", "'../b'", "slash"]),
+        ("case,image,labels,split\na,a.nii.gz,,training\n", ["line 2", "'training'", "train, val, test"]),
+        ('case,image,labels\n"a\nb",a.nii.gz,\nc,,\n', ["line 4", "'image' is empty"]),
+        ("case,image,labels\n", ["no case"]),
+        ("", ["line 1", "case, image, labels", "none"]),
+        ('case,image,labels\n"a,a.nii.gz,\n', ["quotes"]),
+    ],
+)
+def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        read_case_table(write(tmp_path, text))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_table_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        read_case_table(tmp_path / "gone.csv")
+    with pytest.raises(UserError, match="UTF-8"):
+        read_case_table(write(tmp_path, ROW.replace("a,", "ü,"), "latin-1"))
+
+
+def test_hu_scale_and_ignored_findings_of_a_row_go_before_those_of_the_run(tmp_path: Path) -> None:
+    text = "case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,,-1024,\nb,b.nii.gz,,2.5,,no_air  clipped\nc,c.nii.gz,,,,\n"
+    a, b, c = read_case_table(write(tmp_path, text), hu=HuScale(3.0, 7.0), ignored=frozenset({"padding"}))
+    assert (a.hu, b.hu, c.hu) == (HuScale(3.0, -1024.0), HuScale(2.5, 7.0), HuScale(3.0, 7.0))
+    assert (a.ignored, b.ignored) == ({"padding"}, {"padding", "no_air", "clipped"})
+    assert [case.hu for case in read_case_table(write(tmp_path, ROW))] == [HuScale(1.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ("0,,", "line 2: hu_slope is '0', expected a positive number or nothing."),
+        (",minus,", "line 2: hu_offset is 'minus', expected a number or nothing."),
+        (",nan,", "line 2: hu_offset is 'nan', expected a number or nothing."),
+        (",,cliped", "line 2, ignore_findings: there is no finding 'cliped'; did you mean clipped?"),
+    ],
+)
+def test_mistaken_cells_of_the_audit_are_told(tmp_path: Path, cells: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_case_table(write(tmp_path, f"case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,{cells}\n"))
+    assert str(error.value).endswith(said)

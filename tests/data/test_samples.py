@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from medseg.data.augment import Augmentation
+from medseg.data.cache import CachedCase
+from medseg.data.sampler import StepBatchSampler
+from medseg.data.samples import (
+    CoarseSamples,
+    FineSamples,
+    Sample,
+    collate_padded,
+    draw_from_pass,
+    init_worker,
+)
+from medseg.data.task import Region, Task
+from medseg.geometry.box import VoxelBox
+from medseg.preprocess.crop import crop_padded
+from medseg.preprocess.intensity import normalise_hu
+
+AUGMENTATION = Augmentation(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
+
+Maker = Callable[..., CoarseSamples | FineSamples]
+
+
+def wide_box(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
+    """The tight box and three voxels, jittered by up to two, at least as large as the patches here."""
+    offset = (0, 0, 0) if rng is None else tuple(int(v) for v in rng.integers(-2, 3, size=3))
+    return case.region_boxes[region.name].expanded((3, 3, 3)).shifted(offset).at_least((16, 16, 16)).to_multiple((8, 8, 8))
+
+
+def fine(cases: list[CachedCase], task: Task, **arguments: object) -> FineSamples:
+    options: dict = {"seed": 3, "boxes": wide_box, "patch_size": (8, 16, 8), "augmentation": AUGMENTATION} | arguments
+    return FineSamples(cases, task, **options)
+
+
+def coarse(cases: list[CachedCase], task: Task, **arguments: object) -> CoarseSamples:
+    options: dict = {"seed": 3, "divisor": (8, 8, 8), "augmentation": AUGMENTATION} | arguments
+    return CoarseSamples(cases, task, **options)
+
+
+def is_same(first: Sample, second: Sample) -> bool:
+    tensors = all(torch.equal(first[key], second[key]) for key in ("image", "target"))
+    return tensors and first["case"] == second["case"] and first["region"] == second["region"]
+
+
+@pytest.mark.parametrize("make", [coarse, fine])
+def test_any_number_of_workers_gives_the_same_batches(make: Maker, cached_cases: list[CachedCase], task: Task) -> None:
+    samples = make(cached_cases, task)
+    batches = []
+    for num_workers in (0, 2):
+        loader = DataLoader(
+            samples,
+            batch_sampler=StepBatchSampler(4, 2),
+            num_workers=num_workers,
+            worker_init_fn=init_worker,
+            collate_fn=partial(collate_padded, multiple=(8, 8, 8)),
+        )
+        batches.append(list(loader))
+    assert len(batches[0]) == 4
+    for one, other in zip(*batches, strict=True):
+        assert torch.equal(one["image"], other["image"])
+        assert torch.equal(one["target"], other["target"])
+        assert torch.equal(one["region"], other["region"])
+        assert one["case"] == other["case"]
+
+
+@pytest.mark.parametrize("make", [coarse, fine])
+def test_a_sample_depends_on_seed_and_number_alone(make: Maker, cached_cases: list[CachedCase], task: Task) -> None:
+    samples, fresh = make(cached_cases, task), make(cached_cases, task)
+    in_order = [samples[n] for n in range(8)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        backwards = [fresh[n] for n in reversed(range(8))][::-1]
+        assert torch.get_num_threads() == 2, "sampling must give the threads back"
+    finally:
+        torch.set_num_threads(threads)
+    assert all(is_same(a, b) for a, b in zip(in_order, backwards, strict=True))
+    other_seed = make(cached_cases, task, seed=4)
+    assert not any(is_same(in_order[n], other_seed[n]) for n in range(8))
+
+
+@pytest.mark.parametrize("make", [coarse, fine])
+def test_each_pass_takes_everything_once(make: Maker, cached_cases: list[CachedCase], task: Task) -> None:
+    samples = make(cached_cases, task, augmentation=None)
+    assert len(samples) == {coarse: 3, fine: 5}[make]  # the third case has no left lung
+    passes = [
+        [(samples[n]["case"], samples[n]["region"]) for n in range(turn * len(samples), (turn + 1) * len(samples))]
+        for turn in range(6)
+    ]
+    assert all(set(one) == set(passes[0]) and len(set(one)) == len(samples) for one in passes)
+    assert len({tuple(one) for one in passes}) > 1, "the order changes from pass to pass"
+
+
+def test_weights_hold_in_the_mean_and_nearly_in_each_pass() -> None:
+    weights = np.array([1.0, 1.0, 4.0, 0.5, 2.0, 1.5])
+    weights /= weights.sum()
+    total: Counter[int] = Counter()
+    for turn in range(300):
+        one = Counter(draw_from_pass(0, turn * 6 + place, weights) for place in range(6))
+        assert all(abs(one[item] - 6 * weights[item]) < 1 for item in range(6))
+        total += one
+    assert np.allclose([total[item] / 1800 for item in range(6)], weights, atol=0.02)
+
+
+def test_a_coarse_sample_is_the_volume_with_air_at_its_end(cached_cases: list[CachedCase], task: Task) -> None:
+    by_name = {case.name: case for case in cached_cases}
+    samples = coarse(cached_cases, task, augmentation=None)
+    for n in range(3):
+        sample, case = samples[n], by_name[samples[n]["case"]]
+        depth, height, width = case.grid.shape
+        assert all(size % 8 == 0 for size in sample["target"].shape)
+        image, target = sample["image"][0], sample["target"]
+        assert np.array_equal(image[:depth, :height, :width], normalise_hu(np.array(case.image_hu), task.window_hu))
+        assert np.array_equal(target[:depth, :height, :width], case.labels)
+        assert bool((image[depth:] == -1).all() and (image[:, height:] == -1).all() and (image[:, :, width:] == -1).all())
+        assert int((target > 0).sum()) == int((case.labels > 0).sum())
+
+
+def test_long_volumes_are_cut_to_a_range_of_slices(cached_cases: list[CachedCase], task: Task) -> None:
+    samples = coarse(cached_cases, task, augmentation=None, max_voxels=16 * 32 * 48)
+    starts = set()
+    by_name = {case.name: case for case in cached_cases}
+    for n in range(30):
+        sample, case = samples[n], by_name[samples[n]["case"]]
+        image, whole = sample["image"][0], normalise_hu(np.array(case.image_hu), task.window_hu)
+        assert image.numel() <= 16 * 32 * 48
+        _, height, width = case.grid.shape
+        depth = min(len(image), len(whole))
+        part = image[:depth, :height, :width].numpy()
+        start = [z for z in range(len(whole) - depth + 1) if np.array_equal(part, whole[z : z + depth])]
+        assert len(start) == 1
+        starts.add((case.name, start[0]))
+    assert len(starts) > 5
+
+
+def test_a_fine_sample_is_its_box_with_the_region_alone(cached_cases: list[CachedCase], task: Task) -> None:
+    by_name = {case.name: case for case in cached_cases}
+    samples = fine(cached_cases, task, augmentation=None, patch_size=None, jitter=False)
+    for n in range(5):
+        sample, case = samples[n], by_name[samples[n]["case"]]
+        region = task.regions[sample["region"]]
+        box = wide_box(case, region, None)
+        expected = normalise_hu(crop_padded(case.image_hu, box, -1024), task.window_hu)
+        assert np.array_equal(sample["image"][0], expected)
+        assert np.array_equal(sample["target"], crop_padded(case.labels, box, 0) == task.labels[region.name])
+
+
+def test_patches_lie_in_their_box_and_meet_the_boundary(cached_cases: list[CachedCase], task: Task) -> None:
+    """Each patch is found again in its volume: the tissue noise has no two equal places."""
+    by_name = {case.name: case for case in cached_cases}
+    samples = fine(cached_cases, task, augmentation=None, jitter=False, boundary_probability=1.0, patch_size=(4, 6, 4))
+    starts = set()
+    for n in range(40):
+        sample = samples[n]
+        case, region = by_name[sample["case"]], task.regions[sample["region"]]
+        box = wide_box(case, region, None)
+        whole = normalise_hu(crop_padded(case.image_hu, box, -1024), task.window_hu)
+        windows = np.lib.stride_tricks.sliding_window_view(whole, (4, 6, 4))
+        found = np.argwhere((windows == sample["image"][0].numpy()).all(axis=(3, 4, 5)))
+        assert len(found) == 1
+        assert int(sample["target"].sum()) > 0
+        starts.add((n % 5, tuple(found[0])))
+    assert len(starts) > 30
+
+
+def test_a_patch_larger_than_its_box_is_centred_on_it(cached_cases: list[CachedCase], task: Task) -> None:
+    def tight(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
+        return case.region_boxes[region.name]
+
+    samples = fine(cached_cases, task, augmentation=None, boxes=tight, patch_size=(32, 32, 32), boundary_probability=1.0)
+    by_name = {case.name: case for case in cached_cases}
+    for n in range(5):
+        sample = samples[n]
+        region = task.regions[sample["region"]]
+        place = np.argwhere(sample["target"].numpy() == 1)
+        assert len(place) == by_name[sample["case"]].label_counts[region.name], "the whole region is inside"
+        assert np.abs((place.min(axis=0) + place.max(axis=0)) / 2 - 15.5).max() <= 1
+
+
+def test_right_regions_are_mirrored_and_left_ones_are_not(cached_cases: list[CachedCase], task: Task) -> None:
+    plain = fine(cached_cases, task, augmentation=None)
+    mirrored = fine(cached_cases, task, augmentation=None, mirror=True)
+    sides = set()
+    for n in range(10):
+        one, other = plain[n], mirrored[n]
+        side = task.regions[one["region"]].side
+        sides.add(side)
+        axes = [2] if side == "right" else []
+        assert torch.equal(other["target"], one["target"].flip(axes))
+        assert torch.equal(other["image"][0], one["image"][0].flip(axes))
+    assert sides == {"left", "right"}
+
+
+def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cached_cases: list[CachedCase], task: Task) -> None:
+    """Mirroring comes before the augmentation: the network cannot tell a right lung from a left one."""
+
+    def whole(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
+        return VoxelBox.full(case.grid.shape)
+
+    options: dict = {"boxes": whole, "patch_size": None, "jitter": False, "mirror": True, "augmentation": AUGMENTATION}
+    body = cached_cases[2]  # has a right lung alone
+    right = [FineSamples([body], task, seed=1, **options)[n] for n in range(6)]
+
+    np.save(body.folder / "image.npy", np.array(body.image_hu)[:, :, ::-1])
+    np.save(body.folder / "labels.npy", (np.array(body.labels)[:, :, ::-1] > 0).astype(np.uint8))
+    mirrored = replace(body, region_boxes={"left_lung": body.region_boxes["right_lung"]})
+    left = [FineSamples([mirrored], task, seed=1, **options)[n] for n in range(6)]
+    for one, other in zip(left, right, strict=True):
+        assert torch.equal(one["image"], other["image"])
+        assert torch.equal(one["target"], other["target"])
+        assert (one["region"], other["region"]) == (0, 1)
+
+
+def test_augmented_coarse_samples_keep_their_sides(cached_cases: list[CachedCase], task: Task) -> None:
+    samples = coarse(cached_cases[:2], task)
+    for n in range(20):
+        places = [np.argwhere(samples[n]["target"].numpy() == value) for value in (1, 2)]
+        if all(len(place) for place in places):
+            assert places[0][:, 2].mean() > places[1][:, 2].mean()
+
+
+def test_a_warped_patch_holds_tissue_where_the_scan_goes_on(cached_cases: list[CachedCase], task: Task) -> None:
+    """A patch in the middle of a scan without air must not get false air at its corners."""
+    case = cached_cases[0]
+    np.save(case.folder / "image.npy", np.full(case.grid.shape, 100, dtype=np.int16))
+
+    def middle(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
+        return VoxelBox.full(case.grid.shape).expanded((-8, -10, -16))
+
+    options: dict[str, Any] = {name: 0.0 for name in vars(AUGMENTATION) if name.endswith("_probability")}
+    options |= {"affine_probability": 1.0, "translation_mm": (3.0, 3.0, 3.0)}
+    warp_alone = Augmentation(**options)
+    samples = FineSamples([case], task, seed=0, boxes=middle, patch_size=None, augmentation=warp_alone)
+    for n in range(10):
+        assert float(samples[n]["image"].min()) > 0
+
+
+def test_collation_pads_at_the_end_with_air_and_background() -> None:
+    samples: list[Sample] = [
+        {
+            "image": torch.ones(1, *shape),
+            "target": torch.ones(shape, dtype=torch.uint8),
+            "inside": torch.tensor([(0, size) for size in shape]),
+            "region": n,
+            "case": f"c{n}",
+        }
+        for n, shape in enumerate([(3, 9, 4), (5, 2, 4)])
+    ]
+    batch = collate_padded(samples, (4, 1, 8))
+    assert batch["image"].shape == (2, 1, 8, 9, 8)
+    assert batch["target"].shape == (2, 8, 9, 8)
+    for n, shape in enumerate([(3, 9, 4), (5, 2, 4)]):
+        inside = torch.zeros(8, 9, 8, dtype=torch.bool)
+        inside[: shape[0], : shape[1], : shape[2]] = True
+        assert torch.equal(batch["image"][n, 0], torch.where(inside, 1.0, -1.0))
+        assert torch.equal(batch["target"][n], inside.to(torch.uint8))
+    assert batch["region"].tolist() == [0, 1]
+    assert batch["case"] == ["c0", "c1"]
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]])
+def test_bad_weights_are_refused(weights: list[float], cached_cases: list[CachedCase], task: Task) -> None:
+    with pytest.raises(ValueError, match=r"weights|shorter"):
+        coarse(cached_cases, task, weights=weights)
+    with pytest.raises(ValueError, match=r"weights|shorter|longer"):
+        fine(cached_cases, task, weights=weights)
+
+
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_inside_marks_where_the_scan_is(is_mirrored: bool, cached_cases: list[CachedCase], task: Task) -> None:
+    def box_beyond(case: CachedCase, region: Region, rng: object) -> VoxelBox:
+        return case.region_boxes[region.name].expanded((40, 30, 20))
+
+    samples = fine(cached_cases, task, boxes=box_beyond, patch_size=None, augmentation=None, jitter=False, mirror=is_mirrored)
+    for n in range(len(samples)):
+        sample = samples[n]
+        inside = torch.zeros_like(sample["target"], dtype=torch.bool)
+        inside[tuple(slice(int(start), int(stop)) for start, stop in sample["inside"])] = True
+        case = next(case for case in cached_cases if case.name == sample["case"])
+        box = box_beyond(case, task.regions[sample["region"]], None)
+        assert inside.sum() == np.prod(box.intersect(VoxelBox.full(case.grid.shape)).shape)
+        assert (sample["image"][0][~inside] == -1).all(), "beyond the scan is air"
+        assert not sample["target"][~inside].any()
+
+
+def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[CachedCase], task: Task) -> None:
+    samples = fine(cached_cases, task, augmentation=None, patch_size=(4, 6, 4), elsewhere_probability=1.0)
+    by_name = {case.name: case for case in cached_cases}
+    corners: dict[str, list[np.ndarray]] = {name: [] for name in by_name}
+    empty = 0
+    for n in range(60):
+        sample = samples[n]
+        case = by_name[sample["case"]]
+        whole = normalise_hu(np.asarray(case.image_hu), task.window_hu)
+        windows = np.lib.stride_tricks.sliding_window_view(whole, (4, 6, 4))
+        (place,) = np.argwhere((windows == sample["image"][0].numpy()).all(axis=(3, 4, 5)))
+        corners[case.name].append(place)
+        box = VoxelBox(tuple(place), tuple(place + (4, 6, 4)))
+        value = task.labels[task.regions[sample["region"]].name]
+        assert np.array_equal(sample["target"], np.asarray(case.labels)[box.slices()] == value)
+        empty += not sample["target"].any()
+    assert empty > 10
+    for name, places in corners.items():
+        room = np.array(by_name[name].grid.shape) - (4, 6, 4)
+        assert (np.ptp(places, axis=0) > 0.5 * room).all()

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from medseg.data.case_table import Case
+from medseg.data.splits import Split, split_cases
+from medseg.errors import UserError
+
+
+def case(name: str, patient: str, split: str | None = None) -> Case:
+    return Case(name, Path(name), None, patient, split)
+
+
+# 11 patients, of whom every third has two scans
+CASES = [case(f"c{n}_{scan}", f"p{n}") for n in range(11) for scan in range(1 + (n % 3 == 0))]
+
+
+def patients(cases: tuple[Case, ...]) -> set[str]:
+    return {case.patient for case in cases}
+
+
+def names(split: Split) -> list[set[str]]:
+    return [{case.name for case in side} for side in (split.train, split.val, split.test)]
+
+
+@pytest.mark.parametrize(("num_folds", "test_patients"), [(2, ["p4"]), (3, []), (5, ["p0", "p4"]), (11, [])])
+def test_folds_validate_each_patient_once_and_leak_none(num_folds: int, test_patients: list[str]) -> None:
+    validated: list[str] = []
+    sizes = set()
+    for fold in range(num_folds):
+        split = split_cases(CASES, fold=fold, num_folds=num_folds, test_patients=test_patients)
+        assert not patients(split.train) & patients(split.val)
+        assert patients(split.test) == set(test_patients)
+        assert len(split.train) + len(split.val) + len(split.test) == len(CASES)
+        validated += sorted(patients(split.val))
+        sizes.add(len(patients(split.val)))
+    assert sorted([*validated, *test_patients]) == sorted(patients(tuple(CASES)))
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_row_order_is_irrelevant_and_no_fold_is_fold_zero() -> None:
+    shuffled = random.Random(3).sample(CASES, len(CASES))
+    assert names(split_cases(CASES, fold=2)) == names(split_cases(shuffled, fold=2))
+    assert names(split_cases(CASES)) == names(split_cases(CASES, fold=0)) != names(split_cases(CASES, fold=1))
+
+
+def test_explicit_patients_win_over_the_table() -> None:
+    cases = [case("a", "pa", "train"), case("b", "pb", "val"), case("c", "pc", "test"), case("d", "pd")]
+    assert names(split_cases(cases)) == [{"a", "d"}, {"b"}, {"c"}]
+    assert names(split_cases(cases, val_patients=["pa"])) == [{"b", "d"}, {"a"}, {"c"}]
+    assert names(split_cases(cases, test_patients=["pb"], val_patients=["pa"])) == [{"d"}, {"a"}, {"b", "c"}]
+
+
+def test_a_table_that_marks_test_alone_is_folded_without_it() -> None:
+    cases = [case("a", "pa"), case("b", "pb"), case("c", "pc", "test"), case("c2", "pc")]
+    for fold in range(2):
+        train, val, test = names(split_cases(cases, fold=fold, num_folds=2))
+        assert test == {"c", "c2"}  # the unmarked scan follows its patient
+        assert train | val == {"a", "b"}
+        assert len(val) == 1
+
+
+@pytest.mark.parametrize(
+    ("cases", "arguments", "part"),
+    [
+        (CASES, {"val_patients": ["p_4"]}, "did you mean p4"),
+        (CASES, {"test_patients": ["zz"]}, "data.test_patients names the patient 'zz'"),
+        (CASES, {"val_patients": ["p1"], "test_patients": ["p1"]}, "'p1' is in data.val_patients and"),
+        (CASES, {"val_patients": ["p1"], "fold": 0}, "data.fold=0 has no effect"),
+        (CASES, {"fold": 5}, "choose 0 to 4"),
+        (CASES, {"num_folds": 12, "fold": 0}, "from 2 to 11"),
+        (CASES[:2], {"val_patients": ["p0"]}, "No case is left for training"),
+        ([case("a", "p", "train"), case("b", "p", "val")], {}, "'p' is marked train and val"),
+        ([case("a", "p", "train"), case("b", "q", "val")], {"fold": 1}, "column split"),
+    ],
+)
+def test_mistakes(cases: list[Case], arguments: dict, part: str) -> None:
+    with pytest.raises(UserError) as error:
+        split_cases(cases, **arguments)
+    assert part in str(error.value)
+
+
+def test_few_patients_make_fewer_folds_unless_folds_are_asked_for() -> None:
+    three = split_cases(CASES[:3], num_folds=5)
+    assert len({case.patient for case in three.val}) == 1
+    assert three.train
+    (single,) = {case.patient for case in CASES[:1]}
+    alone = split_cases([case for case in CASES if case.patient == single], num_folds=5)
+    assert alone.train
+    assert not alone.val
+
+
+def test_fold_all_trains_on_everybody_but_the_test_patients() -> None:
+    marked = [*CASES, case("v", "marked", "val"), case("t", "tested", "test")]
+    split = split_cases(marked, fold="all", test_patients=["p3"])
+    assert patients(split.train) == {"marked", *(f"p{n}" for n in range(11) if n != 3)}
+    assert not split.val
+    assert patients(split.test) == {"tested", "p3"}
+    with pytest.raises(UserError, match=r"data\.fold=all trains on everybody, but data\.val_patients"):
+        split_cases(marked, fold="all", val_patients=["p1"])

@@ -1,0 +1,35 @@
+"""A crop agrees with padding, also where the box reaches outside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medseg.geometry.box import VoxelBox
+from medseg.preprocess.crop import body_box, crop_padded
+
+
+def random_boxes(shape: tuple[int, int, int], num: int) -> list[VoxelBox]:
+    rng = np.random.default_rng(3)
+    starts = rng.integers(-6, 9, (num, 3))
+    return [VoxelBox(tuple(start), tuple(start + rng.integers(1, 14, 3))) for start in starts]
+
+
+@pytest.mark.parametrize("box", random_boxes((7, 9, 11), 40))
+def test_crop_agrees_with_padding(box: VoxelBox) -> None:
+    volume = np.random.default_rng(1).integers(1, 100, (7, 9, 11)).astype(np.int16)
+    padded = np.pad(volume, 30, constant_values=-1)
+    crop = crop_padded(volume, box, -1)
+    assert crop.dtype == volume.dtype
+    np.testing.assert_array_equal(crop, padded[box.shifted((30, 30, 30)).slices()])
+
+
+def test_the_body_box_holds_all_that_is_denser_than_air_and_a_margin() -> None:
+    image_hu = np.full((30, 40, 60), -1000, dtype=np.int16)
+    image_hu[12:20, 10:25, 30:55] = -500
+    image_hu[3, 3, 3] = -501
+    assert body_box(image_hu, (5.0, 2.0, 4.0)) == VoxelBox((10, 5, 27), (22, 30, 58))
+    image_hu[:] = -900
+    assert body_box(image_hu, (5.0, 2.0, 4.0)) == VoxelBox.full((30, 40, 60))
+    rounded = np.array([[[-1000.0, -500.4, -500.4, -1000.0]]])
+    assert body_box(rounded, (9.0, 9.0, 9.9)) == body_box(np.rint(rounded).astype(np.int16), (9.0, 9.0, 9.9))

@@ -1,0 +1,269 @@
+"""Laws of resampling, on grids with three different sizes and spacings, an oblique direction and an origin off zero."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.preprocess import resample
+from medseg.preprocess.crop import crop_padded
+from medseg.preprocess.resample import axis_taps, resample_image, resample_labels
+
+OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
+SOURCE = VoxelGrid((33, 70, 61), (2.5, 0.7, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
+SPACINGS = [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (2.5, 0.7, 0.8), (5.0, 0.35, 1.9), (0.9, 3.1, 0.81)]
+OUTSIDE_HU = -1000.0
+
+
+def noise_hu(shape: tuple[int, int, int]) -> np.ndarray:
+    return np.random.default_rng(0).integers(-1000, 1000, shape).astype(np.int16)
+
+
+def random_box(rng: np.random.Generator, shape: tuple[int, int, int]) -> VoxelBox:
+    """Boxes inside, across the border of, and beyond a volume."""
+    start = rng.integers(-12, np.array(shape) + 4)
+    return VoxelBox(tuple(start), tuple(start + rng.integers(1, 30, 3)))
+
+
+@pytest.mark.parametrize("spacing_mm", SPACINGS)
+def test_a_crop_gets_the_numbers_of_the_whole(spacing_mm: tuple[float, float, float]) -> None:
+    image_hu = noise_hu(SOURCE.shape)
+    target = SOURCE.resampled(spacing_mm)
+    whole = resample_image(image_hu, SOURCE, target, OUTSIDE_HU).numpy()
+    rng = np.random.default_rng(1)
+    for _ in range(25):
+        box = random_box(rng, target.shape)
+        crop = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU).numpy()
+        expected = crop_padded(whole, box, OUTSIDE_HU)
+        np.testing.assert_allclose(crop, expected, rtol=0, atol=1e-4)
+
+
+def test_the_slab_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    image_hu = noise_hu(SOURCE.shape)
+    for spacing_mm in SPACINGS:
+        target = SOURCE.resampled(spacing_mm)
+        one = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
+        with monkeypatch.context() as patch:
+            patch.setattr(resample, "SLAB_VOXELS", 1)
+            other = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_the_same_grid_is_the_identity() -> None:
+    image_hu = noise_hu(SOURCE.shape)
+    result = resample_image(image_hu, SOURCE, SOURCE, OUTSIDE_HU)
+    np.testing.assert_array_equal(result.numpy(), image_hu)
+    box = VoxelBox((-3, 5, 40), (20, 90, 61))
+    result = resample_image(image_hu, SOURCE, SOURCE.crop(box), OUTSIDE_HU)
+    np.testing.assert_array_equal(result.numpy(), crop_padded(image_hu, box, int(OUTSIDE_HU)))
+
+
+@pytest.mark.parametrize("spacing_mm", SPACINGS)
+def test_a_linear_ramp_stays_a_ramp_of_the_world(spacing_mm: tuple[float, float, float]) -> None:
+    gradient = np.array([0.3, -1.1, 0.7])
+
+    def ramp(grid: VoxelGrid) -> np.ndarray:
+        index = np.stack(np.meshgrid(*(np.arange(size) for size in grid.shape), indexing="ij"), -1)
+        return grid.index_to_world_xyz_mm(index) @ gradient
+
+    target = SOURCE.resampled(spacing_mm)
+    image, expected = ramp(SOURCE), ramp(target)
+    result = resample_image(image, SOURCE, target, OUTSIDE_HU).numpy()
+    scale = np.maximum(1.0, np.array(SOURCE.spacing_mm) / spacing_mm)  # one source voxel in target voxels
+    border = tuple(slice(int(np.ceil(2 * one)), -int(np.ceil(2 * one))) for one in scale)
+    np.testing.assert_allclose(result[border], expected[border], rtol=0, atol=1e-4 * np.ptp(image))
+
+
+@pytest.mark.parametrize("spacing_mm", SPACINGS)
+def test_a_constant_stays_constant_up_to_the_edge_of_the_field_of_view(spacing_mm: tuple[float, float, float]) -> None:
+    image = np.full(SOURCE.shape, 417, dtype=np.int16)
+    target = SOURCE.resampled(spacing_mm)
+    centres = np.stack(np.meshgrid(*(np.arange(size) for size in target.shape), indexing="ij"), -1)
+    where = SOURCE.world_to_index_zyx(target.index_to_world_xyz_mm(centres))
+    is_inside = ((where >= -0.5 - 1e-6) & (where <= np.array(SOURCE.shape) - 0.5 + 1e-6)).all(-1)
+    result = resample_image(image, SOURCE, target, OUTSIDE_HU).numpy()
+    np.testing.assert_allclose(result, np.where(is_inside, 417.0, OUTSIDE_HU), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 1.01, 4 / 3, 1.9, 2.0, 2.857, 5.3])
+def test_weights_are_positive_and_keep_sum_and_position(scale: float) -> None:
+    offset = 20.123
+    taps = axis_taps(40, 300, scale, offset)
+    assert (taps.weight >= 0).all()
+    np.testing.assert_allclose(taps.weight.sum(1), 1.0, atol=1e-6)
+    position = (taps.weight * taps.index).sum(1)
+    np.testing.assert_allclose(position, scale * np.arange(40) + offset, atol=2e-5)
+
+
+def test_a_coarser_grid_averages_instead_of_skipping() -> None:
+    """A pattern finer than the target vanishes; plain linear sampling would keep all of its contrast (or alias)."""
+    checker = np.indices(SOURCE.shape).sum(0) % 2 * 2.0 - 1.0
+    grid = VoxelGrid(SOURCE.shape, (1.0, 1.0, 1.0))
+    result = resample_image(checker, grid, grid.resampled((2.0, 2.0, 2.0)), 0.0).numpy()
+    assert np.abs(result[2:-2, 2:-2, 2:-2]).max() < 0.02
+
+
+@pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (3.0, 1.5, 1.1)])
+def test_there_and_back_keeps_the_centroid_of_a_small_object(spacing_mm: tuple[float, float, float]) -> None:
+    image = np.zeros(SOURCE.shape, dtype=np.float32)
+    image[12:16, 30:37, 22:30] = 100.0
+    target = SOURCE.resampled(spacing_mm)
+    back = resample_image(resample_image(image, SOURCE, target, 0.0), target, SOURCE, 0.0).numpy()
+
+    def centroid(array: np.ndarray) -> np.ndarray:
+        return np.array([np.average(axis, weights=array) for axis in np.indices(array.shape)])
+
+    assert np.abs(centroid(back) - centroid(image)).max() < 0.1
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_reversing_an_axis_commutes(axis: int) -> None:
+    image_hu = noise_hu(SOURCE.shape)
+    labels = noise_labels(SOURCE.shape)
+    flips = tuple(one == axis for one in range(3))
+    for spacing_mm in SPACINGS:
+        target = SOURCE.resampled(spacing_mm)
+        reverse = (SOURCE.reoriented((0, 1, 2), flips), target.reoriented((0, 1, 2), flips))
+        result = resample_image(image_hu, SOURCE, target, OUTSIDE_HU).flip(axis)
+        torch.testing.assert_close(resample_image(np.flip(image_hu, axis), *reverse, OUTSIDE_HU), result, rtol=0, atol=1e-3)
+        torch.testing.assert_close(
+            resample_labels(np.flip(labels, axis), *reverse, 4), resample_labels(labels, SOURCE, target, 4).flip(axis)
+        )
+
+
+def noise_labels(shape: tuple[int, int, int]) -> np.ndarray:
+    """Blobs of four classes."""
+    blocks = np.random.default_rng(5).integers(0, 4, [-(-size // 6) for size in shape])
+    for axis in range(3):
+        blocks = blocks.repeat(6, axis)
+    return blocks[tuple(slice(size) for size in shape)].astype(np.uint8)
+
+
+def test_the_type_of_labels_changes_nothing_and_unknown_values_are_background() -> None:
+    labels = noise_labels(SOURCE.shape)
+    target = SOURCE.resampled((2.0, 1.0, 1.5))
+    expected = resample_labels(np.where(labels < 3, labels, 0).astype(np.uint8), SOURCE, target, 3)
+    for dtype in (np.uint8, np.int16, np.int64):
+        wide = labels.astype(dtype)
+        wide[labels == 3] = 250 if dtype == np.uint8 else 257  # 257 would be 1 as a byte
+        for given in (wide, torch.from_numpy(wide)):
+            assert torch.equal(resample_labels(given, SOURCE, target, 3), expected)
+
+
+def test_labels_agree_with_the_argmax_of_one_hot_probabilities() -> None:
+    labels = noise_labels(SOURCE.shape)
+    one_hot = torch.from_numpy(np.stack([labels == value for value in range(4)])).float()
+    for spacing_mm in SPACINGS:
+        target = SOURCE.resampled(spacing_mm).crop(VoxelBox((-2, 3, 1), (10, 25, 18)))
+        probs = torch.stack([resample_image(mask, SOURCE, target, float(value == 0)) for value, mask in enumerate(one_hot)])
+        torch.testing.assert_close(probs.sum(0), torch.ones(target.shape))
+        top = probs.topk(2, dim=0).values
+        is_clear = (top[0] - top[1]) > 1e-3
+        result = resample_labels(labels, SOURCE, target, 4)
+        assert result.dtype == torch.uint8
+        torch.testing.assert_close(result[is_clear], probs.argmax(0).to(torch.uint8)[is_clear])
+
+
+def test_values_beyond_the_classes_are_background() -> None:
+    labels = np.full(SOURCE.shape, 7, dtype=np.int16)
+    assert not resample_labels(labels, SOURCE, SOURCE.resampled((1, 1, 1)), 3).any()
+
+
+def lung_like(grid: VoxelGrid) -> np.ndarray:
+    """An ellipsoid with a notch for the heart and a thin tongue (the lingula)."""
+    z, y, x = ((np.arange(size) - (size - 1) / 2) * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True))
+    z, y, x = z[:, None, None], y[:, None], x
+    body = (z / 95) ** 2 + (y / 70) ** 2 + (x / 45) ** 2 < 1
+    heart = ((z + 30) / 50) ** 2 + ((y + 35) / 40) ** 2 + ((x + 40) / 40) ** 2 < 1
+    tongue = (np.abs(z + 40) < 15) & (np.abs(y + 50) < 15) & (np.abs(x) < 4)
+    return ((body & ~heart) | tongue).astype(np.uint8)
+
+
+@pytest.mark.parametrize("spacing_mm", [(1.0, 0.7, 0.7), (5.0, 0.8, 0.8), (3.0, 0.6, 0.9)])
+def test_a_lung_there_and_back_at_2_mm_keeps_its_shape(spacing_mm: tuple[float, float, float]) -> None:
+    shape = tuple(round(size / mm) for size, mm in zip((210, 160, 110), spacing_mm, strict=True))
+    grid = VoxelGrid(shape, spacing_mm)
+    labels = lung_like(grid)
+    coarse = grid.resampled((2.0, 2.0, 2.0))
+    back = resample_labels(resample_labels(labels, grid, coarse, 2), coarse, grid, 2).numpy()
+    dice = 2 * np.logical_and(back, labels).sum() / (back.sum() + labels.sum(dtype=int))
+    assert dice >= 0.97
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_single_slice_keeps_its_values(axis: int) -> None:
+    shape, spacing_mm = [9, 8, 7], [1.0, 1.2, 0.9]
+    shape[axis], spacing_mm[axis] = 1, 5.0
+    grid = VoxelGrid(tuple(shape), tuple(spacing_mm))
+    image = noise_hu(grid.shape)
+    finer = list(spacing_mm)
+    finer[axis] = 1.0
+    result = resample_image(image, grid, grid.resampled(tuple(finer)), OUTSIDE_HU)
+    assert result.shape[axis] == 5
+    np.testing.assert_allclose(result.numpy(), np.repeat(image, 5, axis), rtol=0, atol=1e-3)
+
+
+def test_a_memory_map_is_read_only_where_the_crop_needs_it(tmp_path: Path) -> None:
+    read: list[tuple[slice, ...]] = []
+
+    class Watched(np.memmap):
+        def __getitem__(self, key: tuple[slice, ...]) -> np.ndarray:
+            read.append(key)
+            return np.asarray(super().__getitem__(key))
+
+    path = tmp_path / "image.npy"
+    np.save(path, noise_hu(SOURCE.shape))
+    image = np.load(path, mmap_mode="r").view(Watched)
+    target = SOURCE.resampled((2.0, 2.0, 2.0))
+    resample_image(image, SOURCE, target.crop(VoxelBox((10, 5, 5), (14, 12, 9))), OUTSIDE_HU)
+    reached = [(min(k[a].start for k in read), max(k[a].stop for k in read)) for a in range(3)]
+    scale, offset = zip(*target.axis_map_to(SOURCE), strict=True)
+    for (low, high), start, stop, s, o in zip(reached, (10, 5, 5), (14, 12, 9), scale, offset, strict=True):
+        assert low >= s * start + o - max(1, s) - 1
+        assert high <= s * (stop - 1) + o + max(1, s) + 2
+
+
+def test_no_precision_setting_shortens_hounsfield_units() -> None:
+    image_hu = noise_hu(SOURCE.shape)
+    target = SOURCE.resampled((1.0, 1.0, 1.0))
+    expected = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_the_result_may_be_trained_on() -> None:
+    """No inference tensor: a network must be able to save it for its backward pass."""
+    image = resample_image(noise_hu(SOURCE.shape), SOURCE, SOURCE.resampled((3, 3, 3)), OUTSIDE_HU)
+    weight = torch.ones(1, requires_grad=True)
+    (image * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_wrong_shape_and_other_axes_are_refused() -> None:
+    with pytest.raises(ValueError, match="shape"):
+        resample_image(np.zeros((3, 3, 3)), SOURCE, SOURCE, 0.0)
+    with pytest.raises(ValueError, match="axes"):
+        resample_image(np.zeros(SOURCE.shape), SOURCE, VoxelGrid((3, 3, 3), (1, 1, 1)), 0.0)
+
+
+def test_slabs_are_small_and_write_each_voxel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds the memory: no slab reads much more than its share, and together they are the field of view."""
+    monkeypatch.setattr(resample, "SLAB_VOXELS", 40_000)
+    for spacing_mm in SPACINGS:
+        target = SOURCE.resampled(spacing_mm)
+        written = np.zeros(target.shape, dtype=int)
+        for slab in resample.plan_slabs(SOURCE, target):
+            written[slab.target] += 1
+            num_read = np.prod([one.stop - one.start for one in slab.source])
+            # 9 planes of 4270 voxels are asked for; the filter's reach at both ends comes on top.
+            reach = 2 * max(1.0, spacing_mm[0] / SOURCE.spacing_mm[0]) + 1
+            assert num_read <= 40_000 + reach * 4270
+        assert written.max() == 1
+        assert np.array_equal(written == 1, resample_image(np.ones(SOURCE.shape), SOURCE, target, 0.0).numpy() > 0.5)
