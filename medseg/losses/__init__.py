@@ -1,0 +1,1 @@
+"""Losses on logits and integer targets."""

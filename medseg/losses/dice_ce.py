@@ -1,0 +1,155 @@
+"""Dice plus cross-entropy, with the gradient written out so that no full-size copy besides it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Voxels handled at a time: on a CPU few enough to add little to the memory, on a GPU so many that the number of
+# kernel launches does not count.
+SLAB_VOXELS_CPU = 2**18
+SLAB_VOXELS_GPU = 2**22
+
+
+class DiceCrossEntropyLoss(nn.Module):
+    """Weighted sum of one minus the mean soft Dice and the mean cross-entropy.
+
+    Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), p the softmax of the logits, t the
+    reference. A class that is absent from the reference so has a defined Dice, near 1 where it is not predicted and
+    near 0 where it is. Half-precision logits are read in fp32 and every sum is one of fp32 (fp64 for fp64 logits);
+    sums over slabs are carried in fp64.
+
+    MONAI's `DiceCELoss` is the same function (tested), but makes a float one-hot copy of the target, the softmax and
+    the log-softmax, and keeps several of them for the backward pass. Here the backward pass keeps the logits and the
+    target only, and recomputes the softmax slab by slab; the one tensor of full size that is made is the gradient.
+    """
+
+    def __init__(
+        self,
+        dice_weight: float = 1.0,
+        ce_weight: float = 1.0,
+        include_background: bool = False,
+        batch_dice: bool = False,
+        smooth: float = 1e-5,
+    ) -> None:
+        """Set the terms.
+
+        Args:
+            dice_weight: Weight of the Dice term, >= 0.
+            ce_weight: Weight of the cross-entropy, >= 0; one of the two is positive.
+            include_background: Whether class 0 counts in the mean Dice. It always counts in the cross-entropy.
+            batch_dice: Whether the samples of a batch are scored as one volume instead of one by one.
+            smooth: Added above and below in the Dice, in voxels, > 0.
+
+        Raises:
+            ValueError: If a weight is negative, both are zero or `smooth` is not positive.
+        """
+        super().__init__()
+        if min(dice_weight, ce_weight) < 0 or dice_weight + ce_weight <= 0:
+            raise ValueError(f"weights must be >= 0 and not both 0, got dice {dice_weight} and ce {ce_weight}")
+        if smooth <= 0:
+            raise ValueError(f"smooth must be positive, or an absent class has no Dice, got {smooth}")
+        self.dice_weight = dice_weight
+        self.ce_weight = ce_weight
+        self.include_background = include_background
+        self.batch_dice = batch_dice
+        self.smooth = smooth
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Score logits against a reference.
+
+        Args:
+            logits: (N, K, D, H, W), floating point.
+            target: (N, D, H, W), integers in [0, K); other values raise or are undefined, as in torch's losses.
+
+        Returns:
+            The loss, a scalar of fp32 (fp64 for fp64 logits).
+
+        Raises:
+            ValueError: If the shapes do not fit each other or the target is not of integers.
+        """
+        if logits.ndim != 5 or target.shape != (logits.shape[0], *logits.shape[2:]):
+            raise ValueError(
+                f"target must be (N, D, H, W) for logits (N, K, D, H, W), got {tuple(target.shape)} for {tuple(logits.shape)}"
+            )
+        if target.is_floating_point():
+            raise ValueError(f"target must hold integers, got {target.dtype}")
+        if logits.shape[1] < (1 if self.include_background else 2):
+            raise ValueError(f"logits need a foreground class, got {logits.shape[1]} classes")
+        # One pass over the volume gives the few sums that the loss is made of; autograd does the arithmetic between
+        # them.
+        overlaps, predicted, entropy = _Moments.apply(logits, target)
+        counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(logits.shape[1])], dim=1)
+        voxels = target.numel()
+        if self.batch_dice:
+            overlaps, predicted, counts = (sums.sum(0, keepdim=True) for sums in (overlaps, predicted, counts))
+        dice = (2 * overlaps + self.smooth) / (predicted + counts + self.smooth)
+        if not self.include_background:
+            dice = dice[:, 1:]
+        loss = self.dice_weight * (1 - dice.mean()) + self.ce_weight * entropy.sum() / voxels
+        return loss.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+class _Moments(torch.autograd.Function):
+    """Sums of each sample in fp64: sum(p t) and sum(p) per class (N, K), and -log p of the reference (N,)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        num_samples, num_classes = logits.shape[:2]
+        overlaps = logits.new_zeros(num_samples, num_classes, dtype=torch.float64)
+        predicted = torch.zeros_like(overlaps)
+        entropy = logits.new_zeros(num_samples, dtype=torch.float64)
+        for sample, slab in _slabs(logits):
+            log_probs = _log_softmax(logits[sample, :, slab])
+            labels = target[sample, slab]
+            reference = log_probs.gather(0, labels.unsqueeze(0).long()).squeeze(0)
+            entropy[sample] -= reference.sum()
+            probs = log_probs.exp_()
+            predicted[sample] += probs.sum((1, 2, 3))
+            for k in range(num_classes):
+                overlaps[sample, k] += (probs[k] * (labels == k)).sum()
+        ctx.save_for_backward(logits, target)
+        return overlaps, predicted, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        logits, target = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for sample, slab in _slabs(logits):
+            probs = _log_softmax(logits[sample, :, slab]).exp_()
+            labels = target[sample, slab]
+            by_overlap, by_predicted, by_entropy = (grad[sample].to(probs.dtype) for grad in grads)
+            # dL/dp_k = a_k + b_k t_k; through the softmax p_k (dL/dp_k - sum_j p_j dL/dp_j); cross-entropy c (p_k -
+            # t_k).
+            reference = torch.zeros_like(probs[0])  # t_k p_k b_k, summed over k: one class per voxel is not zero
+            common = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
+            for k in range(len(probs)):
+                reference.addcmul_(probs[k] * (labels == k), by_overlap[k])
+            common -= reference
+            reference -= by_entropy
+            for k in range(len(probs)):
+                grad = torch.addcmul((labels == k) * reference, probs[k], common + by_predicted[k])
+                grad_logits[sample, k, slab] = grad
+        return grad_logits, None
+
+
+def _slabs(logits: Tensor) -> Iterator[tuple[int, slice]]:
+    """Cut logits (N, K, D, H, W) into samples and ranges of slices."""
+    limit = SLAB_VOXELS_CPU if logits.device.type == "cpu" else SLAB_VOXELS_GPU
+    depth = logits.shape[2]
+    step = max(1, limit // max(1, math.prod(logits.shape[3:])))
+    for sample in range(logits.shape[0]):
+        for start in range(0, depth, step):
+            yield sample, slice(start, min(start + step, depth))
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities over the first axis, in fp32 or, for fp64 logits, in fp64."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return torch.log_softmax(logits.to(dtype).contiguous(), dim=0)

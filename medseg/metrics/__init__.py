@@ -1,0 +1,1 @@
+"""Overlap and surface scores of label maps, in mm and ml."""

@@ -1,0 +1,1 @@
+"""Networks in plain torch; they know nothing of precision, checkpointing or ranks."""

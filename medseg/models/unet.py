@@ -1,0 +1,215 @@
+"""A 3D UNet whose widest tensors are never made at full resolution unless asked."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medseg.models.blocks import ConvNormAct, depth_to_space, make_activation, make_block, space_to_depth
+
+STEMS = ("conv", "strided", "space_to_depth")
+
+
+class Stem(nn.Module):
+    """First unit: image (N, C, D, H, W) to `width` channels, at half resolution unless the stem is `conv`."""
+
+    def __init__(self, in_channels: int, width: int, *, stem: str, norm: str) -> None:
+        super().__init__()
+        self.gathers_cells = stem == "space_to_depth"
+        stride = 2 if stem == "strided" else 1
+        self.unit = ConvNormAct(in_channels * (8 if self.gathers_cells else 1), width, 3, norm=norm, stride=stride)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Make the first features of an image (N, C, D, H, W)."""
+        return self.unit(space_to_depth(image) if self.gathers_cells else image)
+
+
+class Up(nn.Module):
+    """Bring the deeper features to the channels and the size of a skip and add them to it.
+
+    The channels are cut at the low resolution, where that costs an eighth. Repeating voxels instead of interpolating
+    keeps the backward pass deterministic on a GPU; adding instead of concatenating halves the input of the block that
+    follows.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, norm: str) -> None:
+        super().__init__()
+        self.unit = ConvNormAct(in_channels, out_channels, 1, norm=norm)
+
+    def forward(self, features: Tensor, skip: Tensor) -> Tensor:
+        """Join features (N, 2C, D, H, W) and skip (N, C, 2D, 2H, 2W) to (N, C, 2D, 2H, 2W)."""
+        return F.interpolate(self.unit(features), scale_factor=2.0, mode="nearest").add_(skip)
+
+
+class Head(nn.Module):
+    """Logits at the resolution of the image: from half resolution each feature voxel predicts its eight voxels."""
+
+    def __init__(self, width: int, num_classes: int, *, scatters_cells: bool) -> None:
+        super().__init__()
+        self.scatters_cells = scatters_cells
+        self.conv = nn.Conv3d(width, num_classes * (8 if scatters_cells else 1), 1)
+        nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
+
+    def forward(self, features: Tensor, image: Tensor) -> Tensor:
+        """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is not looked at again."""
+        logits = self.conv(features)
+        return depth_to_space(logits) if self.scatters_cells else logits
+
+
+class RefiningHead(nn.Module):
+    """Logits from a few channels at full resolution, where the features of half resolution meet the image again.
+
+    Each feature voxel fills its eight voxels, the image adds what it shows around each of them, and a last convolution
+    sees across the borders of the cells. There is no norm: the features come from one, and the image is normalised.
+    """
+
+    def __init__(self, in_channels: int, width: int, refine: int, num_classes: int) -> None:
+        super().__init__()
+        self.cells = nn.Conv3d(width, 8 * refine, 1)
+        self.detail = nn.Conv3d(in_channels, refine, 3, padding=1, bias=False)
+        self.activation = make_activation()
+        self.conv = nn.Conv3d(refine, num_classes, 3, padding=1)
+        for conv in (self.cells, self.conv):
+            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+
+    def forward(self, features: Tensor, image: Tensor) -> Tensor:
+        """Predict logits (N, K, D, H, W) from features (N, width, D/2, H/2, W/2) and image (N, C, D, H, W)."""
+        voxels = depth_to_space(self.cells(features))  # (N, refine, D, H, W)
+        return self.conv(self.activation(voxels.add_(self.detail(image))))
+
+
+class UNet(nn.Module):
+    """A residual 3D UNet with additive skips.
+
+    Channels are `width` at the first level and double per level up to `max_width`. With the stems `strided` and
+    `space_to_depth` the first level lies at half the image's resolution and the head predicts the eight voxels of
+    each cell, so that no tensor of `width` channels exists at full resolution; with `refine` it does so in a few channels
+    at full resolution that also see the image.
+
+    Attributes:
+        divisor: Voxels per axis (z, y, x) of which the image must be a multiple.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        *,
+        width: int = 16,
+        depth: int = 3,
+        block: str = "bottleneck",
+        blocks_per_level: int | tuple[int, ...] = 1,
+        stem: str = "space_to_depth",
+        refine: int = 0,
+        norm: str = "instance",
+        reduction: int = 2,
+        max_width: int = 256,
+    ) -> None:
+        """Build the network.
+
+        Args:
+            in_channels: Channels C of the image.
+            num_classes: Classes K with the background.
+            width: Channels of the first level.
+            depth: Downsamplings below the stem, >= 1; a stem that halves the resolution comes on top.
+            block: `plain`, `residual` or `bottleneck`.
+            blocks_per_level: Blocks of each encoder level, one number for all or `depth + 1` numbers from the finest
+                level on; a decoder level has one block.
+            stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
+            refine: Channels at full resolution in which the head refines what comes from half resolution; 0 = none.
+            norm: `instance`, `group` or `batch`.
+            reduction: What a bottleneck divides its inner channels by.
+            max_width: Channels that no level exceeds.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
+        super().__init__()
+        for name, number in {
+            "in_channels": in_channels, "width": width, "depth": depth, "reduction": reduction, "max_width": max_width
+        }.items():  # fmt: skip
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        if num_classes < 2:
+            raise ValueError(f"num_classes counts the background and must be at least 2, got {num_classes}")
+        if stem not in STEMS:
+            raise ValueError(f"stem must be one of {STEMS}, got {stem!r}")
+        if refine < 0 or (refine and stem == "conv"):
+            raise ValueError(f"refine must be 0 with the stem conv, else at least 0, got {refine} with {stem}")
+        counts = (blocks_per_level,) * (depth + 1) if isinstance(blocks_per_level, int) else tuple(blocks_per_level)
+        if len(counts) != depth + 1 or min(counts) < 1:
+            raise ValueError(f"blocks_per_level must be one or {depth + 1} numbers >= 1, got {blocks_per_level}")
+
+        widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
+        halves = stem != "conv"
+        self.in_channels = in_channels
+        self.num_classes = num_classes
+        self.divisor: tuple[int, int, int] = (2 ** (depth + halves),) * 3
+        self.stem = Stem(in_channels, width, stem=stem, norm=norm)
+        self.encoder = nn.ModuleList()
+        for level, count in enumerate(counts):
+            layers: OrderedDict[str, nn.Module] = OrderedDict()
+            if level > 0:
+                # 2x2x2 with stride 2 takes a third of the time of 3x3x3 with stride 2; the blocks see the neighbours.
+                layers["down"] = ConvNormAct(widths[level - 1], widths[level], 2, norm=norm, stride=2)
+            for index in range(count):
+                layers[f"block{index}"] = make_block(block, widths[level], norm=norm, reduction=reduction)
+            self.encoder.append(nn.Sequential(layers))
+        self.decoder = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "up": Up(widths[level + 1], widths[level], norm=norm),
+                    "block0": make_block(block, widths[level], norm=norm, reduction=reduction),
+                }
+            )
+            for level in range(depth)
+        )
+        self.head: Head | RefiningHead
+        if refine:
+            self.head = RefiningHead(in_channels, width, refine, num_classes)
+        else:
+            self.head = Head(width, num_classes, scatters_cells=halves)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Predict class logits.
+
+        Args:
+            image: Normalised image (N, C, D, H, W), each size a multiple of `divisor`.
+
+        Returns:
+            Logits (N, K, D, H, W).
+
+        Raises:
+            ValueError: If the image has another number of channels or a size that is no multiple.
+        """
+        if image.ndim != 5 or image.shape[1] != self.in_channels:
+            raise ValueError(f"image must be (N, {self.in_channels}, D, H, W), got {tuple(image.shape)}")
+        if any(size % multiple for size, multiple in zip(image.shape[2:], self.divisor, strict=True)):
+            raise ValueError(f"image size must be a multiple of {self.divisor}, got {tuple(image.shape[2:])}: pad it")
+        features = self.stem(image)  # (N, C, D/2, H/2, W/2), or full size with the stem `conv`
+        skips: list[Tensor] = []
+        for level in self.encoder:
+            features = level(features)
+            skips.append(features)
+        skips.pop()
+        for level in reversed(self.decoder):
+            # Popping frees a skip as soon as it is used, where no gradient keeps it.
+            features = level["up"](features, skips.pop())  # type: ignore[index]
+            features = level["block0"](features)  # type: ignore[index]
+        return self.head(features, image)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Name the parts that may be recomputed, those that keep the most bytes first.
+
+        Together they are the whole network but a head that does not refine, which keeps nothing besides its input. The
+        name's beginning is the level (`encoder.0`, `decoder.0`, …); level 0 is the finest.
+        """
+        named: dict[str, nn.Module] = {"head": self.head} if isinstance(self.head, RefiningHead) else {}
+        named["stem"] = self.stem
+        for level, encoder in enumerate(self.encoder):
+            named |= {f"encoder.{level}.{name}": block for name, block in encoder.named_children()}
+            if level < len(self.decoder):
+                named |= {f"decoder.{level}.{name}": block for name, block in self.decoder[level].named_children()}
+        return named

@@ -1,0 +1,134 @@
+"""Dice plus cross-entropy against an independent sum in fp64, against MONAI and against its own numerical gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from medseg.losses import dice_ce
+from medseg.losses.dice_ce import DiceCrossEntropyLoss
+
+SWITCHES = list(itertools.product([False, True], [False, True]))
+
+
+def naive(logits: Tensor, target: Tensor, loss: DiceCrossEntropyLoss) -> float:
+    """The formula, voxel by voxel and class by class, in fp64."""
+    logits = logits.detach().double()
+    probs = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
+    groups = [list(range(len(logits)))] if loss.batch_dice else [[n] for n in range(len(logits))]
+    scores = []
+    for group, k in itertools.product(groups, range(0 if loss.include_background else 1, logits.shape[1])):
+        p, t = probs[group, k], (target[group] == k).double()
+        scores.append((2 * (p * t).sum() + loss.smooth) / (p.sum() + t.sum() + loss.smooth))
+    entropy = [-torch.log(probs[n, target[n, z, y, x], z, y, x])
+               for n in range(len(logits)) for z, y, x in itertools.product(*map(range, target.shape[1:]))]  # fmt: skip
+    return float(loss.dice_weight * (1 - torch.stack(scores).mean()) + loss.ce_weight * torch.stack(entropy).mean())
+
+
+def problem(classes: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(2, classes, 4, 3, 5, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(0, classes, (2, 4, 3, 5), generator=generator)
+
+
+@pytest.mark.parametrize(("include_background", "batch_dice"), SWITCHES)
+def test_equals_the_formula(include_background: bool, batch_dice: bool) -> None:
+    loss = DiceCrossEntropyLoss(0.7, 1.3, include_background, batch_dice, smooth=0.1)
+    logits, target = problem()
+    assert loss(logits, target).item() == pytest.approx(naive(logits, target, loss), rel=1e-12)
+    assert loss(logits.float(), target.to(torch.uint8)).item() == pytest.approx(naive(logits, target, loss), rel=1e-6)
+
+
+@pytest.mark.parametrize(("include_background", "batch_dice"), SWITCHES)
+def test_gradient_is_the_numerical_one(include_background: bool, batch_dice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dice_ce, "SLAB_VOXELS_CPU", 30)  # two slabs of two slices
+    loss = DiceCrossEntropyLoss(0.7, 1.3, include_background, batch_dice, smooth=0.1)
+    logits, target = problem()
+    assert torch.autograd.gradcheck(lambda z: loss(z, target), logits.requires_grad_())
+
+
+@pytest.mark.parametrize(("include_background", "batch_dice"), SWITCHES)
+def test_equals_monai(include_background: bool, batch_dice: bool) -> None:
+    losses = pytest.importorskip("monai.losses")
+    reference = losses.DiceCELoss(
+        include_background=include_background, to_onehot_y=True, softmax=True, batch=batch_dice,
+        smooth_nr=1e-5, smooth_dr=1e-5,
+    )  # fmt: skip
+    logits, target = problem()
+    theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    reference(theirs, target.unsqueeze(1)).backward()
+    DiceCrossEntropyLoss(include_background=include_background, batch_dice=batch_dice)(ours, target).backward()
+    assert theirs.grad is not None
+    assert ours.grad is not None
+    # MONAI casts its one-hot target to fp32.
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_absent_class_rewards_silence() -> None:
+    loss = DiceCrossEntropyLoss(dice_weight=1.0, ce_weight=0.0)
+    target = torch.zeros(1, 4, 4, 4, dtype=torch.long)
+    silent = torch.tensor([30.0, -30.0]).view(1, 2, 1, 1, 1).expand(1, 2, 4, 4, 4)
+    assert loss(silent, target).item() == pytest.approx(0.0, abs=1e-6)
+    assert loss(-silent, target).item() == pytest.approx(1.0, abs=1e-6)
+    logits = torch.zeros(1, 2, 4, 4, 4, requires_grad=True)
+    loss(logits, target).backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    # Descending lowers the foreground everywhere.
+    assert (logits.grad[:, 1] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_fp32(dtype: torch.dtype) -> None:
+    # 2^18 voxels: a sum in fp16 overflows at 65504, one in bf16 stops growing at 256.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 3, 64, 64, 64, generator=generator).to(dtype)
+    target = torch.randint(0, 3, (1, 64, 64, 64), generator=generator)
+    loss = DiceCrossEntropyLoss()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(logits, target)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(loss(logits.double(), target).item(), rel=1e-6)
+
+
+def test_saves_logits_and_target_only() -> None:
+    saved: list[tuple[int, ...]] = []
+    logits, target = problem()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        DiceCrossEntropyLoss()(logits.float().requires_grad_(), target)
+    assert [shape for shape in saved if len(shape) > 2] == [tuple(logits.shape), tuple(target.shape)]
+
+
+def test_layout_changes_nothing() -> None:
+    logits, target = problem()
+    last = logits.contiguous(memory_format=torch.channels_last_3d)
+    assert DiceCrossEntropyLoss()(last, target).item() == DiceCrossEntropyLoss()(logits, target).item()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"dice_weight": -1.0}, "weights"), ({"dice_weight": 0.0, "ce_weight": 0.0}, "weights"), ({"smooth": 0.0}, "smooth")],
+)
+def test_senseless_arguments_are_refused(arguments: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DiceCrossEntropyLoss(**arguments)  # type: ignore[arg-type]
+
+
+def test_misfits_are_refused() -> None:
+    logits, target = problem()
+    loss = DiceCrossEntropyLoss()
+    with pytest.raises(ValueError, match="target must be"):
+        loss(logits, target.unsqueeze(1))
+    with pytest.raises(ValueError, match="integers"):
+        loss(logits, target.float())
+    with pytest.raises(ValueError, match="foreground"):
+        loss(logits[:, :1], target)

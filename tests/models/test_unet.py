@@ -1,0 +1,217 @@
+"""What the UNet promises: sizes, no waste, equal results by other means, and that it learns."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medseg.losses.dice_ce import DiceCrossEntropyLoss
+from medseg.models.blocks import (
+    BLOCKS,
+    NORMS,
+    InstanceNorm,
+    depth_to_space,
+    make_norm,
+    space_to_depth,
+)
+from medseg.models.unet import STEMS, UNet
+
+SIZE = (32, 16, 48)  # unequal, each a multiple of 16
+
+
+def image(batch: int = 1) -> Tensor:
+    return torch.randn(batch, 1, *SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def make(**arguments: object) -> UNet:
+    torch.manual_seed(0)
+    network = UNet(1, 3, **{"width": 8, **arguments})  # type: ignore[arg-type]
+    # The zero scale at the end of a branch would hide what the branch does.
+    for norm in network.modules():
+        if isinstance(norm, InstanceNorm | nn.GroupNorm | nn.BatchNorm3d):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return network
+
+
+def gradients(network: nn.Module, inputs: Tensor) -> list[Tensor]:
+    network.zero_grad()
+    logits = network(inputs).float()
+    (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    return [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(("stem", "block", "norm"), list(itertools.product(STEMS, BLOCKS, NORMS)))
+def test_every_combination_sends_gradient_to_every_parameter(stem: str, block: str, norm: str) -> None:
+    network = make(stem=stem, block=block, norm=norm)
+    grads = gradients(network, image(2))
+    assert len(grads) == len(list(network.parameters()))
+    assert all(torch.isfinite(grad).all() and grad.abs().sum() > 0 for grad in grads)
+    assert network(image(2)).shape == (2, 3, *SIZE)
+
+
+@pytest.mark.parametrize(("stem", "norm"), list(itertools.product(STEMS, NORMS)))
+def test_no_bias_before_a_norm(stem: str, norm: str) -> None:
+    convs = {name: module for name, module in make(stem=stem, norm=norm).named_modules() if isinstance(module, nn.Conv3d)}
+    assert [name for name, conv in convs.items() if conv.bias is not None] == ["head.conv"]
+
+
+@pytest.mark.parametrize("stem", ["strided", "space_to_depth"])
+def test_refinement_sees_the_image_at_full_resolution(stem: str) -> None:
+    network = make(stem=stem, refine=4)
+    assert all(grad.abs().sum() > 0 for grad in gradients(network, image(2)))
+    nn.init.zeros_(network.head.cells.weight)  # type: ignore[union-attr]
+    voxel, inputs = (7, 9, 20), image().requires_grad_()  # odd and even: cells have no borders for the last convolution
+    logits = network(inputs)
+    assert logits.shape == (1, 3, *SIZE)
+    logits[0, 1][voxel].backward()
+    seen = (inputs.grad[0, 0] != 0).nonzero()  # type: ignore[index]
+    assert len(seen) == 5**3
+    assert (seen - torch.tensor(voxel)).abs().max() == 2
+
+
+@pytest.mark.parametrize(("stem", "halvings"), [("conv", 0), ("strided", 1), ("space_to_depth", 1)])
+def test_every_convolution_gives_the_size_of_its_level(stem: str, halvings: int) -> None:
+    network = make(stem=stem, depth=3, blocks_per_level=(1, 2, 1, 2))
+    assert network.divisor == (2 ** (3 + halvings),) * 3
+    seen: dict[str, tuple[int, ...]] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Conv3d):
+            module.register_forward_hook(lambda _, __, out, name=name: seen.update({name: tuple(out.shape[1:])}))
+    network(image())
+    for name, shape in seen.items():
+        kind, level = [*name.split("."), "0"][:2]
+        down = halvings + (int(level) if kind in ("encoder", "decoder") else 0)
+        # The unit of `up` works before the voxels are repeated.
+        down += kind == "decoder" and ".up." in name
+        assert shape[1:] == tuple(size // 2**down for size in SIZE), name
+    widest_at_full_size = max((shape[0] for shape in seen.values() if shape[1:] == SIZE), default=0)
+    assert widest_at_full_size == (8 if stem == "conv" else 0)
+
+
+def test_channels_double_up_to_the_limit() -> None:
+    network = make(width=8, depth=4, max_width=32)
+    widths = [level[-1].branch[-1].norm.weight.numel() for level in network.encoder]  # type: ignore[index, union-attr]
+    assert widths == [8, 16, 32, 32, 32]
+
+
+@pytest.mark.parametrize("size", [(24, 16, 16), (16, 24, 16), (16, 16, 24), (1, 16, 16)])
+def test_size_that_is_no_multiple_is_refused(size: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"multiple of \(16, 16, 16\)"):
+        make()(torch.zeros(1, 1, *size))
+
+
+def test_wrong_channels_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"image must be \(N, 1"):
+        make()(torch.zeros(1, 2, 16, 16, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("width", 0), ("depth", 0), ("block", "dense"), ("stem", "patch"), ("norm", "layer"), ("blocks_per_level", 0),
+     ("blocks_per_level", (1, 1)), ("reduction", 3), ("max_width", 0), ("refine", -1)],
+)  # fmt: skip
+def test_senseless_arguments_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        make(**{name: value})
+
+
+def test_refinement_of_a_network_at_full_resolution_is_refused() -> None:
+    with pytest.raises(ValueError, match="refine must be 0"):
+        make(stem="conv", refine=4)
+
+
+def test_in_place_activation_changes_no_gradient() -> None:
+    for block, stem in itertools.product(BLOCKS, STEMS):
+        network = make(block=block, stem=stem)
+        apart = copy.deepcopy(network)
+        changed = [module for module in apart.modules() if isinstance(module, nn.LeakyReLU)]
+        for module in changed:
+            assert module.inplace
+            module.inplace = False
+        assert changed
+        for ours, theirs in zip(gradients(network, image()), gradients(apart, image()), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_cells_go_to_channels_and_back() -> None:
+    voxels = torch.arange(2 * 3 * 4 * 6 * 8).view(2, 3, 4, 6, 8)
+    cells = space_to_depth(voxels)
+    assert torch.equal(depth_to_space(cells), voxels)
+    assert torch.equal(cells[1, 8:16, 1, 2, 3], voxels[1, 1, 2:4, 4:6, 6:8].flatten())
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_instance_norm_is_torchs(batch: int) -> None:
+    features = torch.randn(batch, 4, 5, 6, 7, dtype=torch.float64) * 3 + 2
+    norm = make_norm("instance", 4).double()
+    nn.init.uniform_(norm.weight)  # type: ignore[arg-type]
+    nn.init.uniform_(norm.bias)  # type: ignore[arg-type]
+    expected = F.instance_norm(features, weight=norm.weight, bias=norm.bias)  # type: ignore[arg-type]
+    torch.testing.assert_close(norm(features), expected)
+    torch.testing.assert_close(norm(features.contiguous(memory_format=torch.channels_last_3d)), expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_are_computed_in_fp32(norm: str, dtype: torch.dtype) -> None:
+    # Squares of 300 and sums over 2^17 voxels both leave fp16 (65504); sums in bf16 stop growing after 256 terms.
+    features = (torch.randn(1, 8, 32, 64, 64, generator=torch.Generator().manual_seed(0)) * 300 + 1000).to(dtype)
+    module = make_norm(norm, 8)
+    with torch.autocast("cpu", dtype):
+        normalised = module(features)
+    assert normalised.dtype == dtype
+    expected = copy.deepcopy(module).double()(features.double())
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(normalised.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_instance_norm_keeps_its_mean_over_millions_of_voxels() -> None:
+    # Torch's own kernel for channels-last tensors is off by more than 0.1 here.
+    features = (torch.randn(1, 1, 144, 160, 160, generator=torch.Generator().manual_seed(0)) + 100).repeat(1, 2, 1, 1, 1)
+    features = features.contiguous(memory_format=torch.channels_last_3d)
+    normalised = make_norm("instance", 2)(features)
+    assert normalised.mean().abs() < 1e-3
+    assert abs(normalised.std().item() - 1) < 1e-3
+
+
+def test_residual_blocks_start_as_the_identity() -> None:
+    for block in ("residual", "bottleneck"):
+        network = UNet(1, 2, width=8, block=block)
+        features = torch.rand(1, 8, 8, 8, 8)
+        assert torch.equal(network.encoder[0](features), features)
+
+
+def test_blocks_are_the_whole_network_but_the_head() -> None:
+    network = make(blocks_per_level=2)
+    named = network.blocks()
+    inside = {id(parameter) for block in named.values() for parameter in block.parameters()}
+    outside = [name for name, parameter in network.named_parameters() if id(parameter) not in inside]
+    assert outside == ["head.conv.weight", "head.conv.bias"]
+    assert sum(len(list(block.parameters())) for block in named.values()) == len(inside)
+    assert all(network.get_submodule(name) is block for name, block in named.items())
+    refining = make(refine=4)
+    assert sum(len(list(block.parameters())) for block in refining.blocks().values()) == len(list(refining.parameters()))
+
+
+def test_learns_two_blobs() -> None:
+    grid = torch.stack(torch.meshgrid(*(torch.arange(32.0),) * 3, indexing="ij"))
+    blobs = [(grid - torch.tensor(centre).view(3, 1, 1, 1)).norm(dim=0) < 6 for centre in ((16, 16, 9), (14, 18, 23))]
+    target = (blobs[0] * 1 + blobs[1] * 2).unsqueeze(0)
+    torch.manual_seed(0)
+    # Both blobs look alike: only their place tells the classes apart, as with two lungs.
+    inputs = (target > 0).float().unsqueeze(1) * 2 - 1 + 0.3 * torch.randn(1, 1, 32, 32, 32)
+    network, loss = UNet(1, 3, width=16, depth=2), DiceCrossEntropyLoss()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    for _ in range(120):
+        loss(network(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    labels = network(inputs).argmax(1)
+    for k in (1, 2):
+        dice = 2 * ((labels == k) & (target == k)).sum() / ((labels == k).sum() + (target == k).sum())
+        assert dice > 0.95
