@@ -1,0 +1,138 @@
+"""Merge the regions' crops and paste them on the scan's own grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medseg.cascade.stage import CascadeOptions
+from medseg.data.task import Region, Task
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.inference.postprocess import fill_holes, keep_large_parts
+from medseg.preprocess.resample import resample_image
+
+RegionResult = tuple[Region, Tensor, VoxelGrid]
+# Native voxels of one slab; each needs five float32 values and three bytes at a time.
+SLAB_VOXELS = 2**22
+
+
+def join(regions: list[RegionResult], grid: VoxelGrid, task: Task, options: CascadeOptions | None = None) -> np.ndarray:
+    """Merge the fine results on the native grid and clean the label map.
+
+    Beside the crops and the result it needs at most 100 MB for a slab, and while a label is cleaned about 10 bytes a
+    voxel of the label's bounding box.
+
+    Args:
+        regions: Region, its probabilities (K, D, H, W) and the grid of its crop, in any order.
+        grid: Oriented native grid of the scan.
+        task: Labels and regions.
+        options: Thresholds of the clean-up; the defaults where None.
+
+    Returns:
+        Label map (D, H, W) on the oriented native grid, uint8.
+    """
+    labels = merge(regions, grid, task)
+    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction)
+    return labels
+
+
+def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarray:
+    """Resample each crop back, only inside its box and slab by slab; the most probable label wins.
+
+    Within a region a voxel gets the label with the largest probability, background included. Where two regions claim a
+    voxel, the larger probability decides; at equal ones the earlier region keeps it.
+
+    Args:
+        regions: Region, its probabilities (K, D, H, W) and the grid of its crop.
+        grid: Oriented native grid.
+        task: Labels and regions.
+
+    Returns:
+        Label map (D, H, W), uint8, not cleaned.
+    """
+    labels = np.zeros(grid.shape, dtype=np.uint8)
+    boxes = [grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape) for _, _, crop_grid in regions]
+    for layer in _layers(grid.shape):
+        best = np.zeros(layer.shape, dtype=np.float32)
+        for (region, probs, crop_grid), box in zip(regions, boxes, strict=True):
+            part = box.intersect(layer)
+            if not part.is_empty:
+                values = task.region_values(region)
+                inner = part.shifted((-layer.start[0], 0, 0)).slices()
+                _claim(labels[part.slices()], best[inner], probs, crop_grid, grid.crop(part), values)
+    return labels
+
+
+def paste_spread(spreads: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np.ndarray:
+    """Resample the spread of each crop back, slab by slab; where crops overlap the larger counts.
+
+    Args:
+        spreads: Standard deviation of the probabilities (D, H, W) in [0, 1], and the grid of the crop.
+        grid: Oriented native grid.
+
+    Returns:
+        Percent (D, H, W), uint8; 0 outside the crops.
+    """
+    percent = np.zeros(grid.shape, dtype=np.uint8)
+    for spread, crop_grid in spreads:
+        box = grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape)
+        for layer in _layers(grid.shape):
+            part = box.intersect(layer)
+            if not part.is_empty:
+                values = resample_image(spread, crop_grid, grid.crop(part), outside=0.0)
+                view = percent[part.slices()]
+                np.maximum(view, values.mul_(100.0).round_().to(torch.uint8).numpy(), out=view)
+    return percent
+
+
+def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float) -> None:
+    """Clean a label map in place: drop small parts of each label, then fill its holes, never into other labels.
+
+    Args:
+        labels: Label map (D, H, W).
+        values: Label values.
+        min_part_fraction: Least size of a kept part, as a share of the label's largest.
+    """
+    for value in values:
+        box = VoxelBox.from_mask(labels == value)
+        if box is not None:
+            inner = labels[box.slices()]
+            mask = inner == value
+            inner[mask & ~keep_large_parts(mask, min_part_fraction)] = 0
+    for value in values:
+        box = VoxelBox.from_mask(labels == value)
+        if box is not None:
+            inner = labels[box.slices()]
+            inner[fill_holes(inner == value) & (inner == 0)] = value
+
+
+def _layers(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:
+    """Split a volume along z into layers of about `SLAB_VOXELS`."""
+    depth, height, width = shape
+    planes = max(1, SLAB_VOXELS // (height * width))
+    for start in range(0, depth, planes):
+        yield VoxelBox((start, 0, 0), (min(start + planes, depth), height, width))
+
+
+def _claim(
+    labels: np.ndarray, best: np.ndarray, probs: Tensor, source: VoxelGrid, target: VoxelGrid, values: tuple[int, ...]
+) -> None:
+    """Write a region's labels where they are more probable than its background and than the regions before it.
+
+    `labels` and `best` (both (D, H, W) on the target grid) are views of the slab and are written in place.
+    """
+    winner = np.zeros(target.shape, dtype=np.uint8)
+    top = np.zeros(target.shape, dtype=np.float32)
+    background = np.ones(target.shape, dtype=np.float32)
+    for value, prob in zip(values, probs[1:], strict=True):
+        resampled = resample_image(prob, source, target, outside=0.0).numpy()
+        background -= resampled
+        np.copyto(winner, value, where=resampled > top)
+        np.maximum(top, resampled, out=top)
+    is_claimed = (top > background) & (top > best)
+    np.copyto(best, top, where=is_claimed)
+    np.copyto(labels, winner, where=is_claimed)

@@ -1,0 +1,237 @@
+"""The coarse stage: find each region in the whole volume and put a box around it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from scipy import ndimage
+
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.data.task import Region, Task, is_side_pair
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.inference.passes import Pass
+from medseg.inference.postprocess import keep_large_parts
+from medseg.inference.tiles import most_probable
+from medseg.preprocess.crop import body_box
+from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.orient import FACES
+from medseg.preprocess.resample import resample_image
+
+# Below this share of the larger side a part is not mixed: a few voxels beyond the middle are no doubt about the sides.
+MIXED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Localisation:
+    """What the coarse stage found.
+
+    Attributes:
+        labels: Cleaned label map (D, H, W) on `grid`, uint8; regions that count as absent are removed.
+        grid: The coarse grid.
+        boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions are missing.
+        warnings: Sentences for a person about what is missing or does not look plausible.
+        how: How the volume went through the network; None where labels were given.
+    """
+
+    labels: np.ndarray
+    grid: VoxelGrid
+    boxes: dict[str, VoxelBox]
+    warnings: list[str]
+    how: Pass | None = None
+
+
+@dataclass(frozen=True)
+class FoundRegion:
+    """One region on the coarse grid: its box, its volume and its place from the patient's right to left."""
+
+    region: Region
+    box: VoxelBox
+    volume_ml: float
+    centre_xyz_mm: np.ndarray
+    x_range_mm: tuple[float, float]
+
+
+def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options: CascadeOptions | None = None) -> Localisation:
+    """Segment the whole volume coarsely and find the box of each region.
+
+    Args:
+        image_hu: Oriented volume (D, H, W) in HU, clipped (`clip_hu`).
+        grid: Its grid, oriented.
+        stage: The coarse stage.
+        options: Thresholds; the defaults where None.
+
+    Returns:
+        Labels, boxes and warnings; an empty label map without boxes where nothing was found.
+    """
+    options = options or CascadeOptions()
+    coarse_grid = grid.resampled(stage.spacing_mm)
+    resampled = resample_image(image_hu, grid, coarse_grid, stage.air_hu)
+    body = body_box(resampled.numpy(), coarse_grid.spacing_mm)
+    prediction = stage.predict_probs(normalise_hu(resampled[body.slices()], stage.task.window_hu), 0, options)
+    labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
+    labels[body.slices()] = most_probable(prediction.probs).numpy()
+    found = locate_regions(labels, coarse_grid, stage.task, options)
+    return replace(found, warnings=[*prediction.remarks, *found.warnings], how=prediction.how)
+
+
+def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: CascadeOptions) -> Localisation:
+    """Clean a coarse label map, find the regions in it and say aloud what is not plausible.
+
+    Args:
+        labels: Label map (D, H, W), not cleaned.
+        grid: Its oriented grid.
+        task: Labels and regions.
+        options: Thresholds.
+
+    Returns:
+        What was found.
+    """
+    cleaned = np.zeros_like(labels)
+    for value in task.labels.values():
+        cleaned[keep_large_parts(labels == value, options.min_part_fraction)] = value
+    found: list[FoundRegion] = []
+    warnings = _part_sides(cleaned, grid, task)
+    masks = [np.isin(cleaned, task.region_values(region)) for region in task.regions]
+    volumes_ml = [float(mask.sum()) * math.prod(grid.spacing_mm) / 1000.0 for mask in masks]
+    for region, mask, volume_ml in zip(task.regions, masks, volumes_ml, strict=True):
+        partners = [v for other, v in zip(task.regions, volumes_ml, strict=True) if is_side_pair(region, other)]
+        least_ml = max(options.min_region_ml, options.min_region_share * max(partners, default=0.0))
+        if volume_ml < least_ml or not mask.any():
+            warnings.append(
+                f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, less than {least_ml:.3g} ml count as absent"
+            )
+            cleaned[mask] = 0
+        else:
+            found.append(_measure(region, mask, volume_ml, grid))
+    if not found:
+        warnings.append("no region found at all: the result is empty; check that the scan shows the organ and is in HU")
+    warnings += [warning for one in found for warning in _border_warnings(one, grid)]
+    for one, other in combinations(found, 2):
+        if is_side_pair(one.region, other.region):
+            left, right = (one, other) if one.region.side == "left" else (other, one)
+            warnings += _pair_warnings(left, right, options)
+    return Localisation(cleaned, grid, {one.region.name: one.box for one in found}, warnings)
+
+
+def _part_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
+    """Give a part in which both sides of an organ mix to the side that has most of it, in place.
+
+    Sides that only touch keep their border: they are mixed where one reaches across the other's centre. Where a scan
+    shows one side alone, a network that sees no middle may call a half of it the other side.
+
+    Returns:
+        What was done, in sentences.
+    """
+    warnings = []
+    for one, other in combinations(task.regions, 2):
+        if not is_side_pair(one, other):
+            continue
+        left, right = (one, other) if one.side == "left" else (other, one)
+        parts, _ = ndimage.label(np.isin(labels, (*task.region_values(left), *task.region_values(right))))
+        for number, slices in enumerate(ndimage.find_objects(parts), start=1):
+            part, inner = parts[slices] == number, labels[slices]
+            masks = [part & np.isin(inner, task.region_values(region)) for region in (left, right)]
+            counts = [int(mask.sum()) for mask in masks]
+            if min(counts) < MIXED_SHARE * max(counts) or not _reach_across(*masks):
+                continue
+            winner, loser = (0, 1) if counts[0] >= counts[1] else (1, 0)
+            pairs = zip(task.region_values((left, right)[loser]), task.region_values((left, right)[winner]), strict=True)
+            for value, new_value in pairs:
+                inner[part & (inner == value)] = new_value
+            volume_ml = counts[loser] * math.prod(grid.spacing_mm) / 1000.0
+            warnings.append(
+                f"{volume_ml:.0f} ml that the coarse stage called {(left, right)[loser].name} lie within "
+                f"{(left, right)[winner].name} and were counted to it; check the sides"
+            )
+    return warnings
+
+
+def _reach_across(left: np.ndarray, right: np.ndarray) -> bool:
+    """Whether the left mask reaches beyond the right one's centre, or the other way round; x runs to the left."""
+    (left_x, left_n), (right_x, right_n) = ((np.arange(mask.shape[2]), mask.sum((0, 1))) for mask in (left, right))
+    centres = [float(np.average(x, weights=n)) for x, n in ((left_x, left_n), (right_x, right_n))]
+    return bool(np.flatnonzero(left_n)[0] < centres[1] or np.flatnonzero(right_n)[-1] > centres[0])
+
+
+def region_box(
+    tight_box: VoxelBox,
+    from_grid: VoxelGrid,
+    to_grid: VoxelGrid,
+    margin_mm: float,
+    patch_size: tuple[int, int, int] | None,
+    divisor: tuple[int, int, int],
+) -> VoxelBox:
+    """Choose the crop of a region: the one function for training and for prediction.
+
+    The box covers the region and the margin, its centre within half a voxel of the region's centre. Where an axis must
+    grow by an odd number of voxels, the odd voxel goes to the high end. It lies on the lattice of `to_grid` and may
+    reach outside the volume, so that the region stays in the middle.
+
+    Args:
+        tight_box: Tight box of the region in voxels of `from_grid`.
+        from_grid: Grid of the coarse result (or of the reference labels in training).
+        to_grid: Grid of the fine stage for this case; same axes.
+        margin_mm: Added on every side, in mm, rounded up to whole voxels.
+        patch_size: The box grows to at least this size (z, y, x); None: to multiples of the divisor.
+        divisor: What a whole crop must be a multiple of, (z, y, x).
+
+    Returns:
+        Box in voxels of `to_grid`.
+    """
+    box = to_grid.box_from(from_grid, tight_box)
+    # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
+    z, y, x = (math.ceil(margin_mm / spacing - 1e-6) for spacing in to_grid.spacing_mm)
+    box = box.expanded((z, y, x))
+    return box.to_multiple(divisor) if patch_size is None else box.at_least(patch_size)
+
+
+def _measure(region: Region, mask: np.ndarray, volume_ml: float, grid: VoxelGrid) -> FoundRegion:
+    """Measure a region that is not empty."""
+    box = VoxelBox.from_mask(mask)
+    assert box is not None, "the mask is not empty"
+    inner = mask[box.slices()]
+    centre = [
+        start + float(np.average(np.arange(size), weights=inner.sum(axis=tuple({0, 1, 2} - {axis}))))
+        for axis, (start, size) in enumerate(zip(box.start, box.shape, strict=True))
+    ]
+    ends = np.array([[centre[0], centre[1], box.start[2]], [centre[0], centre[1], box.stop[2] - 1]])
+    low, high = sorted(float(point[0]) for point in grid.index_to_world_xyz_mm(ends))
+    return FoundRegion(region, box, volume_ml, grid.index_to_world_xyz_mm(np.array(centre)), (low, high))
+
+
+def _border_warnings(found: FoundRegion, grid: VoxelGrid) -> list[str]:
+    """Say which faces of the volume cut a region."""
+    touched = [
+        names[end]
+        for axis, names in enumerate(FACES)
+        for end, touches in enumerate((found.box.start[axis] <= 0, found.box.stop[axis] >= grid.shape[axis]))
+        if touches
+    ]
+    if not touched:
+        return []
+    faces = " and ".join(touched)
+    return [f"{found.region.name} touches the {faces} border of the scan: a part of it may be missing"]
+
+
+def _pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions) -> list[str]:
+    """Say what is not plausible about the left and the right of one organ."""
+    names = f"{left.region.name} and {right.region.name}"
+    small, large = sorted((left.volume_ml, right.volume_ml))
+    warnings = []
+    # World x runs to the patient's left.
+    if left.centre_xyz_mm[0] <= right.centre_xyz_mm[0]:
+        warnings.append(
+            f"{names} lie on the wrong sides: the left one's centre is at x = {left.centre_xyz_mm[0]:.0f} mm, "
+            f"the right one's at x = {right.centre_xyz_mm[0]:.0f} mm, and x runs to the patient's left"
+        )
+    elif left.x_range_mm[0] < right.centre_xyz_mm[0] or right.x_range_mm[1] > left.centre_xyz_mm[0]:
+        warnings.append(f"{names} reach across each other's centre: the coarse stage may have mixed up the sides")
+    if large > options.max_volume_ratio * small:
+        warnings.append(
+            f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: one of them may be incomplete"
+        )
+    return warnings

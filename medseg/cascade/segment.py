@@ -1,0 +1,158 @@
+"""The whole cascade for one scan: orient, localise, refine each region, join, turn back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from medseg.cascade.join import RegionResult, join, paste_spread
+from medseg.cascade.localise import localise, region_box
+from medseg.cascade.refine import refine
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.data.task import Task
+from medseg.errors import UserError
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.volume import Volume
+from medseg.preprocess.intensity import clip_hu
+from medseg.preprocess.orient import orient
+
+
+@dataclass(frozen=True)
+class RegionBox:
+    """The crop in which a region was refined.
+
+    Attributes:
+        voxels: Box on the fine grid of the oriented scan; may reach outside the scan.
+        grid: Grid of the crop: places it in the world.
+    """
+
+    voxels: VoxelBox
+    grid: VoxelGrid
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for the JSON file beside the result: voxels, and the centres of the corner voxels in LPS."""
+        return {"voxels": self.voxels.to_dict(), "corners_xyz_mm": self.grid.corners_xyz_mm().tolist()}
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """What the cascade says about one scan.
+
+    Attributes:
+        labels: Label map in the file's own storage order, (D, H, W), uint8.
+        boxes: Region name to the crop in which it was refined; absent regions are missing.
+        volumes_ml: Label name to its volume.
+        warnings: Sentences for a person.
+        durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
+        passes: How the volume and each crop went through the networks: `whole`, or in what tiles; by the same steps.
+        disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
+            in the order of `labels`; else None.
+    """
+
+    labels: np.ndarray
+    boxes: dict[str, RegionBox]
+    volumes_ml: dict[str, float]
+    warnings: list[str]
+    durations_s: dict[str, float]
+    passes: dict[str, str]
+    disagreement: np.ndarray | None = None
+
+
+def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: CascadeOptions | None = None) -> Segmentation:
+    """Segment one scan in two stages.
+
+    Regions are refined one after the other; what is kept of each are the probabilities of its crop.
+
+    Args:
+        volume: Scan as read, in HU.
+        coarse: Stage that finds the regions in the whole scan.
+        fine: Stage that refines one region in its crop.
+        options: Thresholds; the defaults where None.
+
+    Returns:
+        Labels on the file's own grid, boxes, warnings and times.
+
+    Raises:
+        UserError: If the two stages were trained for different tasks.
+    """
+    check_stages(coarse, fine)
+    options = options or CascadeOptions()
+    image_hu, grid, orientation = orient(volume.array, volume.grid)
+    image_hu = clip_hu(image_hu)
+    durations_s: dict[str, float] = {}
+    with _timed(durations_s, "localise"):
+        found = localise(image_hu, grid, coarse, options)
+    passes, warnings = {"localise": str(found.how)}, [*found.warnings]
+    fine_grid = grid.resampled(fine.spacing_mm)
+    boxes: dict[str, RegionBox] = {}
+    results: list[RegionResult] = []
+    spreads: list[tuple[Tensor, VoxelGrid]] = []
+    for region in fine.task.regions:
+        if region.name not in found.boxes:
+            continue
+        step = f"refine_{region.name}"
+        with _timed(durations_s, step):
+            tight_box = found.boxes[region.name]
+            box = region_box(tight_box, found.grid, fine_grid, fine.region_margin_mm, fine.patch_size, fine.divisor)
+            boxes[region.name] = RegionBox(box, fine_grid.crop(box))
+            refined = refine(image_hu, grid, box, region, fine, options)
+        crop_grid = boxes[region.name].grid
+        passes[step] = str(refined.how)
+        warnings += [f"{region.name}: {remark}" for remark in refined.remarks]
+        results.append((region, refined.probs, crop_grid))
+        if refined.spread is not None:
+            spreads.append((refined.spread, crop_grid))
+    with _timed(durations_s, "join"):
+        labels = join(results, grid, fine.task, options)
+        volumes_ml = label_volumes_ml(labels, grid, fine.task)
+    for region, _, _ in results:
+        if not any(volumes_ml[name] for name in region.labels):
+            warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop")
+    disagreement = paste_spread(spreads, grid) if fine.has_views(options) else None
+    return Segmentation(
+        np.ascontiguousarray(orientation.from_lps(labels)),
+        boxes,
+        volumes_ml,
+        warnings,
+        durations_s,
+        passes,
+        None if disagreement is None else np.ascontiguousarray(orientation.from_lps(disagreement)),
+    )
+
+
+def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
+    """Volume of each label of the task, by its name."""
+    voxel_ml = math.prod(grid.spacing_mm) / 1000.0
+    # Plane by plane: a count of the whole would make a second volume.
+    return {
+        name: voxel_ml * sum(int(np.count_nonzero(plane == value)) for plane in labels) for name, value in task.labels.items()
+    }
+
+
+def check_stages(coarse: TrainedStage, fine: TrainedStage) -> None:
+    """Refuse two stages that do not speak of the same organ.
+
+    Raises:
+        UserError: If labels or regions differ.
+    """
+    if coarse.task.labels != fine.task.labels or coarse.task.regions != fine.task.regions:
+        raise UserError(
+            f"the coarse checkpoint was trained for the task {coarse.task.name} with the labels {coarse.task.labels}, "
+            f"the fine one for {fine.task.name} with {fine.task.labels}; give two checkpoints of the same task"
+        )
+
+
+@contextmanager
+def _timed(durations_s: dict[str, float], step: str) -> Iterator[None]:
+    """Note the seconds of a step."""
+    start = time.perf_counter()
+    yield
+    durations_s[step] = time.perf_counter() - start

@@ -1,0 +1,1 @@
+"""From image to probabilities and clean masks."""

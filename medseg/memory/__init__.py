@@ -1,0 +1,1 @@
+"""Switches that save memory or time, applied to a network from outside."""

@@ -1,0 +1,1 @@
+"""Exact bytes of a training step, counted on the graph that autograd really builds, without computing it."""

@@ -1,0 +1,109 @@
+"""A ledger of live tensor memory: every storage, from the operation that makes it to the moment it is freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from medseg.memory.offload import is_copying_to_host
+
+HOST = "host"  # kind of what is offloaded: it is counted, but is no part of the sum
+
+
+class Owner(NamedTuple):
+    """What a storage is for (`kind`), and the part of the network that made it."""
+
+    kind: str
+    part: str = ""
+
+
+class Ledger(TorchDispatchMode):
+    """Count the bytes of live tensors by owner, and their peak.
+
+    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts until nothing holds it,
+    be it Python, autograd's graph or a hook. Hooks on saved tensors would see less, since the inner ones (checkpointing,
+    offloading) hide what they save from the outer ones. What a kernel takes and gives back within one operation
+    (workspaces), and how an allocator rounds and fragments, is not counted.
+
+    A storage belongs to `now` at the moment it is made, or to `other` where it is older than the ledger; `assign` gives
+    it to another owner.
+
+    Attributes:
+        now: Owner of what the following operations make.
+        live: Bytes of the live storages by owner.
+        peak_bytes: Largest sum of live bytes so far, without what waits in host memory.
+        peak_live: `live` at that moment.
+        peak_now: `now` at that moment.
+    """
+
+    def __init__(self, correct: Callable[[Any, tuple[Any, ...], Any], Any] | None = None) -> None:
+        """Begin an empty ledger.
+
+        Args:
+            correct: Called as `correct(operation, arguments, result)`; its result replaces the operation's.
+        """
+        super().__init__()
+        self.now = Owner("other")
+        self.live: Counter[Owner] = Counter()
+        self._correct = correct
+        self._entries: dict[int, tuple[weakref.ref[Any], Owner, int]] = {}
+        self._total = 0
+        self.peak_bytes, self.peak_live, self.peak_now = 0, self.live.copy(), self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage(), Owner("other"))
+        owner = Owner(HOST) if is_copying_to_host() else self.now
+        result = func(*args, **(kwargs or {}))
+        if self._correct is not None:
+            result = self._correct(func, args, result)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage(), owner)
+        if self._total > self.peak_bytes:
+            self.peak_bytes, self.peak_live, self.peak_now = self._total, self.live.copy(), self.now
+        return result
+
+    def assign(self, tensor: Tensor, kind: str) -> None:
+        """Give a tensor's storage to another owner; one that the ledger has not seen yet counts from now on."""
+        storage = tensor.untyped_storage()
+        owner = Owner(kind)
+        self._see(storage, owner)
+        reference, old, num_bytes = self._entries[storage._cdata]
+        self._entries[storage._cdata] = (reference, owner, num_bytes)
+        self.live[old] -= num_bytes
+        self.live[owner] += num_bytes
+
+    def restart_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak_bytes, self.peak_live, self.peak_now = self._total, self.live.copy(), self.now
+
+    def live_bytes(self, kind: str) -> int:
+        """Sum the live bytes of a kind over all parts."""
+        return sum(num_bytes for owner, num_bytes in self.live.items() if owner.kind == kind)
+
+    def _see(self, storage: torch.UntypedStorage, owner: Owner) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        entry = self._entries.get(key)
+        if entry is not None:
+            # An operation may have resized the storage.
+            reference, owner, num_bytes_before = entry
+        else:
+            reference, num_bytes_before = weakref.ref(storage, lambda _: self._forget(key)), 0
+        if num_bytes != num_bytes_before or entry is None:
+            self._entries[key] = (reference, owner, num_bytes)
+            self.live[owner] += num_bytes - num_bytes_before
+            self._total += (num_bytes - num_bytes_before) * (owner.kind != HOST)
+
+    def _forget(self, key: int) -> None:
+        _, owner, num_bytes = self._entries.pop(key)
+        self.live[owner] -= num_bytes
+        self._total -= num_bytes * (owner.kind != HOST)

@@ -1,0 +1,62 @@
+"""Apply the switches of a configuration to a network, in the one order in which they work together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from medseg.memory.checkpointing import checkpoint_blocks
+from medseg.memory.layout import use_channels_last
+from medseg.memory.offload import offload_activations
+
+
+def apply_switches(
+    network: nn.Module,
+    *,
+    checkpointing: str | Sequence[str] = "none",
+    offload: bool = False,
+    channels_last: bool = False,
+    compile: bool = False,
+    device_type: str = "cpu",
+) -> nn.Module:
+    """Change how a network runs, never what it computes or what its weights are called.
+
+    The order is fixed: layout (the weights that all others see), checkpointing (of blocks), offload (of what the blocks
+    still keep), compilation (of all of it).
+
+    Args:
+        network: Network with a method `blocks()` that names its parts, as `UNet` and `RegionalNetwork` have it.
+        checkpointing: `none`, `sqrt`, `all` or names of blocks or levels.
+        offload: Keep saved activations in host memory.
+        channels_last: Lay out memory channels-last.
+        compile: Compile with `torch.compile` at the first call.
+        device_type: Device that the network will run on, `cpu` or `cuda`.
+
+    Returns:
+        The same network, changed in place.
+
+    Raises:
+        ValueError: If two switches exclude each other or one does nothing on the device.
+    """
+    checkpoints = checkpointing != "none" and len(checkpointing) > 0
+    if compile and offload:
+        raise ValueError("compile and offload exclude each other, compiled code decides itself what it saves: turn one off")
+    if compile and checkpoints and any(isinstance(module, _BatchNorm) for module in network.modules()):
+        raise ValueError(
+            "compile, checkpointing and batch norm do not go together, compiled code cannot pause running statistics: "
+            "take norm=instance or turn one off"
+        )
+    if channels_last:
+        use_channels_last(network)
+    if checkpoints:
+        blocks = cast(Callable[[], Mapping[str, nn.Module]], network.blocks)
+        checkpoint_blocks(blocks(), checkpointing)
+    if offload:
+        offload_activations(network, device_type)
+    if compile:
+        # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
+        network.compile()
+    return network

@@ -1,0 +1,79 @@
+"""Precision of the network's arithmetic; parameters, losses and sums stay in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# What autocast computes in; the others are fp32 in memory.
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_precision(precision: str, device_type: str) -> None:
+    """Refuse a precision that the device does not have.
+
+    Raises:
+        ValueError: If the precision is unknown, or is one of a GPU on another device.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if device_type == "cpu" and precision == "fp16":
+        raise ValueError("precision fp16 needs a GPU and its loss scaling, and the device is cpu: take bf16")
+    if device_type == "cpu" and precision == "tf32":
+        raise ValueError("precision tf32 is a format of NVIDIA's GPUs, and the device is cpu: take fp32 or bf16")
+
+
+def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
+    """Make the context in which a network computes.
+
+    Half precision is autocast: convolutions in half, parameters in fp32. `fp32` and `tf32` switch nothing here.
+
+    Raises:
+        ValueError: See `check_precision`.
+    """
+    check_precision(precision, device_type)
+    return torch.autocast(device_type, HALF[precision]) if precision in HALF else contextlib.nullcontext()
+
+
+def inference_precision(trained: str, device_type: str) -> str:
+    """Choose the number format in which a trained network is run.
+
+    On a CPU half precision is bf16 or nothing, and fp32 where the processor only emulates bf16: with AVX2 alone torch
+    leaves its fast kernels, and a network takes nine times as long as in fp32.
+
+    Args:
+        trained: Precision of the training.
+        device_type: `cpu` or `cuda`.
+
+    Returns:
+        The precision of the training, or `fp32` where the device lacks it.
+    """
+    if device_type != "cpu" or trained == "fp32":
+        return trained
+    return "bf16" if trained == "bf16" and has_fast_bf16() else "fp32"
+
+
+def has_fast_bf16() -> bool:
+    """Whether torch's convolution kernels take bf16 on this processor; the same question decides inside torch."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
+
+
+def lightning_precision(precision: str, device_type: str) -> str:
+    """Name the precision as Lightning's trainer does; its `16-mixed` on a CPU would silently be bf16.
+
+    Raises:
+        ValueError: See `check_precision`.
+    """
+    check_precision(precision, device_type)
+    return {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[precision]
+
+
+def set_tf32(precision: str) -> None:
+    """Allow TF32 in matrix products and convolutions for `tf32` only; torch by itself allows it in convolutions."""
+    allowed = precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed

@@ -1,0 +1,96 @@
+"""The scores of all cases in one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from medseg.pictures.png import write_png
+
+_COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
+_MAX_NAME = 28
+
+
+class ScorePoint(NamedTuple):
+    """Dice of one region of one case.
+
+    Attributes:
+        case: Name of the case.
+        region: Name of the region.
+        trust: Trust in its reference; `reference` and an empty string are drawn filled, all others hollow.
+        dice: Dice in [0, 1].
+    """
+
+    case: str
+    region: str
+    trust: str
+    dice: float
+
+
+def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
+    """Draw the Dice of every case by region, a box around the middle half, the worst case of each region named.
+
+    Args:
+        rows: Scores, at least one, in any order; regions are drawn in the order of their first row.
+        path: PNG file to write.
+
+    Raises:
+        ValueError: If there is no row.
+    """
+    if not rows:
+        raise ValueError("a plot of scores needs at least one row")
+    from matplotlib.figure import Figure
+
+    regions = list(dict.fromkeys(row.region for row in rows))
+    figure = Figure(figsize=(2.2 + 2.4 * len(regions), 4.8), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    for number, region in enumerate(regions):
+        own = sorted((row for row in rows if row.region == region), key=lambda row: row.dice)
+        values = np.array([row.dice for row in own])
+        colour = _COLOURS[number % len(_COLOURS)]
+        if len(own) > 3:
+            axes.boxplot(
+                values,
+                positions=[number],
+                widths=0.5,
+                showfliers=False,
+                manage_ticks=False,
+                boxprops={"color": "#9ca3af"},
+                whiskerprops={"color": "#9ca3af"},
+                capprops={"color": "#9ca3af"},
+                medianprops={"color": "#4b5563", "linewidth": 1.6},
+            )
+        # Neighbours in rank are spread by the golden ratio: no two points of nearly the same score meet, and no chance.
+        offsets = ((np.arange(len(own)) * 0.618) % 1 - 0.5) * 0.36
+        is_sure = np.array([row.trust in ("", "reference") for row in own])
+        axes.scatter(number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3)
+        axes.scatter(number + offsets[~is_sure], values[~is_sure], s=26, facecolors="white", edgecolors=colour, zorder=3)
+        worst = own[0].case if len(own[0].case) <= _MAX_NAME else f"{own[0].case[: _MAX_NAME - 1]}…"
+        axes.annotate(
+            f"{worst} {own[0].dice:.3f}",
+            (number + offsets[0], values[0]),
+            xytext=(0, -9),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=8,
+            color="#374151",
+            parse_math=False,
+        )
+    lowest = min(row.dice for row in rows)
+    highest = max(row.dice for row in rows)
+    reach = max(1.0 - lowest, 0.02)
+    axes.set_ylim(lowest - 0.14 * reach, max(highest, 1.0) + 0.04 * reach)
+    axes.set_xlim(-0.6, len(regions) - 0.4)
+    axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])
+    axes.set_ylabel("Dice")
+    num_cases = len({row.case for row in rows})
+    hollow = " · hollow: reference approximate or absent" if any(row.trust not in ("", "reference") for row in rows) else ""
+    axes.set_title(f"{num_cases} case{'s' if num_cases != 1 else ''}{hollow}", fontsize=10, loc="left")
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    write_png(figure, path)

@@ -1,0 +1,8 @@
+"""Put the oracle networks beside the tests that use them on the path (tests are imported by path, not as packages)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

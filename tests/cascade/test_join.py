@@ -1,0 +1,111 @@
+"""Pasting back: the identity on the same lattice, conflicts by probability, a clean-up that respects other labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle import OBLIQUE
+
+from medseg.cascade import join as joining
+from medseg.cascade.join import clean_labels, join, merge
+from medseg.data.task import Region, Task
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.preprocess.crop import crop_padded
+
+LOBES = Task(
+    "lobes",
+    {"left_upper": 1, "left_lower": 2, "right_upper": 3, "right_middle": 4, "right_lower": 5},
+    (
+        Region("left_lung", ("left_upper", "left_lower"), "left"),
+        Region("right_lung", ("right_upper", "right_middle", "right_lower"), "right"),
+    ),
+    (-1000.0, 0.0),
+)
+GRID = VoxelGrid((20, 30, 41), (1.5, 0.9, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
+
+
+def one_hot(labels: np.ndarray, values: tuple[int, ...], certainty: float = 1.0) -> torch.Tensor:
+    masks = np.stack([np.zeros_like(labels), *(labels == value for value in values)]).astype(np.float32) * certainty
+    masks[0] = 1.0 - masks[1:].sum(0)
+    return torch.from_numpy(masks)
+
+
+def random_lobes(low: int, high: int) -> np.ndarray:
+    blocks = np.random.default_rng(low).integers(low - 1, high + 1, (5, 6, 9)).astype(np.uint8)
+    blocks[blocks == low - 1] = 0
+    return blocks.repeat(4, 0).repeat(5, 1).repeat(5, 2)[:20, :30, :41]
+
+
+@pytest.mark.parametrize("slab_voxels", [1, 4000, 10**9])
+@pytest.mark.parametrize("box", [VoxelBox((3, 4, 5), (18, 29, 37)), VoxelBox((-4, 7, -3), (12, 40, 50))])
+def test_crop_then_paste_is_the_identity(box: VoxelBox, slab_voxels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "SLAB_VOXELS", slab_voxels)
+    labels = random_lobes(3, 5)
+    region = LOBES.regions[1]
+    probs = one_hot(crop_padded(labels, box, 0), LOBES.region_values(region))
+    result = merge([(region, probs, GRID.crop(box))], GRID, LOBES)
+    inner = box.clipped(GRID.shape).slices()
+    np.testing.assert_array_equal(result[inner], labels[inner])
+    result[inner] = 0
+    assert not result.any()
+
+
+def test_the_more_probable_region_wins_in_any_order() -> None:
+    left, right = VoxelBox((2, 2, 10), (18, 28, 40)), VoxelBox((2, 2, 1), (18, 28, 30))
+    full = np.ones(GRID.shape, dtype=np.uint8)
+    claims = [
+        (LOBES.regions[0], one_hot(crop_padded(full, left, 0), (1, 2), 0.9), GRID.crop(left)),
+        (LOBES.regions[1], one_hot(crop_padded(3 * full, right, 0), (3, 4, 5), 0.7), GRID.crop(right)),
+    ]
+    expected = np.zeros(GRID.shape, dtype=np.uint8)
+    expected[right.slices()] = 3
+    expected[left.slices()] = 1
+    for regions in (claims, claims[::-1]):
+        np.testing.assert_array_equal(merge(regions, GRID, LOBES), expected)
+
+
+def test_an_improbable_label_is_background() -> None:
+    box = VoxelBox((2, 2, 2), (10, 10, 10))
+    probs = torch.tensor([0.4, 0.35, 0.25, 0.0]).view(4, 1, 1, 1).expand(4, 8, 8, 8)
+    assert not merge([(LOBES.regions[1], probs, GRID.crop(box))], GRID, LOBES).any()
+
+
+def test_nothing_to_join_is_empty() -> None:
+    labels = join([], GRID, LOBES)
+    assert labels.shape == GRID.shape
+    assert labels.dtype == np.uint8
+    assert not labels.any()
+
+
+def test_clean_up_drops_crumbs_and_fills_holes_but_no_other_label() -> None:
+    labels = np.zeros((12, 14, 16), dtype=np.uint8)
+    labels[1:11, 1:13, 1:9] = 1
+    expected = labels.copy()
+    labels[4, 4, 4] = 0  # a hole
+    labels[6:8, 6:8, 4:6] = 2  # another label within: stays
+    labels[3, 9, 3] = 3  # a crumb of another label within: becomes a hole, then filled
+    labels[2:6, 2:6, 11:15] = 3
+    labels[9, 9, 13] = 1  # a crumb of the first
+    expected[6:8, 6:8, 4:6] = 2
+    expected[2:6, 2:6, 11:15] = 3
+    clean_labels(labels, (1, 2, 3), 0.1)
+    np.testing.assert_array_equal(labels, expected)
+
+
+def test_a_fine_ball_returns_to_an_anisotropic_grid() -> None:
+    native = VoxelGrid((15, 60, 70), (5.0, 0.8, 0.7), (-11.0, 20.0, 300.0), OBLIQUE)
+    fine = native.resampled((1.0, 1.0, 1.0))
+
+    def ball(grid: VoxelGrid) -> np.ndarray:
+        index = np.stack(np.meshgrid(*(np.arange(size) for size in grid.shape), indexing="ij"), -1)
+        centre = native.index_to_world_xyz_mm((7.3, 28.0, 36.0))
+        return np.linalg.norm(grid.index_to_world_xyz_mm(index) - centre, axis=-1) < 17.0
+
+    box = VoxelBox((10, 2, 4), (66, 46, 46))
+    probs = one_hot(ball(fine.crop(box)).astype(np.uint8), (1, 2))
+    result = join([(LOBES.regions[0], probs, fine.crop(box))], native, LOBES)
+    target = ball(native)
+    overlap = 2 * ((result == 1) & target).sum() / ((result == 1).sum() + target.sum())
+    assert overlap > 0.98

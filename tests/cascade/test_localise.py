@@ -1,0 +1,142 @@
+"""What counts as found, what is said aloud, and the one rule for the crop of a region."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracle import OBLIQUE, TASK
+
+from medseg.cascade.localise import Localisation, locate_regions, region_box
+from medseg.cascade.stage import CascadeOptions
+from medseg.data.task import Region, is_side_pair
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+
+COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
+LEFT = (slice(10, 30), slice(20, 40), slice(55, 75))  # 64 ml
+RIGHT = (slice(10, 30), slice(20, 40), slice(15, 35))
+
+
+def locate(*blocks: tuple[tuple[slice, slice, slice], int]) -> Localisation:
+    labels = np.zeros(COARSE.shape, dtype=np.uint8)
+    for block, value in blocks:
+        labels[block] = value
+    return locate_regions(labels, COARSE, TASK, CascadeOptions())
+
+
+def test_plausible_regions_give_tight_boxes_and_no_warning() -> None:
+    found = locate((LEFT, 1), (RIGHT, 2))
+    assert found.warnings == []
+    assert found.boxes == {
+        "left_lung": VoxelBox((10, 20, 55), (30, 40, 75)),
+        "right_lung": VoxelBox((10, 20, 15), (30, 40, 35)),
+    }
+
+
+def test_crumbs_do_not_move_the_box_and_large_parts_stay() -> None:
+    crumb = (slice(2, 6), slice(2, 6), slice(80, 84))
+    found = locate((LEFT, 1), (RIGHT, 2), (crumb, 1))
+    assert found.boxes["left_lung"] == VoxelBox((10, 20, 55), (30, 40, 75))
+    assert not found.labels[crumb].any()
+    part = (slice(32, 38), slice(20, 40), slice(55, 75))
+    found = locate((LEFT, 1), (RIGHT, 2), (part, 1))
+    assert found.boxes["left_lung"] == VoxelBox((10, 20, 55), (38, 40, 75))
+
+
+def test_a_region_below_the_least_volume_is_absent() -> None:
+    small = (slice(10, 18), slice(20, 28), slice(60, 68))  # 4.1 ml
+    found = locate((small, 1), (RIGHT, 2))
+    assert list(found.boxes) == ["right_lung"]
+    assert not (found.labels == 1).any()
+    assert found.warnings == ["no left_lung found: the coarse stage marks 4.1 ml, less than 5 ml count as absent"]
+
+
+def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
+    small = (slice(10, 18), slice(20, 28), slice(60, 70))  # 5.1 ml
+    large = (slice(0, 40), slice(0, 60), slice(0, 30))  # 576 ml
+    found = locate((small, 1), (large, 2))
+    assert list(found.boxes) == ["right_lung"]
+    assert "no left_lung found: the coarse stage marks 5.1 ml, less than 5.76 ml count as absent" in found.warnings
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        (((LEFT, 2), (RIGHT, 1)), "lie on the wrong sides"),
+        (((LEFT, 1), ((slice(2, 38), slice(5, 55), slice(3, 45)), 2)), "differ much in volume"),
+        (((LEFT, 1), (RIGHT, 2), ((slice(31, 36), slice(20, 40), slice(15, 75)), 1)), "reach across"),
+        (((LEFT, 1), ((slice(0, 20), slice(20, 40), slice(15, 35)), 2)), "right_lung touches the lower border"),
+        (((LEFT, 1), ((slice(10, 30), slice(20, 40), slice(0, 20)), 2)), "right_lung touches the right border"),
+    ],
+)
+def test_what_is_not_plausible_is_said_and_goes_on(blocks: tuple[tuple[tuple[slice, slice, slice], int], ...], text: str) -> None:
+    found = locate(*blocks)
+    assert set(found.boxes) == {"left_lung", "right_lung"}
+    (warning,) = found.warnings
+    assert text in warning
+
+
+def test_nothing_at_all_is_said_for_each_region_and_once_more() -> None:
+    found = locate()
+    assert found.boxes == {}
+    assert [warning.split(":")[0] for warning in found.warnings] == [
+        "no left_lung found",
+        "no right_lung found",
+        "no region found at all",
+    ]
+
+
+def test_pairs_are_the_two_sides_of_one_name() -> None:
+    def named(name: str, side: str | None) -> Region:
+        return Region(name, (name,), side)
+
+    assert is_side_pair(named("left_lung", "left"), named("right_lung", "right"))
+    assert is_side_pair(named("hip right", "right"), named("hip left", "left"))
+    assert not is_side_pair(named("left_lung", "left"), named("right_kidney", "right"))
+    assert not is_side_pair(named("left_lung", "left"), named("left_lung", "left"))
+    assert not is_side_pair(named("liver", None), named("right_lung", "right"))
+
+
+@pytest.mark.parametrize("patch_size", [None, (32, 48, 40)])
+@pytest.mark.parametrize("margin_mm", [0.0, 5.0, 7.3])
+def test_the_crop_holds_region_and_margin_with_the_region_in_the_middle(
+    patch_size: tuple[int, int, int] | None, margin_mm: float
+) -> None:
+    native = VoxelGrid((60, 170, 180), (2.5, 0.7, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
+    coarse, fine = native.resampled((2.0, 2.0, 2.0)), native.resampled((1.0, 1.0, 1.1))
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        start = rng.integers(0, np.array(coarse.shape) - 1)
+        tight = VoxelBox(tuple(start), tuple(start + rng.integers(1, 30, 3)))
+        box = region_box(tight, coarse, fine, margin_mm, patch_size, (8, 8, 16))
+        faces = np.array([tight.start, tight.stop]) - 0.5
+        low, high = (fine.world_to_index_zyx(coarse.index_to_world_xyz_mm(face)) for face in faces)
+        margin = margin_mm / np.array(fine.spacing_mm)
+        assert (np.array(box.start) - 0.5 <= low - margin + 1e-5).all()
+        assert (np.array(box.stop) - 0.5 >= high + margin - 1e-5).all()
+        centre = (np.array(box.start) + np.array(box.stop)) / 2 - 0.5
+        assert np.abs(centre - (low + high) / 2).max() <= 1.0 + 1e-5
+        if patch_size is None:
+            assert all(size % step == 0 for size, step in zip(box.shape, (8, 8, 16), strict=True))
+        else:
+            assert all(size >= least for size, least in zip(box.shape, patch_size, strict=True))
+
+
+def test_an_odd_voxel_goes_to_the_high_end() -> None:
+    grid = VoxelGrid((50, 50, 50), (1.0, 1.0, 1.0))
+    box = region_box(VoxelBox((10, 10, 10), (15, 16, 17)), grid, grid, 2.0, (10, 11, 12), (1, 1, 1))
+    assert box == VoxelBox((8, 8, 8), (18, 19, 20))
+
+
+def test_a_part_in_which_the_sides_mix_goes_to_the_side_that_has_most_of_it() -> None:
+    upper, lower = (slice(10, 22), slice(20, 40), slice(30, 60)), (slice(22, 28), slice(20, 40), slice(30, 60))
+    found = locate((upper, 2), (lower, 1))
+    assert list(found.boxes) == ["right_lung"]
+    assert found.boxes["right_lung"] == VoxelBox((10, 20, 30), (28, 40, 60))
+    assert found.warnings[0] == (
+        "29 ml that the coarse stage called left_lung lie within right_lung and were counted to it; check the sides"
+    )
+    touching = (slice(10, 30), slice(20, 40), slice(35, 55))
+    found = locate((LEFT, 1), (touching, 2))
+    assert set(found.boxes) == {"left_lung", "right_lung"}
+    assert found.warnings == []

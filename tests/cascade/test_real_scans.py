@@ -1,0 +1,40 @@
+"""Reference lungs of real scans go through boxes, crops and joining as a perfect fine stage would send them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from oracle import TASK, dice
+
+from medseg.cascade.join import join
+from medseg.cascade.localise import locate_regions, region_box
+from medseg.cascade.stage import CascadeOptions
+from medseg.io.read import read_labels
+from medseg.preprocess.orient import orient
+from medseg.preprocess.resample import resample_labels
+
+
+@pytest.mark.slow
+def test_reference_lungs_come_back_on_the_scanners_grid(shared_ct: Path) -> None:
+    with (shared_ct / "table.csv").open() as table:
+        cases = [row for row in csv.DictReader(table) if row["view"] == "whole"][:4]
+    for case in cases:
+        volume = read_labels(shared_ct / case["labels"])
+        labels, grid, orientation = orient(volume.array, volume.grid)
+        coarse, fine = grid.resampled((2.0, 2.0, 2.0)), grid.resampled((1.0, 1.0, 1.0))
+        found = locate_regions(resample_labels(labels, grid, coarse, 3).numpy(), coarse, TASK, CascadeOptions())
+        assert set(found.boxes) == {"left_lung", "right_lung"}
+        assert not any("wrong sides" in warning for warning in found.warnings)
+        results = []
+        for region in TASK.regions:
+            box = region_box(found.boxes[region.name], coarse, fine, 10.0, None, (16, 16, 16))
+            (value,) = TASK.region_values(region)
+            mask = resample_labels(labels == value, grid, fine.crop(box), 2)
+            results.append((region, torch.stack([1 - mask, mask]).float(), fine.crop(box)))
+        joined = orientation.from_lps(join(results, grid, TASK))
+        for value in (1, 2):
+            assert dice(joined == value, np.asarray(volume.array) == value) >= 0.98, case["case"]

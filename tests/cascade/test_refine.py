@@ -1,0 +1,108 @@
+"""The crop that a network sees: its place, its mirror image, its classes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle import GRID, TASK, FineOracle, scan, stage
+from torch import Tensor
+
+from medseg.cascade.refine import refine, region_classes
+from medseg.data.task import Region
+from medseg.geometry.box import VoxelBox
+from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.resample import resample_image
+
+
+class LowHalf(FineOracle):
+    """Foreground is the half of the crop at low x, whatever it shows."""
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        foreground = torch.full_like(image, -20.0)
+        foreground[..., : image.shape[-1] // 2] = 20.0
+        return torch.cat([torch.zeros_like(image), foreground], 1)
+
+
+class Watching(FineOracle):
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, list[int]]] = []
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        self.seen.append((image.clone(), region.tolist()))
+        return super().forward(image, region)
+
+
+BOX = VoxelBox((5, -3, 20), (29, 29, 60))
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_low"), [("mirrored", (True, False)), ("separate", (True, True)), ("side_input", (True, True))]
+)
+def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tuple[bool, bool]) -> None:
+    volume, _ = scan()
+    for region, low in zip(TASK.regions, is_low, strict=True):
+        probs = refine(volume.array, volume.grid, BOX, region, stage(LowHalf(), "fine", region_mode=mode)).probs
+        assert probs.shape == (2, *BOX.shape)
+        halves = probs[1, :, :, :20] > 0.5, probs[1, :, :, 20:] > 0.5
+        assert [bool(half.all()) for half in halves] == [low, not low]
+
+
+def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
+    image_hu = np.random.default_rng(0).integers(-1200, 200, GRID.shape).astype(np.int16)
+    fine_grid = GRID.resampled((1.0, 1.0, 1.0))
+    whole = normalise_hu(resample_image(image_hu, GRID, fine_grid, -1000.0), TASK.window_hu)
+    inner = VoxelBox((8, 8, 16), (32, 40, 64))
+    expected = whole[inner.slices()]
+    for number, region in enumerate(TASK.regions):
+        network = Watching()
+        refine(image_hu, GRID, inner, region, stage(network, "fine"))
+        ((image, indices),) = network.seen
+        assert indices == [number]
+        seen = image[0, 0].flip(-1) if region.side == "right" else image[0, 0]
+        torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
+
+
+def test_beyond_the_volume_the_network_sees_air() -> None:
+    network = Watching()
+    refine(np.full(GRID.shape, 0, dtype=np.int16), GRID, BOX, TASK.regions[0], stage(network, "fine"))
+    image = network.seen[0][0][0, 0]
+    assert (image[:, :3] == -1).all()
+    assert (image[:, 3:] == 1).all()
+
+
+def test_classes_of_other_regions_go_to_the_background() -> None:
+    probs = torch.softmax(torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(0)), 0)
+    two = region_classes(probs, Region("right", ("upper", "lower"), "right"))
+    assert two.shape == (3, 3, 4, 6)
+    torch.testing.assert_close(two.sum(0), torch.ones(3, 4, 6))
+    torch.testing.assert_close(two[1:], probs[1:3])
+    four = Region("left", ("a", "b", "c", "d"), "left")
+    torch.testing.assert_close(region_classes(probs, four), probs)
+
+
+def test_a_network_runs_in_the_stages_precision_and_probabilities_in_float32() -> None:
+    class Conv(FineOracle):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv3d(1, 2, 1)
+            self.norm = torch.nn.BatchNorm3d(2)
+            self.dtypes: list[torch.dtype] = []
+
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            assert not self.norm.training
+            logits = self.conv(image)
+            self.dtypes.append(logits.dtype)
+            return self.norm(logits)
+
+    volume, _ = scan()
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        network = Conv().train()
+        fine = stage(network, "fine", precision=precision)
+        probs = refine(volume.array, volume.grid, BOX, TASK.regions[0], fine).probs
+        assert network.dtypes == [dtype]
+        assert probs.dtype == torch.float32
+        torch.testing.assert_close(probs.sum(0), torch.ones(BOX.shape), rtol=0, atol=1e-5)

@@ -1,0 +1,120 @@
+"""The whole cascade with networks that know the answer: labels come back on the file's own grid, on the right side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan, stage
+
+from medseg.cascade.segment import Segmentation, segment
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.io.volume import Volume
+from medseg.preprocess.orient import Orientation
+
+STORED = [
+    Orientation((0, 1, 2), (False, False, False)),
+    Orientation((0, 1, 2), (True, True, False)),
+    Orientation((0, 1, 2), (False, True, True)),
+    Orientation((2, 0, 1), (False, True, False)),
+    Orientation((1, 2, 0), (True, False, True)),
+]
+
+
+def run(volume: Volume, **changes: object) -> Segmentation:
+    return segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", **changes))
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("changes", [{}, {"patch_size": (24, 32, 24)}], ids=["whole", "tiles"])
+def test_two_blocks_come_back_on_the_files_own_grid(stored: Orientation, changes: dict[str, object]) -> None:
+    volume, target = scan(stored)
+    result = run(volume, **changes)
+    assert result.labels.shape == volume.array.shape
+    assert result.labels.dtype == np.uint8
+    assert result.labels.flags.c_contiguous
+    for value in (1, 2):
+        assert dice(result.labels == value, target == value) >= 0.98
+    assert result.warnings == []
+    assert list(result.durations_s) == ["localise", "refine_left_lung", "refine_right_lung", "join"]
+    # Larger world x is the patient's left, whatever the storage order.
+    centres = [volume.grid.index_to_world_xyz_mm(np.argwhere(result.labels == v)).mean(0)[0] for v in (1, 2)]
+    assert centres[0] > centres[1]
+
+
+def test_boxes_say_where_the_crops_lie_in_the_world() -> None:
+    volume, target = scan(STORED[4])
+    result = run(volume)
+    for name, value in TASK.labels.items():
+        points = volume.grid.index_to_world_xyz_mm(np.argwhere(target == value))
+        crop = result.boxes[name].grid
+        index = crop.world_to_index_zyx(points)
+        assert (index > 0).all()
+        assert (index < np.array(crop.shape) - 1).all()
+        assert np.abs((index.min(0) + index.max(0)) / 2 - (np.array(crop.shape) - 1) / 2).max() <= 2.5
+        saved = result.boxes[name].to_dict()
+        np.testing.assert_allclose(saved["corners_xyz_mm"], crop.corners_xyz_mm())
+
+
+@pytest.mark.parametrize(("missing", "kept"), [("left_lung", 2), ("right_lung", 1)])
+def test_one_side_goes_on_alone(missing: str, kept: int) -> None:
+    volume, target = scan(blocks=((LEFT, 1),) if kept == 1 else ((RIGHT, 2),))
+    result = run(volume)
+    assert dice(result.labels == kept, target == kept) >= 0.98
+    assert set(np.unique(result.labels)) == {0, kept}
+    assert missing not in result.boxes
+    assert any(f"no {missing} found" in warning for warning in result.warnings)
+
+
+def test_no_region_gives_empty_labels_and_a_warning() -> None:
+    volume, _ = scan(STORED[3], blocks=())
+    result = run(volume)
+    assert result.labels.shape == volume.array.shape
+    assert not result.labels.any()
+    assert result.boxes == {}
+    assert any("no region found at all" in warning for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("block", "face"),
+    [
+        ((slice(15, 26), slice(28, 68), slice(78, 118)), "upper"),
+        ((slice(0, 10), slice(28, 68), slice(78, 118)), "lower"),
+        ((slice(7, 19), slice(0, 40), slice(78, 118)), "front"),
+        ((slice(7, 19), slice(28, 68), slice(90, 130)), "left"),
+    ],
+)
+def test_a_region_at_the_edge_is_whole_and_said_aloud(block: tuple[slice, slice, slice], face: str) -> None:
+    volume, target = scan(blocks=((block, 1), (RIGHT, 2)))
+    result = run(volume)
+    for value in (1, 2):
+        assert dice(result.labels == value, target == value) >= 0.98
+    (warning,) = result.warnings
+    assert f"left_lung touches the {face} border" in warning
+
+
+def test_an_empty_fine_result_is_said_aloud() -> None:
+    class Nothing(FineOracle):
+        def forward(self, image, region):  # type: ignore[no-untyped-def]
+            logits = super().forward(image, region)
+            return logits.index_fill(1, region.new_tensor([1]), -30.0)
+
+    volume, _ = scan()
+    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(Nothing(), "fine"))
+    assert not result.labels.any()
+    assert [warning.split()[0] for warning in result.warnings] == ["left_lung", "right_lung"]
+
+
+def test_stages_of_different_tasks_are_refused() -> None:
+    other = Task("kidneys", {"kidney": 1}, (Region("kidney", ("kidney",)),), (-200.0, 300.0))
+    volume, _ = scan()
+    with pytest.raises(UserError, match="two checkpoints of the same task"):
+        segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", other))
+
+
+def test_the_scan_is_left_as_it_is() -> None:
+    volume, _ = scan(STORED[2])
+    before = volume.array.copy()
+    run(volume)
+    np.testing.assert_array_equal(volume.array, before)
+    assert volume.array.shape == GRID.shape

@@ -1,0 +1,191 @@
+"""How a stage runs its networks: within the budget, on what memory is left, averaged over checkpoints and flips."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import TASK, FineOracle, scan, stage
+from torch import Tensor
+
+from medseg.cascade.segment import segment
+from medseg.cascade.stage import CascadeOptions, flips
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.preprocess.orient import Orientation
+
+SHAPE = (96, 128, 80)
+NO_SIDES = Task("t", {"a": 1}, (Region("a", ("a",)),), (-1000.0, 0.0))
+
+
+class Sloped(FineOracle):
+    """Foreground logit is the image plus a slope along the axes; keeps what it was given."""
+
+    def __init__(self, slopes: tuple[float, float, float] = (0.0, 0.0, 0.0), gain: float = 1.0) -> None:
+        super().__init__()
+        self.slopes, self.gain = slopes, gain
+        self.shapes: list[tuple[int, ...]] = []
+        self.devices: list[str] = []
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        self.shapes.append(tuple(image.shape))
+        self.devices.append(image.device.type)
+        assert len(region) == len(image)
+        ramp = [slope * torch.linspace(-1, 1, size) for slope, size in zip(self.slopes, image.shape[2:], strict=True)]
+        logit = self.gain * (image + ramp[0][:, None, None] + ramp[1][:, None] + ramp[2])
+        return torch.cat([torch.zeros_like(logit), logit], 1)
+
+
+def image() -> Tensor:
+    return torch.rand(SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_crop_beyond_the_budget_goes_in_tiles_with_the_same_result() -> None:
+    network = Sloped()
+    trained = stage(network, "fine", bytes_per_voxel=100.0)
+    whole = trained.predict_probs(image(), 0, CascadeOptions(budget_gib=1.0))
+    tiled = trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.04))
+    assert str(whole.how) == "whole"
+    assert str(tiled.how) == "tiles of 72×72×80"
+    assert {shape[2:] for shape in network.shapes} == {SHAPE, (72, 72, 80)}
+    assert tiled.how.num_bytes <= 0.04 * 2**30
+    torch.testing.assert_close(tiled.probs, whole.probs, rtol=0, atol=1e-5)
+    assert whole.remarks == tiled.remarks == []
+
+
+def test_a_budget_that_holds_no_tile_is_refused() -> None:
+    trained = stage(Sloped(), "fine", bytes_per_voxel=4096.0)
+    with pytest.raises(
+        UserError, match=r"inference\.budget_gib=0\.5 is too small for the fine stage: .* needs 1\.00 GiB; raise it"
+    ):
+        trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.5))
+
+
+class OutOfMemory(Sloped):
+    """On the stand-in for a GPU, more voxels than `limit` raise what torch raises there."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        if image.device.type == "meta" and image.numel() > self.limit:
+            self.shapes.append(tuple(image.shape))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().forward(image.cpu() if image.device.type != "meta" else torch.zeros(image.shape), region)
+
+
+def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stage on a device that is no CPU; tensors come back from it as zeros."""
+    real_cpu, real_bool = Tensor.cpu, Tensor.__bool__
+    monkeypatch.setattr(Tensor, "cpu", lambda t: torch.zeros(t.shape) if t.device.type == "meta" else real_cpu(t))
+    monkeypatch.setattr(Tensor, "__bool__", lambda t: t.device.type == "meta" or real_bool(t))
+    return stage(network, "fine", device=torch.device("meta"), bytes_per_voxel=100.0)
+
+
+def test_a_full_gpu_is_tried_in_smaller_tiles_then_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, large = OutOfMemory(limit=0), torch.rand(160, 128, 96)
+    result = on_meta(network, monkeypatch).predict_probs(large, 0, CascadeOptions())
+    failed = [int(np.prod(shape)) for shape in network.shapes]
+    assert failed[0] == large.numel()
+    assert all(later <= earlier / 2 for earlier, later in itertools.pairwise(failed)), "half each time"
+    assert 64**3 <= failed[-1] < 2 * 64**3, "down to the smallest tile"
+    *tiles, cpu = result.remarks
+    assert len(tiles) == len(failed) - 1
+    assert all("ran out of memory on the GPU and went on in tiles of" in remark for remark in tiles)
+    assert cpu == "the fine stage ran out of memory on the GPU and went on with the CPU"
+    assert str(result.how) == "whole"
+    expected = stage(Sloped(), "fine").predict_probs(large, 0, CascadeOptions()).probs
+    torch.testing.assert_close(result.probs, expected)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError()])
+def test_no_other_error_is_taken_for_a_full_gpu(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(OutOfMemory):
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            raise error
+
+    with pytest.raises(type(error)):
+        on_meta(Broken(0), monkeypatch).predict_probs(image(), 0, CascadeOptions())
+
+
+def test_on_a_cpu_there_is_nowhere_to_go() -> None:
+    class Full(Sloped):
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        stage(Full(), "fine").predict_probs(image(), 0, CascadeOptions())
+
+
+def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_deviation() -> None:
+    networks = [Sloped(gain=gain) for gain in (0.0, 1.0, 5.0)]
+    singles = [stage(network, "fine").predict_probs(image(), 0, CascadeOptions()) for network in networks]
+    assert [single.spread for single in singles] == [None] * 3
+    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(image(), 0, CascadeOptions())
+    foreground = torch.stack([single.probs[1] for single in singles])
+    torch.testing.assert_close(result.probs[1], foreground.mean(0))
+    torch.testing.assert_close(result.probs.sum(0), torch.ones(SHAPE))
+    assert result.spread is not None
+    torch.testing.assert_close(result.spread, foreground.std(0, correction=0), rtol=0, atol=1e-3)
+
+
+def test_flips_leave_the_sides_where_they_count() -> None:
+    assert flips(TASK, tta=False) == [()]
+    assert flips(TASK, tta=True) == [(), (0,), (1,), (0, 1)]
+    assert len(flips(NO_SIDES, tta=True)) == 8
+    # A slope along a flipped axis cancels in the logits; one along x stays.
+    options = CascadeOptions(tta=True)
+    for slopes, is_even in (((3.0, 0.0, 0.0), True), ((0.0, 3.0, 0.0), True), ((0.0, 0.0, 3.0), False)):
+        probs = stage(Sloped(slopes), "fine").predict_probs(torch.zeros(SHAPE), 0, options).probs[1]
+        assert bool(torch.allclose(probs, torch.full(SHAPE, 0.5), atol=1e-5)) is is_even
+    # The image is turned back: its own detail stays in place.
+    bright = torch.zeros(SHAPE)
+    bright[10:20, 30:50, 60:70] = 1.0
+    probs = stage(Sloped(gain=5.0), "fine").predict_probs(bright, 0, options).probs[1]
+    assert torch.equal(probs > 0.9, bright > 0)
+
+
+STORED = Orientation((2, 0, 1), (False, True, False))
+
+
+@pytest.mark.parametrize("tta", [False, True])
+def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
+    class Eager(FineOracle):
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            return super().forward(image, region).index_fill(1, torch.tensor([1]), 10.0)
+
+    from oracle import CoarseOracle
+
+    volume, target = scan(STORED)
+    fine = stage(FineOracle(), "fine", others=(Eager(),))
+    result = segment(volume, stage(CoarseOracle(), "coarse"), fine, CascadeOptions(tta=tta))
+    assert result.disagreement is not None
+    assert result.disagreement.shape == volume.array.shape
+    assert result.disagreement.dtype == np.uint8
+    assert result.disagreement.max() == 50, "one says 0, one says 1"
+    assert (result.disagreement[target > 0] < 10).mean() > 0.9, "both see the blocks"
+    alone = segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine"))
+    assert alone.disagreement is None
+
+
+def test_threads_get_their_own_results() -> None:
+    trained = stage(Sloped(gain=3.0), "fine", precision="bf16")
+    images = [image() * scale for scale in (0.2, 0.5, 1.0, 2.0)]
+    expected = [trained.predict_probs(one, 0, CascadeOptions()).probs for one in images]
+    results: dict[int, Tensor] = {}
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            results[number] = trained.predict_probs(images[number], 0, CascadeOptions()).probs
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[number], probs) for number, probs in enumerate(expected))

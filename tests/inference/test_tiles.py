@@ -1,0 +1,124 @@
+"""Tiles equal the whole for a network that looks at single voxels; padding never shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from medseg.inference.tiles import most_probable, predict_probs
+
+SHAPES = [(9, 20, 31), (16, 24, 8), (1, 5, 40)]
+TILES = [(8, 8, 8), (12, 16, 20), (7, 9, 5), (32, 8, 64)]
+
+
+def pointwise(image: Tensor) -> Tensor:
+    """Logits of three classes from each voxel alone."""
+    return torch.cat([image, -image, 0.3 * image.abs()], dim=1)
+
+
+def noise(shape: tuple[int, int, int]) -> Tensor:
+    return torch.rand((1, 1, *shape), generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tile_shape", TILES)
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.6])
+def test_tiles_equal_the_whole(shape: tuple[int, int, int], tile_shape: tuple[int, int, int], overlap: float) -> None:
+    image = noise(shape)
+    expected = torch.softmax(pointwise(image)[0], 0)
+    probs = predict_probs(pointwise, image, tile_shape=tile_shape, overlap=overlap, divisor=(2, 4, 8))
+    assert probs.shape == (3, *shape)
+    torch.testing.assert_close(probs, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(probs.sum(0), torch.ones(shape))
+    whole = predict_probs(pointwise, image, tile_shape=None, overlap=overlap, divisor=(2, 4, 8))
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile_shape", [None, (6, 12, 16), (40, 40, 40)])
+def test_the_network_gets_multiples_and_air_behind_the_image(tile_shape: tuple[int, int, int] | None) -> None:
+    divisor, shape = (4, 8, 8), (5, 17, 20)
+    seen: list[Tensor] = []
+
+    def watched(image: Tensor) -> Tensor:
+        seen.append(image.clone())
+        return pointwise(image)
+
+    predict_probs(watched, torch.full((1, 1, *shape), 0.5), tile_shape=tile_shape, overlap=0.5, divisor=divisor)
+    for image in seen:
+        assert all(size % step == 0 for size, step in zip(image.shape[2:], divisor, strict=True))
+        assert set(image.unique().tolist()) <= {0.5, -1.0}
+    if tile_shape == (40, 40, 40):
+        (image,) = seen
+        inside = (image[0, 0] == 0.5).nonzero()
+        assert tuple(image.shape[2:]) == (40, 40, 40)
+        assert (inside.max(0).values - inside.min(0).values + 1).tolist() == list(shape)
+        # At the end, where training pads: the cells of the network lie on the same voxels.
+        assert inside.min(0).values.tolist() == [0, 0, 0]
+
+
+def test_half_precision_logits_become_float32_probabilities() -> None:
+    image = noise((8, 8, 8))
+    for tile_shape in (None, (4, 4, 4)):
+        probs = predict_probs(
+            lambda batch: pointwise(batch).bfloat16(), image, tile_shape=tile_shape, overlap=0.5, divisor=(1, 1, 1)
+        )
+        assert probs.dtype == torch.float32
+        torch.testing.assert_close(probs.sum(0), torch.ones(8, 8, 8), rtol=0, atol=1e-5)
+
+
+def test_the_middle_of_a_tile_weighs_more_than_its_border() -> None:
+    """A network that knows its tile's border gives most weight to voxels far from it."""
+
+    def is_middle(image: Tensor) -> Tensor:
+        logits = torch.zeros((1, 2, *image.shape[2:]))
+        logits[0, 1] = -20.0
+        logits[0, 1, 2:-2, 2:-2, 2:-2] = 20.0
+        return logits
+
+    probs = predict_probs(is_middle, noise((8, 8, 64)), tile_shape=(8, 8, 16), overlap=0.5, divisor=(1, 1, 1))
+    assert probs[1, 4, 4, 4:-4].min() > 0.9
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 5])
+def test_the_most_probable_class_is_that_of_argmax(num_classes: int) -> None:
+    # Few values, so that many are equal.
+    probs = torch.randint(0, 4, (num_classes, 5, 6, 7)) / 4
+    before = probs.clone()
+    labels = most_probable(probs)
+    assert labels.dtype == torch.uint8
+    assert torch.equal(labels.long(), probs.argmax(0))
+    assert torch.equal(probs, before)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+def test_batches_of_tiles_change_nothing(batch_size: int) -> None:
+    image, sizes = noise((9, 20, 31)), []
+
+    def watched(tiles: Tensor) -> Tensor:
+        sizes.append(len(tiles))
+        return pointwise(tiles)
+
+    one = predict_probs(pointwise, image, tile_shape=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8))
+    probs = predict_probs(watched, image, tile_shape=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8), batch_size=batch_size)
+    assert torch.equal(probs, one)
+    assert max(sizes) == min(batch_size, sum(sizes))
+    assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
+
+
+def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
+    image, num_seen = noise((8, 8, 32)), []
+    image[..., 12:] = -1.0
+
+    def always_foreground(tiles: Tensor) -> Tensor:
+        num_seen.append(len(tiles))
+        return torch.cat([torch.zeros_like(tiles), torch.full_like(tiles, 20.0)], dim=1)
+
+    options = {"tile_shape": (8, 8, 8), "overlap": 0.0, "divisor": (1, 1, 1)}
+    probs = predict_probs(always_foreground, image, **options)  # type: ignore[arg-type]
+    assert sum(num_seen) == 2
+    assert (probs[1, ..., :16] > 0.99).all()
+    assert (probs[1, ..., 16:] == 0).all()
+    torch.testing.assert_close(probs.sum(0), torch.ones(8, 8, 32))
+    # Nothing but air: one tile says how many classes there are.
+    assert predict_probs(always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options).shape == (2, 8, 8, 32)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""What a forward pass needs is known before a large crop is given to it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg.memory.accounting.forward import WORKSPACE, forward_bytes_per_voxel
+
+CPU = torch.device("cpu")
+
+
+def test_live_tensors_are_counted_and_weights_are_not() -> None:
+    conv = nn.Conv3d(1, 5, 1)
+    conv.weight.data = torch.zeros(5, 1, 1, 1, 1)
+    huge = nn.Parameter(torch.zeros(10_000_000))
+    conv.register_parameter("huge", huge)
+
+    def call(image: Tensor) -> Tensor:
+        features = conv(image)  # 5 channels of 4 bytes
+        return features + huge[:1]  # and as many beside them
+
+    assert forward_bytes_per_voxel(conv, call, (8, 8, 8), CPU) == pytest.approx(WORKSPACE * 2 * 5 * 4, rel=0.01)
+
+
+SCRIPT = """
+import sys, torch
+from medseg.memory.accounting.forward import forward_bytes_per_voxel
+from medseg.memory.layout import use_channels_last
+from medseg.memory.precision import autocast
+from medseg.models.unet import UNet
+
+precision, arguments = sys.argv[1], eval(sys.argv[2])
+torch.set_num_threads(1)
+network = UNet(1, 2, blocks_per_level=(1, 1, 2, 4), **arguments).eval()
+if precision != "fp32":
+    use_channels_last(network)
+
+def call(image):
+    with torch.inference_mode(), autocast(precision, "cpu"):
+        return network(image)
+
+def resident(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
+
+per_voxel = forward_bytes_per_voxel(network, call, network.divisor, torch.device("cpu"))
+image = torch.randn(1, 1, 192, 192, 160)
+open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
+before = resident("VmRSS")
+logits = call(image)
+print((resident("VmHWM") - before) / image.numel() / per_voxel)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's high-water mark")
+@pytest.mark.parametrize(
+    ("precision", "arguments"), [("bf16", {}), ("fp32", {}), ("bf16", {"stem": "conv"}), ("fp32", {"refine": 8})]
+)
+def test_the_prediction_bounds_what_is_measured(precision: str, arguments: dict[str, Any]) -> None:
+    command = [sys.executable, "-c", SCRIPT, precision, repr(arguments)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", check=True)
+    # A bound, and not one that is far off.
+    assert 0.3 < float(done.stdout) <= 1.0

@@ -1,0 +1,144 @@
+"""The count of a step: by hand, by other means, and the same whether or not anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from medseg.losses.dice_ce import DiceCrossEntropyLoss
+from medseg.memory.accounting.step import StepMemory, count_step
+from medseg.memory.apply import apply_switches
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+
+SIZE = (16, 24, 32)
+
+
+class SumLoss(nn.Module):
+    """Keeps nothing for the backward pass."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return logits.sum()
+
+
+class Momentum(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+
+
+def make(norm: str = "instance", **arguments: Any) -> UNet:
+    return UNet(1, 2, **{"width": 4, "depth": 2, "norm": norm, **arguments})
+
+
+def count(make_network: Any, **arguments: Any) -> StepMemory:
+    arguments = {"loss": DiceCrossEntropyLoss(), "make_optimizer": torch.optim.AdamW, **arguments}
+    return count_step(make_network, arguments.pop("image_shape", (1, 1, *SIZE)), **arguments)
+
+
+def test_one_convolution_by_hand() -> None:
+    memory = count(
+        lambda: nn.Sequential(nn.Conv3d(1, 4, 1)), image_shape=(2, 1, 4, 4, 4), loss=SumLoss(), make_optimizer=Momentum
+    )
+    weights, voxels = (4 + 4) * 4, 2 * 4**3
+    assert (memory.parameters, memory.gradients, memory.optimizer_state) == (weights, weights, weights)
+    assert (memory.voxels, memory.input, memory.target) == (voxels, voxels * 4, voxels)
+    assert memory.saved == {"loss": 4}  # the convolution keeps the input and its weight, which are there anyway
+    # Just after the sum: its argument (4 channels) is still there, and no gradient yet.
+    assert memory.peak == weights * 2 + voxels * (4 + 1 + 4 * 4) + 4
+    assert memory.peak_at == "forward loss"
+    assert sum(memory.peak_live.values()) == memory.peak
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_saved_bytes_are_those_that_autograd_hands_out(precision: str) -> None:
+    network, image = make(), torch.zeros(1, 1, *SIZE)
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), image)}
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in left_out:
+            storages[address] = tensor.detach()
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        network(image)
+    handed_out = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    memory = count(make, loss=SumLoss(), precision=precision)
+    assert memory.saved_bytes - memory.saved["loss"] == handed_out
+
+
+@pytest.mark.parametrize(
+    ("network", "switches", "step"),
+    [
+        ({}, {}, {}),
+        ({"norm": "batch", "block": "residual"}, {"checkpointing": "sqrt"}, {"precision": "bf16", "accumulate": 3}),
+        ({"norm": "group", "width": 8}, {"channels_last": True}, {"precision": "fp16"}),
+        ({"refine": 4}, {"checkpointing": "all", "channels_last": True}, {"precision": "bf16", "make_optimizer": Momentum}),
+        ({}, {"offload": True, "checkpointing": "sqrt", "device_type": "cuda"}, {"precision": "bf16"}),
+        ({"stem": "conv", "block": "plain"}, {"checkpointing": ("encoder.0",)}, {"image_shape": (2, 1, *SIZE)}),
+    ],
+    ids=lambda value: "-".join(str(item) for item in value.values()) or "plain",
+)
+def test_nothing_needs_to_be_computed(network: dict[str, Any], switches: dict[str, Any], step: dict[str, Any]) -> None:
+    fake, real = (count(lambda: apply_switches(make(**network), **switches), **step, compute=c) for c in (False, True))
+    assert fake == real
+
+
+@pytest.mark.parametrize("mode", ["separate", "side_input"])
+def test_regional_networks_are_counted(mode: str) -> None:
+    region = torch.tensor([1])
+
+    def regional() -> nn.Module:
+        return RegionalNetwork(lambda channels: UNet(channels, 2, width=4, depth=2), num_regions=2, mode=mode)
+
+    fake, real = (count(regional, call=lambda network, image: network(image, region), compute=c) for c in (False, True))
+    assert fake == real
+    weights = [weight.nbytes for weight in regional().parameters()]
+    one = sum(weights) // (2 if mode == "separate" else 1)
+    # Each region's weights lie there with their optimiser state; a step makes gradients for those of its batch only.
+    assert fake.gradients == one
+    assert fake.parameters == sum(weights)
+    assert fake.optimizer_state == 2 * sum(weights) + 4 * len(weights)  # two moments, and a counter per tensor
+
+
+def test_each_switch_moves_what_it_claims_to_move() -> None:
+    plain = count(make)
+    names = [*make().blocks(), "head", "loss"]
+    assert list(plain.saved) == [name for name in names if name in plain.saved]
+    assert {"stem", "encoder.2.block0", "head"} <= plain.saved.keys()
+    recomputed = count(lambda: apply_switches(make(), checkpointing="all"))
+    assert recomputed.saved_bytes < 0.5 * plain.saved_bytes
+    assert recomputed.peak < plain.peak
+    chosen = count(lambda: apply_switches(make(), checkpointing=("encoder.0",)))
+    changed = {name for name in plain.saved if chosen.saved[name] != plain.saved[name]}
+    assert changed == {"encoder.0.block0"}
+    away = count(lambda: apply_switches(make(), offload=True, device_type="cuda"))
+    assert set(away.saved) == {"head", "loss"}  # the logits, which the loss keeps
+    assert away.offloaded >= plain.saved_bytes - away.saved_bytes
+    assert away.peak < plain.peak
+    half = count(make, precision="bf16")
+    assert 0.5 * plain.saved_bytes < half.saved_bytes < 0.6 * plain.saved_bytes  # and copies of the weights
+    assert (half.parameters, half.gradients, half.optimizer_state) == (plain.parameters, plain.gradients, plain.optimizer_state)
+    momentum = count(make, make_optimizer=Momentum)
+    assert momentum.optimizer_state == momentum.parameters < plain.optimizer_state / 1.9
+    # The second micro-batch finds the gradients of the first.
+    assert plain.peak < count(make, accumulate=5).peak <= plain.peak + plain.gradients
+
+
+def test_what_decides_by_values_is_refused() -> None:
+    class Jump(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(1, 2, 1)
+
+        def forward(self, image: Tensor) -> Tensor:
+            logits: Tensor = self.conv(image)
+            return logits if logits.mean() > 0 else -logits
+
+    with pytest.raises(ValueError, match="without computing"):
+        count(Jump)

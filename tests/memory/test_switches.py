@@ -1,0 +1,279 @@
+"""Every switch proves what it claims: equal gradients, counted operations, counted bytes, equal names."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from medseg.memory.apply import apply_switches
+from medseg.memory.checkpointing import checkpoint_blocks, select_blocks
+from medseg.memory.offload import offload_activations, save_to_host
+from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+
+POLICIES = ["sqrt", "all", ("encoder.0", "decoder.1.up")]
+
+
+def make(norm: str = "instance", block: str = "bottleneck", **arguments: object) -> UNet:
+    torch.manual_seed(0)
+    network = UNet(1, 2, width=8, depth=2, norm=norm, block=block, **arguments)  # type: ignore[arg-type]
+    for name, weight in network.named_parameters():
+        if name.endswith("branch.2.1.weight"):  # the zero scale at the end of a branch would hide the branch
+            nn.init.ones_(weight)
+    return network
+
+
+def image(batch: int = 1) -> Tensor:
+    return torch.randn(batch, 1, 16, 24, 32, generator=torch.Generator().manual_seed(1))
+
+
+def step(network: nn.Module, inputs: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients by name."""
+    network.zero_grad()
+    logits = network(image() if inputs is None else inputs)
+    (logits.float() * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    grads = {name: weight.grad.clone() for name, weight in network.named_parameters() if weight.grad is not None}
+    return logits.detach(), grads
+
+
+def count_flops(network: nn.Module) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step(network)
+    return counter.get_total_flops()
+
+
+def count_saved_bytes(network: nn.Module) -> int:
+    """Bytes that autograd keeps between forward and backward, each storage counted once, parameters left out."""
+    weights = {weight.untyped_storage().data_ptr() for weight in network.parameters()}
+    storages: dict[int, Tensor] = {}  # holding the tensors keeps their addresses from being given away again
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            storages[address] = tensor.detach()
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        network(image())
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("norm", "block"), [("instance", "bottleneck"), ("batch", "residual"), ("group", "plain")])
+def test_checkpointing_gives_the_same_bits(policy: str | tuple[str, ...], norm: str, block: str) -> None:
+    plain = make(norm, block)
+    lean = apply_switches(copy.deepcopy(plain), checkpointing=policy)
+    logits, grads = step(plain, image(2))
+    lean_logits, lean_grads = step(lean, image(2))
+    assert torch.equal(logits, lean_logits)
+    assert grads.keys() == lean_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, lean_grads[name]), name
+    # Weights and buffers, running statistics included, are the same after the step.
+    state, lean_state = plain.state_dict(), lean.state_dict()
+    assert list(state) == list(lean_state)
+    assert all(torch.equal(state[name], lean_state[name]) for name in state)
+    if norm == "batch":
+        assert state["stem.unit.1.num_batches_tracked"] == 1
+
+
+def test_checkpointing_repeats_the_forward_pass_of_the_chosen_blocks_and_no_more() -> None:
+    flops = {policy: count_flops(apply_switches(make(), checkpointing=policy)) for policy in ("none", "sqrt", "all")}
+    network = make()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(image())
+    head = sum(counter.get_flop_counts()["UNet.head"].values())
+    assert flops["none"] < flops["sqrt"] < flops["all"]
+    # The head keeps nothing besides its input and is not repeated.
+    assert flops["all"] == flops["none"] + counter.get_total_flops() - head
+
+
+def test_checkpointing_saves_fewer_bytes() -> None:
+    saved = {policy: count_saved_bytes(apply_switches(make(), checkpointing=policy)) for policy in ("none", "sqrt", "all")}
+    assert saved["all"] < saved["sqrt"] < saved["none"]
+    assert saved["all"] < 0.5 * saved["none"]
+
+
+def test_checkpointing_costs_nothing_without_gradient() -> None:
+    with FlopCounterMode(display=False) as plain, torch.no_grad():
+        make()(image())
+    with FlopCounterMode(display=False) as lean, torch.no_grad():
+        apply_switches(make(), checkpointing="all")(image())
+    assert plain.get_total_flops() == lean.get_total_flops()
+
+
+def test_checkpointing_repeats_random_numbers() -> None:
+    blocks = {"noise": nn.Sequential(nn.Conv3d(1, 4, 1), nn.Dropout(0.5), nn.Conv3d(4, 1, 1))}
+    inputs, grads = image(), []
+    for policy in ("none", "all"):
+        block = copy.deepcopy(blocks["noise"])
+        checkpoint_blocks({"noise": block}, policy)
+        torch.manual_seed(3)
+        grads.append(step(block, inputs)[1])
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_running_statistics_go_on_after_an_evaluation() -> None:
+    network = apply_switches(make("batch"), checkpointing="all")
+    step(network)
+    network.eval()
+    before = network.state_dict()["stem.unit.1.running_mean"].clone()
+    step(network)
+    assert torch.equal(before, network.state_dict()["stem.unit.1.running_mean"])
+    network.train()
+    step(network)
+    assert network.state_dict()["stem.unit.1.num_batches_tracked"] == 2
+
+
+def test_policies_choose_by_count_and_by_name() -> None:
+    blocks = make().blocks()
+    assert select_blocks(blocks, "none") == []
+    assert select_blocks(blocks, "all") == list(blocks)
+    assert select_blocks(blocks, "sqrt") == list(blocks)[: math.ceil(len(blocks) ** 0.5)]
+    assert select_blocks(blocks, ("encoder.1",)) == ["encoder.1.down", "encoder.1.block0"]
+    with pytest.raises(ValueError, match=r"encoder\.9"):
+        select_blocks(blocks, ("encoder.9",))
+    with pytest.raises(ValueError, match="some"):
+        select_blocks(blocks, "some")
+
+
+def test_channels_last_computes_the_same() -> None:
+    plain = make()
+    last = apply_switches(copy.deepcopy(plain), channels_last=True)
+    layouts: list[bool] = []
+    for module in last.modules():
+        if isinstance(module, nn.LeakyReLU):
+            module.register_forward_hook(
+                lambda _, __, out: layouts.append(out.is_contiguous(memory_format=torch.channels_last_3d))
+            )
+    # Half precision takes the kernels that know layouts where the processor has it; fp32 does not on a single thread,
+    # so the volume is large enough that no convolution leaves bf16 (axes of two voxels do, on CPU).
+    with autocast("bf16", "cpu"):
+        last(torch.randn(1, 1, 32, 32, 32))
+    assert layouts
+    assert all(layouts) or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    (logits, grads), (last_logits, last_grads) = step(plain), step(last)
+    # fp32 sums in another order.
+    torch.testing.assert_close(logits, last_logits, rtol=1e-4, atol=1e-5)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, last_grads[name], rtol=1e-3, atol=1e-3 * grad.abs().max().item(), msg=name)
+    assert list(plain.state_dict()) == list(last.state_dict())
+
+
+def test_bf16_stays_near_fp32_and_halves_what_is_saved() -> None:
+    network = make()
+    exact = network(image())
+    with autocast("bf16", "cpu"):
+        rounded = network(image())
+        half = count_saved_bytes(network)
+    assert rounded.dtype == torch.bfloat16
+    # About thirty roundings to 8 bits, relative to the spread of the logits.
+    assert (rounded.float() - exact).std() < 0.05 * exact.std()
+    assert half < 0.65 * count_saved_bytes(network)
+    with autocast("fp32", "cpu"):
+        assert torch.equal(network(image()), exact)
+
+
+def test_precision_of_a_gpu_is_refused_on_cpu() -> None:
+    for function in (autocast, lightning_precision):
+        with pytest.raises(ValueError, match="take bf16"):
+            function("fp16", "cpu")
+        with pytest.raises(ValueError, match="tf32"):
+            function("tf32", "cpu")
+        with pytest.raises(ValueError, match="int8"):
+            function("int8", "cpu")
+    assert lightning_precision("bf16", "cpu") == "bf16-mixed"
+    assert lightning_precision("fp16", "cuda") == "16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("trained", "device_type", "has_bf16", "expected"),
+    [
+        ("bf16", "cpu", True, "bf16"),
+        ("bf16", "cpu", False, "fp32"),  # emulated: nine times slower than fp32 with AVX2 alone
+        ("fp16", "cpu", True, "fp32"),
+        ("tf32", "cpu", True, "fp32"),
+        ("fp32", "cpu", True, "fp32"),
+        ("fp16", "cuda", False, "fp16"),
+        ("bf16", "cuda", False, "bf16"),
+    ],
+)
+def test_a_trained_network_runs_as_the_device_can(
+    trained: str, device_type: str, has_bf16: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medseg.memory.precision.has_fast_bf16", lambda: has_bf16)
+    assert inference_precision(trained, device_type) == expected
+
+
+def test_tf32_is_allowed_only_where_asked() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        for precision, allowed in (("tf32", True), ("fp32", False)):
+            set_tf32(precision)
+            assert torch.backends.cuda.matmul.allow_tf32 is allowed
+            assert torch.backends.cudnn.allow_tf32 is allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_offload_is_refused_on_cpu_and_changes_no_gradient() -> None:
+    with pytest.raises(ValueError, match="turn it off"):
+        offload_activations(make(), "cpu")
+    plain = make()
+    away = copy.deepcopy(plain)
+    save_to_host(away)
+    (_, grads), (_, away_grads) = step(plain), step(away)
+    assert all(torch.equal(grads[name], away_grads[name]) for name in grads)
+    assert list(plain.state_dict()) == list(away.state_dict())
+
+
+@pytest.mark.gpu
+def test_offload_frees_the_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    held = []
+    for offload in (False, True):
+        network = apply_switches(make().cuda(), offload=offload, device_type="cuda")
+        before = torch.cuda.memory_allocated()
+        logits = network(image().cuda())
+        held.append(torch.cuda.memory_allocated() - before - logits.nbytes)
+    assert held[1] < 0.5 * held[0]
+
+
+def test_switches_work_together_on_a_regional_network() -> None:
+    torch.manual_seed(0)
+    plain = RegionalNetwork(lambda channels: UNet(channels, 2, width=8, depth=2), num_regions=2, mode="separate")
+    lean = apply_switches(copy.deepcopy(plain), checkpointing="all", channels_last=True)
+    region = torch.tensor([1, 0])
+    torch.testing.assert_close(plain(image(2), region), lean(image(2), region), rtol=1e-4, atol=1e-5)
+    assert list(plain.state_dict()) == list(lean.state_dict())
+    lean.load_state_dict(plain.state_dict())
+
+
+def test_switches_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="exclude"):
+        apply_switches(make(), offload=True, compile=True, device_type="cuda")
+    with pytest.raises(ValueError, match="batch norm"):
+        apply_switches(make("batch"), checkpointing="all", compile=True)
+
+
+@pytest.mark.slow
+def test_compiled_network_computes_the_same() -> None:
+    plain = make()
+    fast = apply_switches(copy.deepcopy(plain), checkpointing="sqrt", channels_last=True, compile=True)
+    assert list(plain.state_dict()) == list(fast.state_dict())
+    try:
+        logits, grads = step(fast)
+    except torch._inductor.exc.InductorError as error:
+        pytest.skip(f"no compiler: {error}")
+    expected_logits, expected_grads = step(plain)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-2, atol=1e-3 * grad.abs().max().item(), msg=name)

@@ -1,0 +1,132 @@
+"""The montage shows the right labels on the right side, and always something."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medseg.pictures.overlay import Panel, overlay_montage
+
+SHAPE = (20, 50, 60)
+SPACING_MM = (6.0, 3.0, 4.0)
+NAMES = {1: "left_lung", 2: "right_lung"}
+BLUE, ORANGE = (56, 189, 248), (251, 146, 60)
+
+
+def _labels(value: int, x: slice, y: slice = slice(10, 40), z: slice = slice(5, 15)) -> np.ndarray:
+    labels = np.zeros(SHAPE, dtype=np.uint8)
+    labels[z, y, x] = value
+    return labels
+
+
+def _body() -> np.ndarray:
+    image_hu = np.full(SHAPE, -1000, dtype=np.int16)
+    image_hu[:, 5:45, 5:55] = 40
+    return image_hu
+
+
+def _coloured(picture: np.ndarray, panel: Panel, colour: tuple[int, int, int]) -> np.ndarray:
+    """Pixels of a panel, (rows, columns), that lean towards a colour."""
+    left, top, right, bottom = panel.box_px
+    part = picture[top:bottom, left:right].astype(float)
+    lean = part - part.mean(axis=-1, keepdims=True)
+    wanted = np.array(colour) - np.mean(colour)
+    wanted /= np.linalg.norm(wanted)
+    return np.asarray((lean @ wanted > 20) & (lean @ wanted > 0.8 * np.linalg.norm(lean, axis=-1)))
+
+
+def _draw(path: Path, pred: np.ndarray, reference: np.ndarray | None) -> tuple[np.ndarray, list[Panel]]:
+    panels = overlay_montage(_body(), pred, reference, SPACING_MM, path, "Doe, John $x_1$ (ü)", label_names=NAMES)
+    return np.asarray(Image.open(path).convert("RGB")), panels
+
+
+@pytest.mark.parametrize("source", ["pred", "reference"])
+def test_left_is_on_the_viewers_right(tmp_path: Path, source: str) -> None:
+    """Larger x is the patient's left; a label there colours the right half of axial and coronal panels only."""
+    labels, empty = _labels(1, slice(40, 52)), np.zeros(SHAPE, dtype=np.uint8)
+    # A second label in the middle keeps the view from centring on the first.
+    frame = _labels(2, slice(8, 12))
+    pred, reference = (labels + frame, empty) if source == "pred" else (empty, labels + frame)
+    picture, panels = _draw(tmp_path / "a.png", pred, reference)
+    seen = set()
+    for panel in panels:
+        if panel.plane == "sagittal":
+            continue
+        seen.add(panel.plane)
+        for colour, is_right_half in ((BLUE, True), (ORANGE, False)):
+            columns = np.nonzero(_coloured(picture, panel, colour))[1]
+            middle = (panel.box_px[2] - panel.box_px[0]) / 2
+            assert len(columns) > 0
+            assert ((columns > middle) == is_right_half).all()
+    assert seen == {"axial", "coronal"}
+
+
+def test_superior_and_anterior_are_up_and_anterior_is_left(tmp_path: Path) -> None:
+    top_front = _labels(1, slice(20, 40), y=slice(8, 14), z=slice(15, 18))
+    bottom_back = _labels(2, slice(20, 40), y=slice(36, 42), z=slice(2, 5))
+    picture, panels = _draw(tmp_path / "a.png", top_front + bottom_back, None)
+    for panel in panels:
+        front = np.argwhere(_coloured(picture, panel, BLUE))
+        back = np.argwhere(_coloured(picture, panel, ORANGE))
+        height, width = panel.box_px[3] - panel.box_px[1], panel.box_px[2] - panel.box_px[0]
+        if panel.plane == "sagittal":
+            assert len(front) > 0
+            assert (front[:, 0] < height / 2).all()
+            assert (front[:, 1] < width / 2).all()
+            assert (back[:, 0] > height / 2).all()
+            assert (back[:, 1] > width / 2).all()
+        elif len(front):
+            assert (front[:, 0] < height / 2).all()
+        else:
+            assert (back[:, 0] > height / 2).all()
+
+
+def test_a_cube_in_mm_is_drawn_square_in_every_plane(tmp_path: Path) -> None:
+    cube = _labels(1, slice(20, 35), y=slice(15, 35), z=slice(5, 15))  # 60 mm along each axis
+    picture, panels = _draw(tmp_path / "a.png", cube, None)
+    assert {panel.plane for panel in panels} == {"axial", "coronal", "sagittal"}
+    for panel in panels:
+        rows, columns = np.nonzero(_coloured(picture, panel, BLUE))
+        assert np.ptp(rows) == pytest.approx(np.ptp(columns), rel=0.08), panel.plane
+
+
+def test_every_slice_goes_through_the_label(tmp_path: Path) -> None:
+    labels = _labels(1, slice(50, 52), y=slice(40, 43), z=slice(18, 20))
+    picture, panels = _draw(tmp_path / "a.png", labels, None)
+    assert all(_coloured(picture, panel, BLUE).any() for panel in panels)
+
+
+def test_without_labels_the_whole_volume_is_shown(tmp_path: Path) -> None:
+    empty = np.zeros(SHAPE, dtype=np.uint8)
+    picture, panels = _draw(tmp_path / "a.png", empty, empty)
+    assert len({(panel.plane, panel.index) for panel in panels}) == 8
+    for panel in panels:
+        left, top, right, bottom = panel.box_px
+        part = picture[top:bottom, left:right]
+        assert np.ptp(part) > 100
+        assert not _coloured(picture, panel, BLUE).any()
+
+
+def test_the_file_replaces_an_older_one_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    folder = tmp_path / "a=b (1)"
+    labels = _labels(1, slice(20, 30))
+    for _ in range(2):
+        _draw(folder / "ü.png", labels, None)
+    assert os.listdir(folder) == ["ü.png"]
+
+
+def test_a_volume_of_one_slice_is_drawn(tmp_path: Path) -> None:
+    image_hu = np.zeros((1, 30, 40), dtype=np.int16)
+    panels = overlay_montage(
+        image_hu, np.ones_like(image_hu), None, (1.0, 1.0, 1.0), tmp_path / "a.png", "x" * 200, label_names=NAMES
+    )
+    assert len(panels) == 8
+
+
+def test_shapes_must_agree(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        overlay_montage(_body(), np.zeros((2, 3, 4), np.uint8), None, SPACING_MM, tmp_path / "a.png", "a", label_names=NAMES)
