@@ -1,0 +1,1 @@
+"""Trained weights: the file formats, and those that come with medseg."""

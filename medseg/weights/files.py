@@ -1,0 +1,122 @@
+"""Read the weights of a stage from a checkpoint or a safetensors file, as data; write the small file that is passed on.
+
+A checkpoint of a run also holds what resuming needs; a safetensors file holds the weights and the card only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from medseg import __version__
+from medseg.errors import UserError
+from medseg.io.replacing import replacing
+from medseg.weights.checkpoint import load_checkpoint
+
+# Raised when a checkpoint's card changes its meaning.
+CARD_FORMAT = 1
+SUFFIX = ".safetensors"
+PREFIX = "network."
+SHIPPED = Path(__file__).parent
+CHECKSUMS = "SHA256SUMS"
+
+
+def shipped_weights(task: str, stage: str) -> Path:
+    """Find the weights that come with medseg, and check that they are whole.
+
+    Args:
+        task: Name of the task, e.g. `lungs`.
+        stage: `coarse` or `fine`.
+
+    Raises:
+        UserError: If there are none for the task, or the file is not the one that was shipped.
+    """
+    path = SHIPPED / f"{task}_{stage}{SUFFIX}"
+    lines = (SHIPPED / CHECKSUMS).read_text(encoding="ascii").splitlines()
+    sums = {name: checksum for checksum, name in (line.split() for line in lines)}
+    if path.name not in sums:
+        raise UserError(f"medseg brings no weights for the task {task}; give {stage}=<checkpoint>")
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sums[path.name]:
+        raise UserError(f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again")
+    return path
+
+
+def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read card and weights; nothing in the file is executed.
+
+    Args:
+        path: Checkpoint of a run, or safetensors file.
+        stage: The stage it must be, `coarse` or `fine`.
+        key: The key that gave the path, for messages.
+
+    Returns:
+        The card (`build.make_card`) and the network's weights by name.
+
+    Raises:
+        UserError: If the file is missing, damaged, not of medseg, of another stage or of another format, or if its weights are
+            no numbers.
+    """
+    given = f"{key}={path}"
+    if not path.is_file():
+        raise UserError(f"{given}: there is no such checkpoint")
+    card, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
+    if not isinstance(card, dict) or "format" not in card:
+        raise UserError(f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage}`")
+    if card["format"] != CARD_FORMAT:
+        raise UserError(
+            f"{given}: format {card['format']}, but medseg {__version__} reads format {CARD_FORMAT}; use the version that wrote it"
+        )
+    if card.get("stage") != stage:
+        raise UserError(f"{given}: this is a checkpoint of the {card.get('stage')} stage; a {stage} one is needed")
+    for name, value in weights.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"{given}: its weights {name} are no tensor, but a {type(value).__name__}; take another copy")
+        if not torch.isfinite(value).all():
+            raise UserError(f"{given}: its weights {name} hold NaN or infinity, so its training went wrong; take an earlier one")
+    return card, weights
+
+
+def write_weights(path: Path, card: dict[str, Any], weights: dict[str, Tensor]) -> str:
+    """Write a safetensors file, whole or not at all.
+
+    Args:
+        path: Ends in `.safetensors`.
+        card: Plain values.
+        weights: The network's weights by name.
+
+    Returns:
+        SHA-256 of the file.
+    """
+    content = save({name: value.contiguous() for name, value in weights.items()}, {"medseg": json.dumps(card, sort_keys=True)})
+    with replacing(path) as file:
+        file.write(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _read_safetensors(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            card = json.loads((file.metadata() or {}).get("medseg", "null"))
+            return card, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{given}: not a whole safetensors file ({_line(error)})") from error
+
+
+def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
+    checkpoint = load_checkpoint(path, given)
+    state = checkpoint.get("state_dict")
+    if not isinstance(state, dict):
+        return None, {}
+    weights = {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
+    return checkpoint.get("medseg"), weights
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
