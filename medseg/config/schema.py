@@ -1,0 +1,449 @@
+"""The typed configuration: one dataclass per group; types only, every value stands in `conf/`.
+
+The composed configuration is merged into one of the roots at the end of this file (`check.py`), which refuses unknown keys, wrong types and
+missing values, however they came in. A tuple's length is part of its type. Leaves that belong to other libraries (`optimizer`, `schedule`,
+`logger`) are plain mappings with a `_target_`, checked against the white list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class StageName(Enum):
+    """The two stages of the cascade."""
+
+    coarse = "coarse"
+    fine = "fine"
+
+
+class RegionMode(Enum):
+    """How one model serves several regions; see `medseg.models.regional`."""
+
+    mirrored = "mirrored"
+    separate = "separate"
+    side_input = "side_input"
+
+
+class RegionFrom(Enum):
+    """Where the fine stage's training boxes come from."""
+
+    reference = "reference"
+    coarse = "coarse"
+
+
+class Side(Enum):
+    """The patient's side."""
+
+    left = "left"
+    right = "right"
+
+
+class Block(Enum):
+    """The building block of the network; see `medseg.models.blocks`."""
+
+    plain = "plain"
+    residual = "residual"
+    bottleneck = "bottleneck"
+
+
+class Stem(Enum):
+    """How the input enters the network; see `medseg.models.unet`."""
+
+    conv = "conv"
+    strided = "strided"
+    space_to_depth = "space_to_depth"
+
+
+class Norm(Enum):
+    """Normalisation layer."""
+
+    instance = "instance"
+    group = "group"
+    batch = "batch"
+
+
+class Precision(Enum):
+    """Number format of the forward and backward pass; weights stay fp32."""
+
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Accelerator(Enum):
+    """Device of a run; auto takes a GPU where there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+class Strategy(Enum):
+    """How ranks work together."""
+
+    auto = "auto"
+    ddp = "ddp"
+
+
+class Profiler(Enum):
+    """Lightning's profilers."""
+
+    none = "none"
+    simple = "simple"
+
+
+class Detail(Enum):
+    """Size of the phantom scans: small (2 to 3 mm voxels, seconds a case) or full (0.6 to 1 mm in plane)."""
+
+    small = "small"
+    full = "full"
+
+
+@dataclass
+class RegionConfig:
+    """One region of interest of a task."""
+
+    labels: list[str]
+    side: Side | None
+
+
+@dataclass
+class TaskConfig:
+    """What is segmented."""
+
+    name: str
+    labels: dict[str, int]
+    regions: dict[str, RegionConfig]
+    window_hu: tuple[float, float]
+
+
+@dataclass
+class SpacingConfig:
+    """The voxel spacing that a stage works at."""
+
+    target_spacing_mm: tuple[float, float, float]
+
+
+@dataclass
+class StageConfig:
+    """Input, region and validation of a stage."""
+
+    name: StageName
+    patch_size: tuple[int, int, int] | None
+    batch_size: int
+    max_voxels: int | None
+    boundary_share: float | None
+    elsewhere_share: float | None
+    region_mode: RegionMode | None
+    region_margin_mm: float | None
+    region_from: RegionFrom | None
+    box_jitter_mm: float | None
+    coarse: str | None
+    validate_every: int
+    patience: int | None
+
+
+@dataclass
+class PhantomConfig:
+    """The embedded data set."""
+
+    folder: str
+    detail: Detail
+    seed: int
+    num_train: int
+    num_val: int
+    num_test: int
+    num_extra: int
+
+
+@dataclass
+class DataConfig:
+    """Cases, their labels, the split and the cache."""
+
+    cases: str | None
+    labels_column: str
+    label_values: dict[str, Any]
+    hu_slope: float
+    hu_offset: float
+    ignore_findings: list[str]
+    cache: str
+    fold: Any
+    num_folds: int
+    val_patients: list[str]
+    test_patients: list[str]
+    phantoms: PhantomConfig
+    phantom_share: float
+    num_workers: int
+
+
+@dataclass
+class LabelsConfig:
+    """Where a reference lies and what its values mean."""
+
+    labels_column: str
+    label_values: dict[str, Any]
+
+
+@dataclass
+class AugmentConfig:
+    """What may happen to a training sample; see `medseg.data.augment.Augmentation`."""
+
+    enabled: bool
+    flip_axes: list[int]
+    affine_probability: float
+    rotation_deg: tuple[float, float, float]
+    scale_range: tuple[float, float]
+    shear_max: float
+    translation_mm: tuple[float, float, float]
+    blur_probability: float
+    blur_sigma_mm: tuple[float, float]
+    low_resolution_probability: float
+    low_resolution_mm: tuple[float, float]
+    low_resolution_all_axes_probability: float
+    noise_probability: float
+    noise_sd: tuple[float, float]
+    contrast_probability: float
+    contrast_range: tuple[float, float]
+    brightness_probability: float
+    brightness_max: float
+    gamma_probability: float
+    gamma_range: tuple[float, float]
+    window_shift_hu: float
+    truncate_probability: float
+    truncate_max_fraction: float
+    narrow_probability: float
+    narrow_max_fraction: float
+    circle_probability: float
+    circle_radius_range: tuple[float, float]
+
+
+@dataclass
+class ModelConfig:
+    """The network."""
+
+    width: int
+    depth: int
+    block: Block
+    blocks_per_level: list[int]
+    stem: Stem
+    refine: int
+    norm: Norm
+
+
+@dataclass
+class MemoryConfig:
+    """Switches that are applied to the network from outside."""
+
+    precision: Precision
+    checkpointing: Any
+    accumulate: int
+    offload: bool
+    channels_last: bool
+    compile: bool
+    budget_gib: float | None
+
+
+@dataclass
+class TrainerConfig:
+    """Devices and ranks."""
+
+    accelerator: Accelerator
+    devices: int
+    num_nodes: int
+    strategy: Strategy
+    threads: int | None
+    gradient_clip: float | None
+
+
+@dataclass
+class LossConfig:
+    """Dice and cross-entropy."""
+
+    dice_weight: float
+    ce_weight: float
+    include_background: bool
+    batch_dice: bool
+
+
+@dataclass
+class DebugConfig:
+    """Helpers that cost time; said aloud when on."""
+
+    anomaly: bool
+    overfit: bool
+    profiler: Profiler
+
+
+@dataclass
+class InferenceConfig:
+    """How a trained stage is run on a whole case."""
+
+    tile_size: tuple[int, int, int] | None
+    overlap: float
+
+
+@dataclass
+class PredictInferenceConfig(InferenceConfig):
+    """What only prediction can choose."""
+
+    budget_gib: float
+    tta: bool
+
+
+@dataclass
+class TrainConfig:
+    """Root of `train` and of the configuration in a run folder."""
+
+    name: str
+    seed: int
+    steps: int
+    resume: str | None
+    start: bool
+    checkpoint_every: int | None
+    retry_failed: bool
+    init_from: str | None
+    run_dir: str
+    stage: StageConfig
+    task: TaskConfig
+    spacing: SpacingConfig
+    data: DataConfig
+    augment: AugmentConfig
+    model: ModelConfig
+    loss: LossConfig
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    memory: MemoryConfig
+    trainer: TrainerConfig
+    inference: InferenceConfig
+    logger: dict[str, Any]
+    debug: DebugConfig
+
+
+@dataclass
+class ExtentConfig:
+    """Size of what each stage sees whole."""
+
+    coarse: tuple[float, float, float]
+    fine: tuple[float, float, float]
+
+
+@dataclass
+class PlanConfig(TrainConfig):
+    """Root of `plan`."""
+
+    shape: tuple[int, int, int] | None
+    extent_mm: ExtentConfig
+    compute: bool
+    output: str | None
+
+
+@dataclass
+class LadderConfig(PlanConfig):
+    """Root of `ladder`."""
+
+    timed_steps: int
+    peers: bool
+    peers_env: str
+    train: bool
+    rows: dict[str, list[str]]
+
+
+@dataclass
+class PrepareConfig:
+    """Root of `prepare`."""
+
+    task: TaskConfig
+    data: DataConfig
+    spacings: dict[str, SpacingConfig]
+    output: str
+
+
+@dataclass
+class PredictConfig:
+    """Root of `predict`."""
+
+    input: str
+    output: str
+    coarse: Any
+    fine: Any
+    split: str | None
+    series: str | None
+    hu_slope: float
+    hu_offset: float
+    accelerator: Accelerator
+    threads: int | None
+    precision: Precision | None
+    inference: PredictInferenceConfig
+
+
+@dataclass
+class EvaluateConfig:
+    """Root of `evaluate`."""
+
+    pred: str
+    ref: str
+    output: str
+    split: str | None
+    pictures: bool
+    task: TaskConfig
+    data: LabelsConfig
+
+
+@dataclass
+class PhantomsConfig:
+    """Root of `phantom`."""
+
+    output: str
+    detail: Detail
+    seed: int
+    num_train: int
+    num_val: int
+    num_test: int
+
+
+@dataclass
+class ReportConfig:
+    """Root of `report`."""
+
+    runs: str
+    output: str | None
+    num_pictures: int
+
+
+@dataclass
+class CrossValidateConfig:
+    """Root of `cross_validate`."""
+
+    cases: str
+    output: str
+    num_folds: int
+    coarse: str
+    fine: str
+    pretrain_coarse: str | None
+    pretrain_fine: str | None
+    task: TaskConfig
+    data: LabelsConfig
+
+
+@dataclass
+class MakeWeightsConfig:
+    """Root of `make_weights`."""
+
+    cases: str
+    output: str
+    runs: str
+    coarse: str
+    fine: str
+    pretrain_coarse: str | None
+    pretrain_fine: str | None
+
+
+@dataclass
+class DemoConfig:
+    """Root of `demo`."""
+
+    output: str

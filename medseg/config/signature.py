@@ -1,0 +1,104 @@
+"""Which runs are the same: plain values, and a signature that ignores what cannot change a result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
+
+# Keys (and groups, with a dot at the end) that say where a run lies, how often it saves or by what means it computes, not what: a run
+# goes on with other values of them. The one list of them. `micro_batch` stands for what devices and accumulation decide together.
+NEUTRAL_KEYS = (
+    "name",
+    "resume",
+    "start",
+    "checkpoint_every",
+    "retry_failed",
+    "run_dir",
+    "logger.",
+    "data.cache",
+    "data.num_workers",
+    "data.phantoms.folder",
+    "debug.anomaly",
+    "debug.profiler",
+    "memory.accumulate",
+    "memory.budget_gib",
+    "memory.channels_last",
+    "memory.checkpointing",
+    "memory.compile",
+    "memory.offload",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
+    "trainer.threads",
+)
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Dataclasses to types that YAML and a checkpoint hold."""
+    converted: dict[str, Any] = _plain(asdict(config))
+    return converted
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _plain(value) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_plain(value) for value in node]
+    return node.value if isinstance(node, Enum) else node
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings to one level with dotted keys.
+
+    Example:
+        >>> flat({"a": {"b": 1, "c": {}}})
+        {'a.b': 1, 'a.c': {}}
+    """
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
+def is_neutral(key: str) -> bool:
+    """Whether a key cannot change the result of a run.
+
+    Example:
+        >>> [is_neutral(key) for key in ("logger.save_dir", "data.num_workers", "optimizer.lr")]
+        [True, True, False]
+    """
+    return any(key == neutral or (neutral[-1] == "." and f"{key}.".startswith(neutral)) for neutral in NEUTRAL_KEYS)
+
+
+def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a result depends on, by dotted key.
+
+    Args:
+        config: Plain configuration of `train`.
+    """
+    values = flat(dict(config))
+    micro_batch = values["stage.batch_size"] / (
+        values["trainer.devices"] * values["trainer.num_nodes"] * values["memory.accumulate"]
+    )
+    return {key: value for key, value in values.items() if not is_neutral(key)} | {"micro_batch": micro_batch}
+
+
+def signature(config: Mapping[str, Any]) -> str:
+    """Hash of the values that a result depends on: equal for runs that must end alike.
+
+    Args:
+        config: Plain configuration of `train`.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    text = json.dumps(decisive(config), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

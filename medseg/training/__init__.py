@@ -1,0 +1,1 @@
+"""The Lightning module, the data module, callbacks and schedules."""

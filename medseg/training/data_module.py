@@ -1,0 +1,279 @@
+"""From cases to batches: the cache is filled once, samples are functions of (seed, number), validation takes whole cases."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from medseg.cascade.localise import localise, region_box
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.data.audit.table import DUPLICATE
+from medseg.data.augment import Augmentation
+from medseg.data.cache import CachedCase, is_current, open_case, prepare_case
+from medseg.data.case_table import Case
+from medseg.data.sampler import StepBatchSampler
+from medseg.data.samples import CoarseSamples, FineSamples, collate_padded, init_worker
+from medseg.data.sources import CaseSource
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.geometry.box import VoxelBox
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """What a stage sees of a case; see the `stage` group of the configuration.
+
+    Attributes:
+        is_coarse: Whole volume (True) or one crop per region (False).
+        spacing_mm: Voxel spacing, (z, y, x).
+        divisor: What the network's input must be a multiple of, (z, y, x).
+        patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
+        max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
+        boundary_share: Share of patches that must hold a voxel of the region's boundary.
+        elsewhere_share: Share of samples cut anywhere in the scan.
+        region_margin_mm: Added on every side of a region.
+        box_jitter_mm: Standard deviation of each face of a training box.
+        is_mirrored: Whether right crops are mirrored.
+        tile_size: Tiles of the validation, voxels (D, H, W); crops grow to at least this size.
+    """
+
+    is_coarse: bool
+    spacing_mm: tuple[float, float, float]
+    divisor: tuple[int, int, int]
+    patch_size: tuple[int, int, int] | None
+    max_voxels: int | None
+    boundary_share: float
+    elsewhere_share: float
+    region_margin_mm: float
+    box_jitter_mm: float
+    is_mirrored: bool
+    tile_size: tuple[int, int, int] | None
+
+
+class CasesDataModule(pl.LightningDataModule):
+    """Batches of one stage.
+
+    Args:
+        sources: Cases with their label conventions.
+        task: Labels and regions.
+        stage_input: What the stage sees of a case.
+        cache_dir: The cache.
+        augmentation: Applied to training samples; None = none.
+        seed: Seed of the run.
+        steps: Optimiser steps of the run.
+        batch_size: Samples per optimiser step over all ranks and micro-batches.
+        accumulate: Micro-batches per optimiser step and rank.
+        num_workers: Loader processes; samples do not depend on it.
+        overfit: Draw the samples of the first step again and again.
+        coarse: Trained coarse stage whose boxes the training crops start from; None = boxes of the reference.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CaseSource],
+        task: Task,
+        stage_input: StageInput,
+        *,
+        cache_dir: Path,
+        augmentation: Augmentation | None,
+        seed: int,
+        steps: int,
+        batch_size: int,
+        accumulate: int,
+        num_workers: int,
+        overfit: bool,
+        coarse: TrainedStage | None = None,
+    ) -> None:
+        super().__init__()
+        self.sources = sources
+        self.task = task
+        self.stage_input = stage_input
+        self.cache_dir = cache_dir
+        self.augmentation = augmentation
+        self.seed = seed
+        self.steps = steps
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.num_workers = num_workers
+        self.overfit = overfit
+        self.coarse = coarse
+        self.train_cases: list[CachedCase] = []
+        self.val_cases: list[CachedCase] = []
+        self.weights: list[float] = []
+        self.coarse_boxes: dict[str, dict[str, VoxelBox]] = {}
+
+    def prepare_data(self) -> None:
+        """Fill the cache; Lightning calls it once per machine, whatever the number of ranks."""
+        missing = [
+            (case, source)
+            for source in self.sources
+            for case in (*source.split.train, *source.split.val)
+            if not is_current(case, self.cache_dir, self.stage_input.spacing_mm, self.task, source.label_values)
+        ]
+        if not missing:
+            return
+        from rich.progress import track
+
+        for case, source in track(missing, f"cache at {'x'.join(f'{mm:g}' for mm in self.stage_input.spacing_mm)} mm"):
+            prepare_case(case, self.cache_dir, self.stage_input.spacing_mm, self.task, source.label_values)
+
+    def setup(self, stage: str) -> None:
+        """Open the cache; nothing is loaded."""
+        self.train_cases, self.val_cases, self.weights = [], [], []
+        for source in self.sources:
+            self.train_cases += self._open(source.split.train, source)
+            self.val_cases += self._open(source.split.val, source)
+            self.weights += [source.share / max(1, len(source.split.train))] * len(source.split.train)
+        self._refuse_leak()
+        if self.coarse is not None:
+            self.coarse_boxes = {case.name: coarse_boxes(case, self.coarse) for case in (*self.train_cases, *self.val_cases)}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Micro-batches from the step at which the trainer stands."""
+        trainer = self.trainer
+        assert trainer is not None
+        sampler = StepBatchSampler(
+            self.steps,
+            self.batch_size,
+            accumulate=self.accumulate,
+            rank=trainer.global_rank,
+            num_ranks=trainer.world_size,
+            start_step=trainer.global_step,
+        )
+        samples = self.train_samples()
+        return DataLoader(
+            _FirstBatch(samples, self.batch_size) if self.overfit else samples,
+            batch_sampler=sampler,
+            num_workers=self.num_workers,
+            collate_fn=functools.partial(collate_padded, multiple=self.stage_input.divisor),
+            worker_init_fn=init_worker,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def train_samples(self) -> Dataset[Any]:
+        """Training samples by their number."""
+        given = self.stage_input
+        if given.is_coarse:
+            return CoarseSamples(
+                self.train_cases,
+                self.task,
+                seed=self.seed,
+                divisor=given.divisor,
+                augmentation=self.augmentation,
+                max_voxels=given.max_voxels,
+                weights=self.weights,
+            )
+        return FineSamples(
+            self.train_cases,
+            self.task,
+            seed=self.seed,
+            boxes=self.crop_box,
+            patch_size=given.patch_size,
+            augmentation=self.augmentation,
+            mirror=given.is_mirrored,
+            boundary_probability=given.boundary_share,
+            elsewhere_probability=given.elsewhere_share,
+            weights=self.weights,
+        )
+
+    def val_dataloader(self) -> Any:
+        """Whole validation cases, one at a time; each rank takes every world_size-th. Without a case no loader.
+
+        All ranks take equally many, since they wait for each other; what comes twice is scored once.
+        """
+        trainer = self.trainer
+        assert trainer is not None
+        if not any(self.stage_input.is_coarse or case.region_boxes for case in self.val_cases):
+            return []
+        samples = self.val_samples()
+        num_samples = len(samples)  # type: ignore[arg-type]
+        rounds = math.ceil(num_samples / trainer.world_size)
+        mine = [n % num_samples for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)]
+        collate = functools.partial(collate_padded, multiple=self.stage_input.divisor)
+        return DataLoader(samples, batch_size=1, sampler=mine, collate_fn=collate)
+
+    def val_samples(self) -> Dataset[Any]:
+        """Whole volumes, or the crops that prediction would cut, neither augmented nor jittered."""
+        given = self.stage_input
+        if given.is_coarse:
+            return CoarseSamples(self.val_cases, self.task, seed=self.seed, divisor=given.divisor)
+        return FineSamples(
+            self.val_cases,
+            self.task,
+            seed=self.seed,
+            boxes=self.crop_box,
+            patch_size=None,
+            jitter=False,
+            mirror=given.is_mirrored,
+        )
+
+    def crop_box(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
+        """The crop of a region; with a generator its faces are jittered as the coarse stage errs."""
+        given = self.stage_input
+        tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
+        if rng is not None:
+            tight = jittered(tight, given.box_jitter_mm, given.spacing_mm, rng)
+        patch_size = given.patch_size if rng is not None else given.tile_size
+        return region_box(tight, case.grid, case.grid, given.region_margin_mm, patch_size, given.divisor)
+
+    def _refuse_leak(self) -> None:
+        """Refuse a validation case whose voxels are those of a training case of another name."""
+        trained = {case.audit.voxels_sha256: case.name for case in self.train_cases}
+        for case in self.val_cases:
+            twin = trained.get(case.audit.voxels_sha256, case.name)
+            if twin != case.name and DUPLICATE not in case.ignored:
+                raise UserError(
+                    f"The validation case {case.name!r} is voxel by voxel the training case {twin!r}; take one of them out, "
+                    f"or give both the same patient in the case table (or data.ignore_findings=[{DUPLICATE}])."
+                )
+
+    def _open(self, cases: Sequence[Case], source: CaseSource) -> list[CachedCase]:
+        spacing_mm = self.stage_input.spacing_mm
+        return [open_case(case, self.cache_dir, spacing_mm, self.task, source.label_values) for case in cases]
+
+
+class _FirstBatch(Dataset[Any]):
+    """The samples of the first step, whatever number is asked for."""
+
+    def __init__(self, samples: Dataset[Any], batch_size: int) -> None:
+        self.samples = samples
+        self.batch_size = batch_size
+
+    def __getitem__(self, n: int) -> Any:
+        return self.samples[n % self.batch_size]
+
+
+def jittered(box: VoxelBox, jitter_mm: float, spacing_mm: tuple[float, float, float], rng: np.random.Generator) -> VoxelBox:
+    """Move each face of a box by a normal error; at least one voxel is left.
+
+    Args:
+        box: Tight box of a region.
+        jitter_mm: Standard deviation of each face, in mm.
+        spacing_mm: Voxel spacing of the box's grid, (z, y, x).
+        rng: Generator of the sample.
+    """
+    shifts = np.round(rng.normal(0.0, jitter_mm, (2, 3)) / np.array(spacing_mm)).astype(int)
+    starts = [start + int(shift) for start, shift in zip(box.start, shifts[0], strict=True)]
+    stops = [max(low + 1, stop + int(shift)) for low, stop, shift in zip(starts, box.stop, shifts[1], strict=True)]
+    return VoxelBox((starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2]))
+
+
+def coarse_boxes(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:
+    """Where the coarse stage finds the regions of a cached case, as tight boxes on the case's grid.
+
+    Args:
+        case: Case in the cache of the fine stage.
+        coarse: Trained coarse stage.
+    """
+    found = localise(np.asarray(case.image_hu), case.grid, coarse, CascadeOptions())
+    return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}

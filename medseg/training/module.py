@@ -1,0 +1,119 @@
+"""One training step and one validation of a stage, as a Lightning module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from medseg.data.randomness import torch_seed
+from medseg.inference.tiles import most_probable, predict_probs
+from medseg.metrics.overlap import dice_per_label
+
+Batch = dict[str, Any]
+
+
+class SegmentationModule(pl.LightningModule):
+    """Train a network on patches or whole crops and score it on whole cases.
+
+    Args:
+        network: Called as `network(image, region)`, gives logits; a `divisor` says of what its input is a multiple.
+        loss: Called as `loss(logits, target)`.
+        make_optimizer: From parameters to an optimiser.
+        make_schedule: From an optimiser to a schedule that is stepped once per optimiser step.
+        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout is a function of them.
+        accumulate: Micro-batches per optimiser step.
+        tile_size: Sliding window of the validation, voxels (D, H, W); None = the whole crop.
+        overlap: Share of a tile that neighbours have in common.
+        card: What a checkpoint tells about itself; plain types only, so that it loads with `weights_only=True`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss: nn.Module,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer],
+        make_schedule: Callable[[torch.optim.Optimizer], Any],
+        *,
+        seed: int,
+        accumulate: int,
+        tile_size: tuple[int, int, int] | None,
+        overlap: float,
+        card: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.loss = loss
+        self.make_optimizer = make_optimizer
+        self.make_schedule = make_schedule
+        self.seed = seed
+        self.accumulate = accumulate
+        self.tile_size = tile_size
+        self.overlap = overlap
+        self.card = card
+        # Dice by case, region and label: a case that two ranks score counts once.
+        self.val_scores: dict[tuple[str, int, int], float] = {}
+
+    def configure_optimizers(self) -> Any:
+        """Schedules count optimiser steps, whatever is accumulated."""
+        optimizer = self.make_optimizer(self.network.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Make what torch draws in this micro-batch a function of its place in the run."""
+        part = (batch_idx % self.accumulate) * self.trainer.world_size + self.global_rank
+        torch.manual_seed(torch_seed(self.seed, self.global_step, part))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean loss of one micro-batch; Lightning divides it by the number of micro-batches."""
+        loss: Tensor = self.loss(self.network(batch["image"], batch["region"]), batch["target"])
+        # No graph and no synchronisation: the history reads the value when it writes it.
+        self.log("train/loss", loss.detach(), on_step=True, on_epoch=False, prog_bar=True, batch_size=len(batch["image"]))
+        return loss
+
+    def predict_labels(self, image: Tensor, region: Tensor) -> Tensor:
+        """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
+        probs = predict_probs(
+            lambda tile: self.network(tile, region),
+            image,
+            tile_shape=self.tile_size,
+            overlap=self.overlap,
+            divisor=self.network.divisor,  # type: ignore[arg-type]
+        )
+        return most_probable(probs)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Dice of each label of one whole case, where the scan is; a label that neither side has scores 1."""
+        labels = self.predict_labels(batch["image"], batch["region"])
+        # Prediction drops what lies beyond the scan when it pastes the crop back.
+        inside = tuple(slice(int(start), int(stop)) for start, stop in batch["inside"][0])
+        kept = torch.zeros_like(labels)
+        kept[inside] = labels[inside]
+        labels, target = kept, batch["target"][0]
+        values = range(1, int(self.card["num_classes"]))
+        scores = dice_per_label(labels, target, tuple(values))
+        case, region = batch["case"][0], int(batch["region"][0])
+        self.val_scores |= {(case, region, value): score for value, score in scores.items()}
+        return labels
+
+    def on_validation_epoch_end(self) -> None:
+        """Average over all cases of all ranks, whatever number each rank had."""
+        gathered: list[Any] = [None] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(gathered, self.val_scores)
+        else:
+            gathered = [self.val_scores]
+        scores = {key: score for part in gathered for key, score in part.items()}
+        self.val_scores = {}
+        if scores:
+            # `fmean` rounds once, so that the order of ranks and cases changes no bit.
+            self.log("val/dice", fmean(scores.values()), prog_bar=True, rank_zero_only=False)
+            self.log("val/dice_worst", min(scores.values()), rank_zero_only=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the card beside the weights: a checkpoint is all that prediction needs."""
+        checkpoint["medseg"] = {**self.card, "step": self.global_step}

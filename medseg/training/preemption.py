@@ -1,0 +1,38 @@
+"""How a run is asked to stop: a signal is noted, the run saves at the end of its step, and leaves."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+# A system that is shut down; SLURM before it pre-empts or at the time limit (`--signal=USR1@120`; submitit asks for USR2).
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Preempted(BaseException):
+    """The run was asked to stop, and everything that it has done is saved."""
+
+
+class StopRequest:
+    """Notes the signals that ask a run to stop.
+
+    Attributes:
+        is_asked: Whether one came.
+        is_safe: Whether a run that ends at once loses nothing; it then does.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.is_safe = True
+
+    def install(self) -> None:
+        """Take the signals over, from the main thread only, as Python wants it."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        was_asked, self.is_asked = self.is_asked, True
+        if self.is_safe and not was_asked:
+            raise Preempted

@@ -1,0 +1,64 @@
+"""Every file of `conf/` composes, builds and takes two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+
+from medseg.apps import runs, worker
+from medseg.apps.entry import conf_dir
+from medseg.apps.space import check_space, composer
+from medseg.config.check import to_config
+from medseg.config.schema import TrainConfig
+from medseg.config.search import SearchConfig
+
+# Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
+GROUPS = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep"))
+FILES = [(group.name, path.stem) for group in GROUPS for path in sorted(group.glob("*.yaml"))]
+# What a file needs beside itself on the tiny cases.
+ALSO = {
+    ("task", "heart"): ["~data.label_values", "+data.label_values={heart: 1, other: 2}"],
+    ("data", "phantom_organs"): ["data.labels_column=labels"],
+    ("inference", "tiles"): ["stage=fine", "inference.tile_size=[32,32,32]"],
+    ("trainer", "ddp"): ["trainer.devices=1", "trainer.strategy=auto"],  # two ranks: tests/integration
+    ("loss", "batch_dice_ce"): ["stage.batch_size=2"],
+    ("memory", "lean"): ["stage=fine"],
+}
+EXPERIMENT = [
+    "data.val_patients=[]", "data.test_patients=[]", "data.phantoms.num_extra=0", "model.width=4",
+    "spacing.target_spacing_mm=[4.0,4.0,4.0]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("group", "name"), FILES, ids=lambda value: value)
+def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path) -> None:
+    overrides = [
+        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "steps=2",
+        "model.width=4", "spacing.target_spacing_mm=[4.0,4.0,4.0]", "trainer.accelerator=cpu", f"{group}={name}",
+        *ALSO.get((group, name), []), *(EXPERIMENT if group == "experiment" else []),
+    ]  # fmt: skip
+    overrides += [] if group == "logger" else ["logger=none"]
+    if group in ("model", "spacing"):
+        overrides = [o for o in overrides if not o.startswith({"model": "model.", "spacing": "spacing."}[group])]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("train", [*overrides, f"run_dir='{tmp_path / 'run'}'"])
+    config = to_config(composed, TrainConfig)
+    run_dir = runs.open_run(config)
+    summary = worker.train(run_dir)
+    assert summary["steps"] == 2
+    assert 0.0 <= summary["val_dice_best"] <= 1.0
+    assert (run_dir / "checkpoints" / "last.ckpt").is_file()
+    assert (run_dir / "history.csv").read_text().count("\n") >= 3
+
+
+@pytest.mark.parametrize("path", sorted((conf_dir() / "sweep").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_space_holds_values_that_a_run_could_have(path: Path) -> None:
+    """With the command that the file itself names."""
+    command = next(line for line in path.read_text().splitlines() if line.startswith("# Run:"))
+    arguments = [argument for argument in command.split("search.py ")[1].split() if not argument.startswith("data.cases=")]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("search", [*arguments, "run_dir=none"]), SearchConfig)
+        assert config.sweep.name == path.stem
+        check_space(config.sweep, composer(arguments, config.sweep))

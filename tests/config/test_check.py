@@ -1,0 +1,139 @@
+"""What a user gets wrong is told with the key, the value and the cure."""
+
+from __future__ import annotations
+
+import hydra
+import pytest
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from medseg.apps.entry import conf_dir
+from medseg.config.check import RANGES, to_config
+from medseg.config.schema import TrainConfig
+from medseg.config.search import SearchConfig
+from medseg.errors import UserError
+
+
+def compose(*overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return hydra.compose("train", [*overrides, "run_dir=runs/test"])
+
+
+def test_tuples_keep_their_length_and_type() -> None:
+    config = to_config(compose("stage=fine", "stage.patch_size=[64,96,128]"), TrainConfig)
+    assert config.stage.patch_size == (64, 96, 128)
+    assert config.spacing.target_spacing_mm == (1.0, 1.0, 1.0)
+
+
+def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
+    assert to_config(compose("stage=coarse"), TrainConfig).spacing.target_spacing_mm == (2.0, 2.0, 2.0)
+    chosen = to_config(compose("stage=fine", "spacing=isotropic_4mm"), TrainConfig)
+    assert chosen.spacing.target_spacing_mm == (4.0, 4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["stage=fine", "++stage.nmae=x"], "stage.nmae: there is no such key; did you mean stage.name"),
+        (["+sede=1"], "sede: there is no such key; did you mean seed"),
+        (["++data.phantoms.sed=1"], "data.phantoms.sed: there is no such key; did you mean data.phantoms.seed"),
+        (["seed=abc"], "seed: Value 'abc' of type 'str' could not be converted to Integer"),
+        (["model.block=dense"], "model.block: Invalid value 'dense', expected one of [plain, residual, bottleneck]"),
+        (["stage=fine", "stage.patch_size=[64,64]"], "stage.patch_size: 3 numbers are needed"),
+        (["stage=fine", "stage.patch_size=64"], "stage.patch_size"),
+        (["task.window_hu=[400,-1000]"], "task.window_hu: the lower bound must lie below the upper"),
+        (["task.labels={left_lung: 1, right_lung: 3}"], "task.labels: values must be 1, 2"),
+        (["steps=0"], "steps: must lie in [1, inf), but got 0"),
+        (["stage.batch_size=3", "memory.accumulate=2"], "choose a multiple of 2"),
+        (["trainer.devices=2"], "choose trainer=ddp"),
+        (["memory.precision=fp16", "trainer.accelerator=cpu"], "choose memory.precision=bf16"),
+        (["memory.offload=true", "trainer.accelerator=cpu"], "choose memory.offload=false"),
+        (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage has it"),
+        (["stage=coarse", "stage.patch_size=[64,64,64]"], "stage.max_voxels"),
+        (["stage=fine", "stage.max_voxels=10"], "stage.patch_size"),
+        (["stage=fine", "stage.region_from=coarse"], "go together"),
+        (["stage=fine", "augment.flip_axes=[2]"], "swaps the sides"),
+        (["stage=coarse", "augment.flip_axes=[0]"], "flips make sides undecidable"),
+        (["data.fold=7", "data.num_folds=3"], "data.fold: must lie in 0 … 2"),
+        (["data.cases=nowhere.csv"], "data.cases=nowhere.csv: there is no such file"),
+        (["optimizer._target_=os.system"], "os.system is not on the white list"),
+        (["optimizer._target_=torch.optim._functional.adam"], "not on the white list"),
+        (["schedule._target_=builtins.eval"], "not on the white list"),
+        (["optimizer.lr=-1"], "optimizer.lr: must lie in (0, inf), but got -1"),
+        (["optimizer.lr=fast"], "optimizer.lr: must lie in (0, inf), but got fast"),
+        (["memory.checkpointing=true"], "memory.checkpointing: none, sqrt, all or a [list]"),
+        (["loss.dice_weight=0", "loss.ce_weight=0"], "at least one must be positive"),
+        (["data.phantom_share=2"], "data.phantom_share: must lie in (0, 1), but got 2.0"),
+        (["stage=fine", "stage.patch_size=[0,-1,5]"], "stage.patch_size: must lie in [1, inf), but got (0, -1, 5)"),
+        (["stage=fine", "stage.patch_size=[96,100,96]"], "stage.patch_size: must be multiples of 16"),
+        (["augment.noise_probability=7"], "augment.noise_probability: must lie in [0, 1]"),
+        (["augment.scale_range=[1.2,0.8]"], "augment.scale_range: the lower bound comes first"),
+        (["inference.overlap=1"], "inference.overlap: must lie in [0, 1), but got 1.0"),
+        (["model.depth=4"], "model.blocks_per_level: model.depth=4 has 5 levels"),
+        (["+logger.inner={_target_: os.system}"], "nested targets are not allowed"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_sentence(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        to_config(compose(*overrides), TrainConfig)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
+    composed = compose()
+    with open_dict(composed):
+        composed.memory.budget = 3
+    with pytest.raises(UserError, match=r"memory\.budget: there is no such key"):
+        to_config(composed, TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "others", "said"),
+    [
+        ("type: float, low: 2", {}, "sweep.space: x: low and high are needed"),
+        ("type: float, low: 0, high: 2, log: true", {}, "sweep.space: x: log needs low above 0"),
+        ("type: float, low: 1, high: 2, log: true, step: 1", {}, "log and step exclude each other"),
+        ("type: float, low: 1, high: 2, choices: [1]", {}, "choices need type choice"),
+        ("type: choice", {}, "type choice needs choices"),
+        ("type: choice, choices: [1], low: 2", {}, "leave out low, high, step and log"),
+        ("type: int, low: 1.5, high: 2", {}, "type int needs whole numbers"),
+        ("type: int, low: 1, high: 9, step: 10", {}, "step must lie in (0, 8]"),
+        ("type: int, low: 1, high: 9, stepp: 1", {}, "stepp: there is no such key"),
+        ("type: real, low: 1, high: 9", {}, "Invalid value 'real', expected one of [float, int, choice]"),
+        (None, {}, "at least one key"),
+        ("type: int, low: 1, high: 9", {"objectives": ["val_dice", "peak_gib"]}, "choose sweep.pruner=none"),
+        ("type: int, low: 1, high: 9", {"objectives": ["val_dice", "val_dice"]}, "two different ones"),
+        ("type: int, low: 1, high: 9", {"num_trials": 0}, "sweep.num_trials: must lie in [1, inf)"),
+    ],
+)  # fmt: skip
+def test_a_search_that_cannot_work_is_refused(
+    parameter: str | None, others: dict[str, object], said: str, search: DictConfig
+) -> None:
+    asked = OmegaConf.create(OmegaConf.to_container(search))
+    asked.sweep.space = OmegaConf.create(f"x: {{{parameter}}}" if parameter else "{}")
+    asked.sweep.update(others)
+    with pytest.raises(UserError) as caught:
+        to_config(asked, SearchConfig)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def search() -> DictConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return hydra.compose("search", ["sweep=fine_basics", "run_dir=runs/test"])
+
+
+def test_every_range_names_a_key_that_exists() -> None:
+    known = set()
+    for name in ("train", "plan", "search", "predict", "phantom", "report", "cross_validate"):
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = hydra.compose(name, ["sweep=fine_basics"] if name == "search" else [])
+        known |= keys_of(OmegaConf.to_container(composed))
+    assert set(RANGES) <= known
+
+
+def keys_of(node: object, prefix: str = "") -> set[str]:
+    if not isinstance(node, dict):
+        return {prefix}
+    return {prefix} | {key for name, child in node.items() for key in keys_of(child, f"{prefix}.{name}".lstrip("."))}

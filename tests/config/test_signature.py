@@ -1,0 +1,51 @@
+"""A signature changes with whatever can change a result, and with nothing else."""
+
+from __future__ import annotations
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from medseg.apps.entry import conf_dir
+from medseg.config.check import to_config
+from medseg.config.schema import TrainConfig
+from medseg.config.signature import NEUTRAL_KEYS, flat, plain, signature
+
+
+def composed(*overrides: str) -> dict[str, object]:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return plain(to_config(hydra.compose("train", ["run_dir=x", *overrides]), TrainConfig))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["name=other", "run_dir=elsewhere", "logger=none", "data.num_workers=7", "data.cache=elsewhere", "trainer.threads=3"],
+)
+def test_places_and_means_leave_it(override: str) -> None:
+    assert signature(composed(override)) == signature(composed())
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["seed=2", "steps=7", "optimizer.lr=0.5", "memory.precision=bf16", "stage.batch_size=2", "task.window_hu=[-900,100]"],
+)
+def test_what_counts_changes_it(override: str) -> None:
+    assert signature(composed(override)) != signature(composed())
+
+
+def test_ranks_and_accumulation_count_by_the_batch_that_they_leave() -> None:
+    batch = "stage.batch_size=4"
+    one_rank = signature(composed(batch, "memory.accumulate=2"))
+    assert signature(composed(batch, "trainer=ddp")) == one_rank
+    assert signature(composed(batch)) != one_rank
+    assert signature(composed(batch, "memory.accumulate=4")) != one_rank
+
+
+def test_it_survives_the_file_of_the_run_folder() -> None:
+    config = composed("optimizer.lr=1e-5")
+    assert signature(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(config))))) == signature(config)  # type: ignore[arg-type]
+
+
+def test_every_neutral_key_exists() -> None:
+    keys = [f"{key}." for key in flat(composed())]
+    assert not [neutral for neutral in NEUTRAL_KEYS if not any(key.startswith(neutral.rstrip(".") + ".") for key in keys)]

@@ -1,0 +1,48 @@
+"""What the data module refuses before a step is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medseg.data.case_table import Case, read_case_table
+from medseg.data.sources import CaseSource
+from medseg.data.splits import Split
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.training.data_module import CasesDataModule, StageInput
+
+TASK = Task(
+    "lungs",
+    {"left_lung": 1, "right_lung": 2},
+    (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
+    (-1000.0, 400.0),
+)
+INPUT = StageInput(
+    is_coarse=True, spacing_mm=(6.0, 6.0, 6.0), divisor=(8, 8, 8), max_voxels=None, patch_size=None, boundary_share=0.0,
+    elsewhere_share=0.0, region_margin_mm=0.0, box_jitter_mm=0.0, is_mirrored=False, tile_size=None,
+)  # fmt: skip
+
+
+def set_up(train: Case, val: Case, cache_dir: Path) -> CasesDataModule:
+    source = CaseSource(Split((train,), (val,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
+    data = CasesDataModule(
+        [source], TASK, INPUT, cache_dir=cache_dir, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
+        num_workers=0, overfit=False,
+    )  # fmt: skip
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Path, tmp_path: Path) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    twin = replace(first, name="twin", patient="somebody else")
+    said = r"The validation case 'twin' is voxel by voxel the training case 'case 0'; take one of them out"
+    with pytest.raises(UserError, match=said):
+        set_up(first, twin, tmp_path)
+    assert len(set_up(first, replace(twin, ignored=frozenset({"duplicate_image"})), tmp_path).val_cases) == 1
+    assert len(set_up(first, second, tmp_path).val_cases) == 1
+    assert len(set_up(first, first, tmp_path).val_cases) == 1, "a case may be watched while it is learnt"

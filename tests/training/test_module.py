@@ -1,0 +1,140 @@
+"""Laws of the training step, of the validation and of the history."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg.training.callbacks import History
+from medseg.training.module import SegmentationModule
+
+
+class Threshold(nn.Module):
+    """Class 1 where the image is positive."""
+
+    divisor = (1, 1, 1)
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        return torch.cat([-image, image], dim=1)
+
+
+def make_module(network: nn.Module, seed: int = 1, accumulate: int = 2) -> SegmentationModule:
+    return SegmentationModule(
+        network,
+        nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer),
+        seed=seed,
+        accumulate=accumulate,
+        tile_size=None,
+        overlap=0.5,
+        card={"num_classes": 2},
+    )
+
+
+def score(module: SegmentationModule, batch: dict[str, Any]) -> float:
+    module.val_scores = {}
+    module.validation_step(batch, 0)
+    return module.val_scores["a", 0, 1]
+
+
+def test_validation_ignores_what_lies_beyond_the_scan() -> None:
+    module = make_module(Threshold())
+    image = -torch.ones(1, 1, 6, 7, 8)
+    image[..., 1:3, 2:4, 1:5] = 1
+    target = (image[:, 0] > 0).to(torch.uint8)
+    batch = {"image": image, "target": target, "region": torch.tensor([0]), "case": ["a"]}
+    batch["inside"] = torch.tensor([[[0, 4], [0, 7], [0, 8]]])
+    assert score(module, batch) == 1
+    image[..., 4:, :, :] = 1  # beyond: prediction drops it when it pastes the crop back
+    assert score(module, batch) == 1
+    image[..., 3, :, :] = 1  # inside: it counts
+    assert score(module, batch) < 1
+
+
+def test_a_case_that_is_scored_twice_counts_once() -> None:
+    module = make_module(Threshold())
+    image = torch.ones(1, 1, 2, 2, 2)
+    batch = {"image": image, "region": torch.tensor([0]), "inside": torch.tensor([[[0, 2]] * 3])}
+    empty, full = torch.zeros(1, 2, 2, 2, dtype=torch.uint8), torch.ones(1, 2, 2, 2, dtype=torch.uint8)
+    for case, target in (("a", full), ("b", empty), ("a", full)):
+        module.validation_step({**batch, "case": [case], "target": target}, 0)
+    module.validation_step({**batch, "case": ["b"], "target": full, "region": torch.tensor([1])}, 0)
+    logged: dict[str, float] = {}
+    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
+    module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    module.on_validation_epoch_end()
+    assert logged == {"val/dice": pytest.approx(2 / 3), "val/dice_worst": 0}
+    assert not module.val_scores
+
+
+def test_dropout_is_a_function_of_seed_step_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dropped(seed: int, step: int, batch_idx: int, rank: int = 0, num_ranks: int = 1) -> tuple[float, ...]:
+        module = make_module(nn.Dropout(0.5), seed, accumulate=2 // num_ranks)
+        module.trainer = SimpleNamespace(world_size=num_ranks)  # type: ignore[assignment]
+        monkeypatch.setattr(SegmentationModule, "global_step", step)
+        monkeypatch.setattr(SegmentationModule, "global_rank", rank)
+        torch.rand(step + batch_idx)  # whatever was drawn before
+        module.on_train_batch_start({}, batch_idx)
+        return tuple(module.network(torch.ones(64)).tolist())
+
+    first = dropped(1, 3, 6)
+    assert dropped(1, 3, 6) == first
+    assert dropped(1, 3, 8) == first, "only the place among the micro-batches of the step counts"
+    assert dropped(1, 3, 3, rank=0, num_ranks=2) == first, "two ranks share what one accumulates"
+    assert dropped(1, 3, 3, rank=1, num_ranks=2) == dropped(1, 3, 7)
+    assert len({first, dropped(1, 3, 7), dropped(1, 4, 6), dropped(2, 3, 6)}) == 4
+
+
+class Run:
+    """What `History` sees of a trainer: one micro-batch per step, a loss and a learning rate that name the step."""
+
+    def __init__(self, path: Path, every: int, steps: int, start: int = 0, state: dict[str, Any] | None = None) -> None:
+        self.history = History(path, every, steps)
+        if state is not None:
+            self.history.load_state_dict(state)
+        self.group = {"lr": 0.0}
+        trainer: Any = SimpleNamespace(
+            global_step=start, is_global_zero=True, accumulate_grad_batches=1, callback_metrics={},
+            optimizers=[SimpleNamespace(param_groups=[self.group])],
+        )  # fmt: skip
+        module: Any = SimpleNamespace(device=torch.device("cpu"))
+        self.trainer, self.module = trainer, module
+        self.history.on_train_start(trainer, module)
+
+    def step_to(self, stop: int) -> None:
+        for step in range(self.trainer.global_step + 1, stop + 1):
+            self.group["lr"] = float(step)
+            self.history.on_train_batch_start(self.trainer, self.module, None, step - 1)
+            self.trainer.global_step = step
+            self.group["lr"] = float(step + 1)  # the schedule has moved on
+            self.trainer.callback_metrics["train/loss"] = torch.tensor(1.0 / step)
+            self.history.on_train_batch_end(self.trainer, self.module, None, None, step - 1)
+
+
+def lines(path: Path) -> list[tuple[str, str, str]]:
+    with path.open() as file:
+        return [(row["step"], row["loss"], row["lr"]) for row in csv.DictReader(file)]
+
+
+def test_the_history_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole.csv", tmp_path / "resumed.csv"
+    Run(whole, every=3, steps=10).step_to(10)
+    killed = Run(resumed, every=3, steps=10)
+    killed.step_to(5)
+    state = killed.history.state_dict()  # a checkpoint between two lines
+    killed.step_to(8)
+    Run(resumed, every=3, steps=10, start=5, state=state).step_to(10)
+    assert lines(resumed) == lines(whole)
+    assert [step for step, _, _ in lines(whole)] == ["3", "6", "9", "10"]
+
+
+def test_the_history_names_the_learning_rate_that_made_the_step(tmp_path: Path) -> None:
+    Run(tmp_path / "history.csv", every=1, steps=4).step_to(4)
+    assert [(step, float(lr)) for step, _, lr in lines(tmp_path / "history.csv")] == [(str(n), n) for n in range(1, 5)]
