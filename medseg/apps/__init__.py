@@ -1,0 +1,1 @@
+"""The commands: the order of the steps."""

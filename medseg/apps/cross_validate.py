@@ -1,0 +1,183 @@
+"""The `cross_validate` command: train on all folds but one, predict that one, score every case by a cascade that never saw its patient."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medseg.apps import entry
+from medseg.apps.cases import file_values
+from medseg.apps.recipe import cascade_steps, last_checkpoint, run_steps
+from medseg.apps.runs import replace_text
+from medseg.config.schema import CrossValidateConfig
+from medseg.data.case_table import Case, read_case_table
+from medseg.data.splits import split_cases
+from medseg.data.task import Task
+from medseg.io.read import read_labels
+from medseg.preprocess.orient import orient
+
+COLUMNS = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml")
+
+
+def main() -> None:
+    """Compose, check, train and score fold by fold."""
+    entry.run("cross_validate", CrossValidateConfig, cross_validate)
+
+
+def cross_validate(config: CrossValidateConfig) -> int:
+    """Run all folds; started again, it goes on where it was stopped.
+
+    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and `folds.md`, the same to be read.
+
+    Returns:
+        Exit code of the step that failed, else 0.
+    """
+    from medseg.build import make_task  # imports torch, which a wrong key must not wait for
+
+    output = Path(config.output)
+    cases = read_case_table(Path(config.cases), config.data.labels_column)
+    task, values = make_task(config.task), file_values(config.data.label_values)
+    given_values = ", ".join(f"{name}: {value}" for name, value in config.data.label_values.items())
+    labels = [f"data.labels_column={config.data.labels_column}", f"data.label_values={{{given_values}}}"]
+    fold_of: dict[str, int] = {}
+    steps: list[list[str]] = []
+    for fold in range(config.num_folds):
+        held_out = split_cases(cases, fold=fold, num_folds=config.num_folds).val
+        fold_of |= {case.name: fold for case in held_out}
+        folder = output / f"fold_{fold}"
+        table = write_table(held_out, folder / "held_out.csv")
+        data = [
+            f"data.cases={Path(config.cases).absolute()}",
+            f"data.fold={fold}",
+            f"data.num_folds={config.num_folds}",
+            "data.val_patients=[]",
+            "data.test_patients=[]",
+            *labels,
+        ]
+        steps += cascade_steps(
+            folder,
+            data,
+            coarse=config.coarse,
+            fine=config.fine,
+            pretrain_coarse=config.pretrain_coarse,
+            pretrain_fine=config.pretrain_fine,
+            runs=output,
+        )
+        steps.append(
+            [
+                "predict",
+                f"input={table}",
+                f"output={output / 'predictions'}",
+                f"coarse={last_checkpoint(folder / 'coarse')}",
+                f"fine={last_checkpoint(folder / 'fine')}",
+            ]
+        )
+    steps.append(["evaluate", f"pred={output / 'predictions'}", f"ref={config.cases}", f"output={output / 'scores'}", *labels])
+    # The folds share what is trained on phantoms: it stands once in the row.
+    code = run_steps(list(dict.fromkeys(map(tuple, steps))))
+    if code:
+        return code
+    rows = fold_rows(cases, fold_of, output, task, values)
+    write_rows(rows, output)
+    print((output / "folds.md").read_text(encoding="utf-8"))
+    return 0
+
+
+def write_table(cases: Sequence[Case], path: Path) -> Path:
+    """Write a case table of the images of some cases, with absolute paths."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("case", "image", "series", "hu_slope", "hu_offset"))
+    writer.writerows((case.name, case.image.absolute(), case.series or "", case.hu.slope, case.hu.offset) for case in cases)
+    replace_text(path, text.getvalue())
+    return path
+
+
+def fold_rows(
+    cases: Sequence[Case], fold_of: dict[str, int], output: Path, task: Task, label_values: dict[int, str]
+) -> list[dict[str, Any]]:
+    """One row per scored case and region: the fold that held it out, its scores, and how much of it the crop held."""
+    region_labels = {region.name: set(region.labels) for region in task.regions}
+    by_name = {case.name: case for case in cases}
+    rows = []
+    with (output / "scores" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        for score in csv.DictReader(file):
+            name = score["case"]
+            report = json.loads((output / "predictions" / f"{name}.json").read_text(encoding="utf-8"))
+            rows.append(
+                {
+                    "case": name,
+                    "fold": fold_of[name],
+                    "region": score["region"],
+                    "trust": score["trust"],
+                    **{column: float(score[column]) for column in COLUMNS},
+                    "share_in_crop": share_in_crop(
+                        by_name[name],
+                        [value for value, label in label_values.items() if label in region_labels[score["region"]]],
+                        report["boxes"].get(score["region"]),
+                    ),
+                    "total_s": round(report["durations_s"]["total"], 1),
+                }
+            )
+    return rows
+
+
+def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None) -> float:
+    """Measure which share of a region's reference voxels lies in the crop that the fine stage saw.
+
+    Args:
+        case: Case with labels.
+        values: Values of the region in the reference file.
+        box: The region's entry under `boxes` in the report of the prediction; None where the coarse stage found nothing.
+
+    Returns:
+        Share in [0, 1]; 1 where the reference has no such voxel.
+    """
+    assert case.labels is not None, "only scored cases come here"
+    volume = read_labels(case.labels)
+    labels, grid, _ = orient(volume.array, volume.grid)
+    places = np.argwhere(np.isin(labels, values))
+    if len(places) == 0:
+        return 1.0
+    if box is None:
+        return 0.0
+    corners = grid.world_to_index_zyx(np.array(box["corners_xyz_mm"]))
+    low, high = corners.min(axis=0), corners.max(axis=0)
+    sizes = np.subtract(box["voxels"]["stop"], box["voxels"]["start"])
+    # The corners are centres of voxels: the crop reaches half a voxel of its own beyond them.
+    half = (high - low) / np.maximum(sizes - 1, 1) / 2
+    return float(np.all((places >= low - half) & (places <= high + half), axis=1).mean())
+
+
+def write_rows(rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Write `folds.csv` and, to be read, `folds.md`."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_text(output / "folds.csv", text.getvalue())
+    lines = [
+        "| case | fold | region | reference | Dice | NSD 1 mm | HD95 mm | predicted ml | reference ml | in the crop |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['case']} | {row['fold']} | {row['region']} | {row['trust']} | {row['dice']:.4f} | {row['nsd_1mm']:.3f} | "
+        f"{_short(row['hd95_mm'])} | {row['volume_pred_ml']:.0f} | {row['volume_ref_ml']:.0f} | {100 * row['share_in_crop']:.2f} % |"
+        for row in rows
+    ]
+    for trust in dict.fromkeys(row["trust"] for row in rows):
+        dices = [row["dice"] for row in rows if row["trust"] == trust]
+        lines.append(f"\nMean Dice, {trust or 'all'} ({len(dices)}): {sum(dices) / len(dices):.4f}, worst {min(dices):.4f}")
+    replace_text(output / "folds.md", "\n".join(lines) + "\n")
+
+
+def _short(value_mm: float) -> str:
+    return f"{value_mm:.1f}" if math.isfinite(value_mm) else "none"

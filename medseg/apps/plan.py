@@ -1,0 +1,156 @@
+"""The `plan` command: the memory of a training step, part by part, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medseg.apps import entry
+from medseg.apps.ending import EXIT_FAILED
+from medseg.apps.runs import replace_text
+from medseg.config.schema import PlanConfig, Precision, StageName, TrainConfig
+from medseg.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from medseg.memory.accounting.step import StepMemory
+
+Shape = tuple[int, int, int]
+
+# What is alive at the peak, in the words of the table.
+AT_PEAK = {
+    "parameters": "parameters",
+    "gradients": "gradients of parameters",
+    "optimizer state": "optimiser state",
+    "input": "input",
+    "target": "target",
+    "forward": "activations",
+    "backward": "gradients of activations, recomputed activations",
+    "update": "the optimiser's intermediate results",
+}
+
+
+def main() -> None:
+    """Compose, check, plan."""
+    entry.run("plan", PlanConfig, plan)
+
+
+def plan(config: PlanConfig) -> int:
+    """Print the memory of a training step, and compare it with `memory.budget_gib`.
+
+    Returns:
+        0, or 1 when the step does not fit into the budget.
+    """
+    shape = input_shape(config)
+    memory = count(config, shape, compute=config.compute)
+    budget_gib = config.memory.budget_gib
+    fits = budget_gib is None or memory.peak <= budget_gib * 2**30
+    print("\n".join(describe(config, shape, memory)), flush=True)
+    if config.output is not None:
+        facts = {"stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory)}
+        replace_text(Path(config.output), json.dumps({**facts, "budget_gib": budget_gib, "fits": fits}, indent=1))
+    if not fits:
+        entry.say(f"a step takes {memory.peak / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit")
+    return 0 if fits else EXIT_FAILED
+
+
+def count(
+    config: TrainConfig, shape: Shape, make_other: Callable[[], nn.Module] | None = None, *, compute: bool = False
+) -> StepMemory:
+    """Count the memory of a training step of a configuration.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a sample, (D, H, W).
+        make_other: Makes another network, called with the image alone, that takes the place of the configured one.
+        compute: See `count_step`.
+
+    Raises:
+        UserError: If the network does not take the shape, or a part cannot be counted.
+    """
+    import torch
+
+    from medseg import build
+    from medseg.memory.accounting.step import count_step
+
+    memory, samples = config.memory, samples_per_rank(config)
+    region = torch.zeros(samples, dtype=torch.int64)
+    # Compiled code decides itself what it keeps; what is counted is the network before that.
+    plain = replace(config, memory=replace(memory, compile=False))
+
+    def make_network() -> nn.Module:
+        network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
+        return build.switch_on(network, plain, "cuda" if memory.offload else "cpu")
+
+    try:
+        return count_step(
+            make_other or make_network,
+            (samples, 1, *shape),
+            loss=build.make_loss(config),
+            make_optimizer=build.make_target("optimizer", config.optimizer, None),
+            precision=memory.precision.value,
+            accumulate=memory.accumulate,
+            call=lambda network, image: network(image) if make_other else network(image, region),
+            compute=compute,
+        )
+    except ValueError as error:
+        raise UserError(f"plan: {error}") from error
+
+
+def samples_per_rank(config: TrainConfig) -> int:
+    """Samples of a micro-batch of one rank."""
+    return config.stage.batch_size // (config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate)
+
+
+def input_shape(config: PlanConfig) -> Shape:
+    """Voxels (D, H, W) of the sample to plan for: `shape`, else the stage's patch, else `extent_mm` at its spacing."""
+    if config.shape or config.stage.patch_size:
+        return config.shape or config.stage.patch_size  # type: ignore[return-value]
+    extent_mm = config.extent_mm.coarse if config.stage.name is StageName.coarse else config.extent_mm.fine
+    depth, height, width = (
+        math.ceil(mm / spacing_mm) for mm, spacing_mm in zip(extent_mm, config.spacing.target_spacing_mm, strict=True)
+    )
+    if config.stage.max_voxels:
+        depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
+    divisor = 2 ** (config.model.depth + (config.model.stem.value != "conv"))
+    depth, height, width = (math.ceil(size / divisor) * divisor for size in (depth, height, width))
+    return depth, height, width
+
+
+def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]:
+    """The counts as lines of a table."""
+    switches, samples = config.memory, samples_per_rank(config)
+
+    def row(name: str, size: int, note: str = "") -> str:
+        return f"{name:52s}{size / 2**20:10.1f} MiB{size / memory.voxels:10.2f}  {note}".rstrip()
+
+    lines = [
+        f"{config.stage.name.value}: a step on {samples} × {'×'.join(map(str, shape))} voxels, {switches.precision.value}, "
+        f"checkpointing {switches.checkpointing}",
+        "",
+        f"{'':66s}bytes/voxel",
+        row("parameters", memory.parameters),
+        row("gradients", memory.gradients),
+        row("optimiser state", memory.optimizer_state),
+        row("input", memory.input),
+        row("target", memory.target),
+        row("saved from forward to backward", memory.saved_bytes),
+        *(row(f"  {part}", size) for part, size in memory.saved.items()),
+        *([row("offloaded to host memory", memory.offloaded)] if memory.offloaded else []),
+        row("peak of the step", memory.peak, f"in {memory.peak_at}"),
+        *(row(f"  {AT_PEAK[kind]}", memory.peak_live[kind]) for kind in AT_PEAK if kind in memory.peak_live),
+        "",
+        "Counted are the bytes of live tensors. A device needs some more for its libraries' workspaces.",
+    ]
+    if switches.compile:
+        lines.append("memory.compile=true: counted before compilation, which often keeps less.")
+    if config.trainer.devices * config.trainer.num_nodes > 1:
+        lines.append(f"trainer: per rank, and DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.")
+    if switches.precision is Precision.fp16:
+        lines.append("memory.precision=fp16: norms over groups are computed in fp32 on a GPU and keep some more.")
+    return lines

@@ -1,0 +1,211 @@
+"""The worker process of a run: everything that trains begins here, from a run folder.
+
+`python -m medseg.apps.worker <run folder>`, one process per rank: started by `launch.py`, or by torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medseg.apps import entry
+from medseg.apps.ending import EXIT_FAILED, EXIT_USER_ERROR, ending_of, status_of
+from medseg.apps.locks import locked
+from medseg.apps.ranks import fit_to_ranks, rank, redirect_output, watch_parent
+from medseg.apps.runs import END_S, LOCK_FILE, SUMMARY_FILE, load_config, replace_text, write_end
+from medseg.config.schema import Profiler, RegionMode, StageName, TrainConfig
+from medseg.config.signature import plain
+from medseg.data.task import Task
+from medseg.training.preemption import StopRequest
+
+if TYPE_CHECKING:
+    from medseg.training.callbacks import View
+    from medseg.training.data_module import CasesDataModule
+
+
+def main() -> None:
+    """Train the run of the folder that is named on the command line."""
+    run_dir = Path(sys.argv[1]).absolute()
+    stop = StopRequest()
+    stop.install()
+    watch_parent()
+    redirect_output(run_dir)
+    with locked(run_dir / LOCK_FILE, wait_s=END_S + 5) if rank() == 0 else nullcontext(True) as is_ours:
+        if not is_ours:
+            entry.say(f"another process is running {run_dir}")
+            sys.exit(EXIT_USER_ERROR)
+        if rank() == 0:
+            (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # an earlier end is none of this one
+        try:
+            train(run_dir, stop)
+        except BaseException as error:
+            code, message = ending_of(error)
+            if code == EXIT_FAILED:
+                traceback.print_exc()  # a defect
+            else:
+                entry.say(message)
+            write_end(run_dir, status_of(code), message)
+            sys.exit(code)
+
+
+def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Build, train, summarise; goes on from `checkpoints/last.ckpt` where there is one.
+
+    Args:
+        run_dir: Run folder with its `config.yaml`.
+        stop: Says when the run is asked to stop.
+
+    Returns:
+        The summary that is written to `summary.json`.
+    """
+    config = load_config(run_dir)
+    card_config = plain(config)
+    fit_to_ranks(config)
+    # After the configuration is known to be right: these take seconds to import.
+    import torch
+    from lightning.pytorch.callbacks import LearningRateMonitor
+
+    from medseg import build
+    from medseg.training.callbacks import History, ValidationPictures, peak_bytes
+    from medseg.training.checkpoints import Checkpoints
+    from medseg.training.module import SegmentationModule
+    from medseg.weights.checkpoint import load_checkpoint
+
+    for key, is_on in debug_switches(config).items():
+        if is_on:
+            entry.say(f"debug.{key} is on: this run is for finding faults, not for results")
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # greetings and tips
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
+
+    task = build.make_task(config.task)
+    torch.manual_seed(config.seed)  # initial weights
+    network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
+    build.begin_with_weights(network, config)
+    make_optimizer = build.make_target("optimizer", config.optimizer, None)
+    make_schedule = build.make_target("schedule", config.schedule, None)
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, stop
+    )
+    history = History(run_dir / "history.csv", every=max(1, min(50, config.steps // 20)), steps=config.steps)
+    callbacks: list[Any] = [
+        history,
+        ValidationPictures(run_dir / "pictures", config.spacing.target_spacing_mm, views(config, task)),
+        checkpoints,
+    ]
+    if config.logger:
+        callbacks.append(LearningRateMonitor("step"))
+    best, last = checkpoints.folder / "best.ckpt", checkpoints.folder / "last.ckpt"
+    start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"] if last.is_file() else 0
+    trainer = build.make_trainer(config, callbacks, start_step)
+    if trainer.is_global_zero:
+        for abandoned in run_dir.rglob("*.tmp"):  # half-written when the run was killed
+            abandoned.unlink()
+        note_start(run_dir, {"seed": config.seed, **build.versions()})
+    data = make_data_module(config, task, network.divisor)
+    module = SegmentationModule(
+        build.switch_on(network, config, build.pick_device(config.trainer.accelerator).type),
+        build.make_loss(config),
+        make_optimizer,
+        make_schedule,
+        seed=config.seed,
+        accumulate=config.memory.accumulate,
+        tile_size=config.inference.tile_size,
+        overlap=config.inference.overlap,
+        card=build.make_card(config, card_config),
+    )
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.is_file() else None, weights_only=True)
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning makes exit code 1 of it
+            raise KeyboardInterrupt from None
+        raise
+    summary = {
+        "status": "finished",
+        "stage": config.stage.name.value,
+        "steps": trainer.global_step,
+        "val_dice_best": checkpoints.best_score,
+        "train_s": round(history.train_s(), 1),
+        "peak_gib": round(peak_bytes() / 2**30, 3),
+        "num_parameters": sum(p.numel() for p in network.parameters()),
+        "checkpoint": str(best if best.is_file() else last),
+        "versions": build.versions(),
+    }
+    if trainer.is_global_zero:
+        replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
+        print(f"run folder: {run_dir}", flush=True)
+    return summary
+
+
+def note_start(run_dir: Path, start: dict[str, Any]) -> None:
+    """Add a start of the run, with what its result depends on beside the configuration, to `versions.json`."""
+    path = run_dir / "versions.json"
+    starts = json.loads(path.read_text()) if path.is_file() else []
+    replace_text(path, json.dumps([*starts, start], indent=1))
+
+
+def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, int]) -> CasesDataModule:
+    """The cases of a configuration as a data module; makes phantoms and opens the coarse checkpoint where asked for."""
+    from medseg import build
+    from medseg.apps.cases import find_sources
+    from medseg.training.data_module import CasesDataModule, StageInput
+
+    stage = config.stage
+    stage_input = StageInput(
+        is_coarse=stage.name is StageName.coarse,
+        spacing_mm=config.spacing.target_spacing_mm,
+        divisor=divisor,
+        max_voxels=stage.max_voxels,
+        patch_size=stage.patch_size,
+        boundary_share=stage.boundary_share or 0.0,
+        elsewhere_share=stage.elsewhere_share or 0.0,
+        region_margin_mm=stage.region_margin_mm or 0.0,
+        box_jitter_mm=stage.box_jitter_mm or 0.0,
+        is_mirrored=stage.region_mode is RegionMode.mirrored,
+        tile_size=config.inference.tile_size,
+    )
+    device = build.pick_device(config.trainer.accelerator)
+    return CasesDataModule(
+        find_sources(config.data),
+        task,
+        stage_input,
+        cache_dir=Path(config.data.cache),
+        augmentation=build.make_augmentation(config),
+        seed=config.seed,
+        steps=config.steps,
+        batch_size=stage.batch_size,
+        accumulate=config.memory.accumulate,
+        num_workers=config.data.num_workers,
+        overfit=config.debug.overfit,
+        coarse=build.load_stage(Path(stage.coarse), "coarse", device) if stage.coarse else None,
+    )
+
+
+def views(config: TrainConfig, task: Task) -> list[View]:
+    """How validation pictures name and turn what the network sees."""
+    from medseg.training.callbacks import View
+
+    if config.stage.name is StageName.coarse:
+        return [View({value: name for name, value in task.labels.items()}, False)]
+    mode = config.stage.region_mode
+    return [
+        View(dict(enumerate(region.labels, start=1)), mode is RegionMode.mirrored and region.side == "right")
+        for region in task.regions
+    ]
+
+
+def debug_switches(config: TrainConfig) -> dict[str, bool]:
+    """Name the debug switches and whether they are on."""
+    debug = config.debug
+    return {"anomaly": debug.anomaly, "overfit": debug.overfit, "profiler": debug.profiler is not Profiler.none}
+
+
+if __name__ == "__main__":
+    main()

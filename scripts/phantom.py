@@ -1,0 +1,6 @@
+"""`medseg phantom` from a checkout; see README.md."""
+
+from medseg.apps.phantom import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""`medseg plan` from a checkout; see README.md."""
+
+from medseg.apps.plan import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""`medseg prepare` from a checkout; see README.md."""
+
+from medseg.apps.prepare import main
+
+if __name__ == "__main__":
+    main()

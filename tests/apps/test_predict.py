@@ -1,0 +1,175 @@
+"""Where results go, what is refused before anything is loaded, and what a bad case costs the others: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg.apps import predict as app
+from medseg.apps.entry import conf_dir
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.config.check import to_config
+from medseg.config.schema import PredictConfig
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.io.inputs import input_format
+
+
+def predict(source: Path, output: Path, *overrides: str) -> int:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose(
+            "predict", [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+        )
+    return app.predict(to_config(composed, PredictConfig))
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    for name in ("a.nii.gz", "b.nrrd"):
+        (folder / name).write_bytes(b"a scan")
+    return folder
+
+
+@pytest.fixture
+def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Predict with a stand-in that opens no scan; returns what it shall raise, by the name of the output."""
+    raises: dict[str, Any] = {}
+
+    def predict_case(scan: app.Scan, output: Path, *_: Any) -> dict[str, Any]:
+        input_format(scan.path)
+        if output.name in raises:
+            raise raises[output.name]
+        output.parent.mkdir(exist_ok=True)
+        output.write_text(str(scan.path))
+        return {"warnings": [], "volume_ml": {}, "durations_s": {"total": 0.0}}
+
+    monkeypatch.setattr("medseg.build.load_stages", lambda *_: None)
+    monkeypatch.setattr("medseg.cascade.segment.check_stages", lambda *_: None)
+    monkeypatch.setattr(app, "predict_case", predict_case)
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [("scans", "scans"), ("scans/a.nii.gz", "scans/a.nii.gz"), ("scans/a.nii.gz", "scans"), ("link", "scans"), ("scans", "link")],
+)
+def test_a_scan_is_not_overwritten(scans: Path, source: str, output: str) -> None:
+    (scans.parent / "link").symlink_to(scans)
+    with pytest.raises(UserError, match="scan of the case a"):
+        predict(scans.parent / source, scans.parent / output)
+    assert (scans / "a.nii.gz").read_bytes() == b"a scan"
+
+
+def test_a_link_in_the_output_is_followed(scans: Path, tmp_path: Path) -> None:
+    (tmp_path / "o.nii.gz").symlink_to(scans / "a.nii.gz")
+    with pytest.raises(UserError, match="scan of the case a"):
+        predict(scans / "a.nii.gz", tmp_path / "o.nii.gz")
+
+
+def test_scans_of_other_splits_are_safe_too(scans: Path, tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("case,image,split\na,elsewhere.nii,test\nz,scans/a.nii.gz,train\n")
+    with pytest.raises(UserError, match="scan of the case z"):
+        predict(table, scans, "split=test")
+
+
+def test_two_cases_do_not_share_a_file(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("case,image\nü,1.nii\nu\u0308,2.nii\n", encoding="utf-8")
+    with pytest.raises(UserError, match="would be one file"):
+        predict(table, tmp_path / "out")
+
+
+@pytest.mark.parametrize("output", ["o.nhdr", "o.txt", "o.png", ".nii.gz"])
+def test_a_file_of_another_format_is_refused_for_one_scan(scans: Path, tmp_path: Path, output: str) -> None:
+    with pytest.raises(UserError, match=r"\.nii\.gz, \.nii, \.nrrd"):
+        predict(scans / "a.nii.gz", tmp_path / output)
+
+
+def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[str, Any]) -> None:
+    assert predict(scans, tmp_path / "a.b") == 0
+    assert {path.name for path in (tmp_path / "a.b").iterdir()} == {"a.nii.gz", "b.nii.gz"}
+    assert predict(scans / "b.nrrd", tmp_path / "a.b") == 0, "the folder is there now"
+    assert predict(scans / "b.nrrd", tmp_path / "O.NRRD") == 0
+    with pytest.raises(UserError, match="has 2 cases"):
+        predict(scans, tmp_path / "o.mha")
+    with pytest.raises(UserError, match="or a folder"):
+        predict(scans, tmp_path / "o.nhdr")
+
+
+@pytest.mark.parametrize("error", [UserError("damaged"), RuntimeError("out of memory"), MemoryError("1 TiB"), ValueError("x")])
+def test_a_bad_case_costs_the_others_nothing(
+    scans: Path, tmp_path: Path, without_networks: dict[str, Any], error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_networks["a.nii.gz"] = error
+    assert predict(scans, tmp_path / "out") == 1
+    assert (tmp_path / "out" / "b.nii.gz").is_file()
+    said = capsys.readouterr().err
+    assert f"a: {error}" in said if isinstance(error, UserError) else f"a: {type(error).__name__}: {error}" in said
+    assert "1 of 2 cases failed" in said
+
+
+def test_alone_a_defect_keeps_its_traceback(scans: Path, tmp_path: Path, without_networks: dict[str, Any]) -> None:
+    without_networks["o.nii"] = RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
+        predict(scans / "a.nii.gz", tmp_path / "o.nii")
+
+
+def test_a_missing_file_of_a_table_is_one_bad_case(
+    scans: Path, tmp_path: Path, without_networks: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("case,image\nx,nowhere.nii\ny,scans/a.nii.gz\n")
+    assert predict(table, tmp_path / "out") == 1
+    assert (tmp_path / "out" / "y.nii.gz").is_file()
+    assert "nowhere.nii: this file or folder does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["3", "[]", "[a,3]", "{a: b}"])
+def test_what_is_no_checkpoint_is_refused(value: str, scans: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fine: a checkpoint, a list of checkpoints or null is needed"):
+        predict(scans, tmp_path / "out", f"fine={value}")
+
+
+def test_a_precision_that_the_device_lacks_is_refused_first(scans: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        predict(scans, tmp_path / "out", "precision=fp16")
+
+
+@pytest.fixture
+def tf32_flags() -> Iterator[tuple[Any, Any]]:
+    """The two places of torch that allow TF32; left as they were."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [flag.allow_tf32 for flag in flags]
+    yield flags
+    for flag, allowed in zip(flags, before, strict=True):
+        flag.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bool, tf32_flags: tuple[Any, Any]) -> None:
+    seen: list[bool] = []
+
+    class Network(nn.Module):
+        divisor = (1, 1, 1)
+
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            seen.extend(flag.allow_tf32 for flag in tf32_flags)
+            return torch.cat([image, -image], 1)
+
+    task = Task("t", {"a": 1}, (Region("a", ("a",)),), (-1000.0, 0.0))
+    stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, "whole", precision, torch.device("cpu"))
+    for flag in tf32_flags:
+        flag.allow_tf32 = before
+    stage.predict_probs(torch.zeros(2, 3, 4), 0, CascadeOptions())
+    assert seen == [False, False]
+    assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]

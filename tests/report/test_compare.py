@@ -1,0 +1,115 @@
+"""What differed is found, repeats are put together, the best is the best."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+
+from medseg.report.compare import compare, csv_table
+from medseg.report.run import Run
+from medseg.report.tables import ranked, run_rows, setting_rows, shown_metrics
+
+
+def run(name: str, dice: float | None = None, status: str = "finished", *, peak: float = 1.0, **settings: object) -> Run:
+    """A run whose keys have `__` for a dot."""
+    flat = {key.replace("__", "."): value for key, value in settings.items()}
+    summary = {} if dice is None else {"val_dice_best": dice, "peak_gib": peak}
+    return Run(name, Path(name), status, settings=flat, summary=summary)
+
+
+def test_only_what_differs_is_a_column_and_an_interpolation_is_none() -> None:
+    runs = [
+        run("0", 0.9, optimizer__lr=0.1, schedule__max_lr=0.1, steps=10),
+        run("1", 0.8, optimizer__lr=0.2, schedule__max_lr=0.2, steps=10),
+    ]
+    comparison = compare(runs)
+    assert [(column.key, column.values, column.also) for column in comparison.columns] == [
+        ("optimizer.lr", ("0.1", "0.2"), ("schedule.max_lr",))
+    ]
+    assert comparison.same == {"steps": "10"}
+
+
+def test_a_key_that_one_configuration_lacks_is_a_difference() -> None:
+    comparison = compare([run("0", 0.9, optimizer__lr=0.1), run("1", 0.8, optimizer__lr=0.1, optimizer__momentum=0.9)])
+    assert [(column.key, column.values) for column in comparison.columns] == [("optimizer.momentum", ("–", "0.9"))]
+
+
+def test_two_keys_that_merely_change_together_are_both_shown() -> None:
+    comparison = compare([run("0", 0.9, width=8, loss="a"), run("1", 0.8, width=16, loss="b")])
+    assert [column.key for column in comparison.columns] == ["width", "loss"]
+
+
+def test_a_chosen_group_stands_for_the_keys_that_it_brought() -> None:
+    made = [
+        Run(str(i), Path(), "finished", settings={"memory.precision": p, "memory.offload": False, "lr": lr}, overrides={"memory": m})
+        for i, (m, p, lr) in enumerate([("plain", "fp32", 1), ("amp", "bf16", 1), ("amp", "bf16", 2)])
+    ]  # fmt: skip
+    (memory, lr) = compare(made).columns
+    assert (memory.key, memory.values, memory.also) == ("memory", ("plain", "amp", "amp"), ("memory.precision",))
+    assert lr.key == "lr"
+    # Overridden once more below the group: the group no longer says it all.
+    other = Run("3", Path(), "finished", settings={"memory.precision": "fp16", "lr": 2}, overrides={"memory": "amp"})
+    assert "memory.precision" in [column.key for column in compare([*made, other]).columns]
+
+
+def test_a_job_that_never_began_knows_what_it_was_asked_for_and_hides_nothing() -> None:
+    refused = Run("2", Path(), "refused", settings={"lr": 2}, has_config=False)
+    comparison = compare([run("0", 0.9, lr=1, peak_lr=1), run("1", 0.8, lr=2, peak_lr=2), refused])
+    assert [(column.key, column.values) for column in comparison.columns] == [("lr", ("1", "2", "2"))]
+
+
+def test_repeats_have_mean_and_spread_of_what_finished() -> None:
+    dices = (0.90, 0.94, 0.95)
+    runs = [run(str(seed), dice, seed=seed, lr=1) for seed, dice in enumerate(dices)]
+    runs += [run("3", 0.1, "running", seed=3, lr=1), run("4", 0.92, seed=0, lr=2)]
+    comparison = compare(runs)
+    repeated, single = comparison.settings
+    assert repeated.runs == (0, 1, 2, 3)
+    dice = repeated.metrics["val_dice"]
+    assert (dice.count, dice.mean) == (3, pytest.approx(0.93))
+    assert dice.sd == pytest.approx(stdev(dices))
+    assert single.metrics["val_dice"].sd is None
+    assert comparison.best == 0
+    rows = setting_rows(comparison, shown_metrics(comparison))
+    assert [row.number for row in rows] == [0, 1]
+    assert rows[0].figures[0].text == "0.9300 ± 0.0265"
+    assert rows[0].figures[-1].text == "3 of 4"
+
+
+def test_folds_are_repeats_too() -> None:
+    comparison = compare([run(str(fold), 0.9 + fold / 100, data__fold=fold) for fold in range(3)])
+    assert len(comparison.settings) == 1
+    assert [column.key for column in comparison.columns] == ["data.fold"]
+
+
+def test_the_best_is_finished_and_the_smaller_of_equals() -> None:
+    runs = [run("0", 0.9, lr=1, peak=2.0), run("1", 0.9, lr=2, peak=1.0), run("2", 0.99, "running", lr=3)]
+    comparison = compare(runs)
+    assert comparison.best == 1
+    assert ranked(comparison)[-1] == 2
+    assert compare([runs[2]]).best is None
+
+
+def test_not_a_number_is_no_result() -> None:
+    comparison = compare([run("0", float("nan"), lr=1), run("1", 0.5, lr=2)])
+    assert comparison.best == 1
+    assert run_rows(comparison, shown_metrics(comparison))[0].figures[0].text == "–"
+
+
+def test_metrics_that_are_no_merit_are_shown_where_they_differ() -> None:
+    runs = [Run(str(i), Path(), "finished", settings={"lr": i}, summary={"steps": 10, "num_parameters": 5 + i}) for i in range(2)]
+    assert [metric.key for metric in shown_metrics(compare(runs))] == ["num_parameters"]
+
+
+def test_the_table_has_one_line_per_run() -> None:
+    text = csv_table(
+        compare([run("a,b", 0.9, lr=1, seed=1), run("c", 0.8, lr=1, seed=2), run("d", None, "failed", lr=2, seed=1)])
+    )
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert [line["run"] for line in lines] == ["a,b", "c", "d"]
+    assert [line["setting_val_dice_mean"] for line in lines] == ["0.85", "0.85", ""]
+    assert [line["is_best"] for line in lines] == ["True", "True", "False"]
