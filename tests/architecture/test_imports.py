@@ -1,0 +1,36 @@
+"""The direction of the house, and what prediction may not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_import_contracts_hold() -> None:
+    result = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, encoding="utf-8"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def loaded_modules(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout.split())
+
+
+def test_prediction_loads_neither_lightning_nor_monai() -> None:
+    loaded = loaded_modules("import medseg.apps.predict, medseg.build, medseg.cascade.segment, medseg.io.read, medseg.io.write")
+    assert "torch" in loaded
+    assert not loaded & {"lightning", "pytorch_lightning", "monai", "matplotlib", "SimpleITK", "torchmetrics"}
+
+
+def test_the_command_line_is_checked_without_torch() -> None:
+    assert "torch" not in loaded_modules("import medseg.apps.train, medseg.apps.predict, medseg.config.check")
+
+
+def test_every_package_init_only_has_its_docstring() -> None:
+    for path in (ROOT / "medseg").glob("*/**/__init__.py"):
+        assert path.read_text().count("\n") == 1, f"{path} imports: start-up time"

@@ -1,0 +1,38 @@
+"""Both stages trained on the tiny cases, once per session, through the same functions as the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+
+from medseg.apps import runs, worker
+from medseg.apps.entry import conf_dir
+from medseg.config.check import to_config
+from medseg.config.schema import TrainConfig
+
+
+def train(run_dir: Path, table: Path, *overrides: str) -> Path:
+    """Train on the tiny cases in this process; returns the last checkpoint."""
+    common = [
+        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0", "logger=none",
+        "trainer.accelerator=cpu", "trainer.threads=1", "model.width=8", "optimizer.lr=0.01", f"run_dir='{run_dir}'",
+    ]  # fmt: skip
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", [*common, *overrides]), TrainConfig)
+    worker.train(runs.open_run(config))
+    return run_dir / "checkpoints" / "last.ckpt"
+
+
+# fp32 and wide enough to learn the tiny cases in seconds, whatever the seed.
+LEARN = ["steps=160", "augment=none", "model.width=16", "model.blocks_per_level=[1,1,1,1]"]
+COARSE = ["stage=coarse", "spacing=isotropic_4mm", *LEARN]
+FINE = ["stage=fine", "spacing=isotropic_3mm", "stage.box_jitter_mm=2", *LEARN]
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Coarse and fine checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    return train(folder / "coarse", tiny_table, *COARSE), train(folder / "fine", tiny_table, *FINE)

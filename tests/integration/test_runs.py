@@ -1,0 +1,206 @@
+"""Interrupted, accumulated and distributed runs end where a plain one does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medseg.apps import worker
+
+from .conftest import train
+
+SMALL = ["spacing=isotropic_4mm", "model.width=4", "stage.validate_every=4"]
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(checkpoint, weights_only=True)["state_dict"]
+    return state
+
+
+def assert_equal_weights(one: Path, other: Path) -> None:
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Whether two nested values are the same to the last bit."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        for left, right in zip(one, other, strict=True):
+            assert_equal(left, right)
+    else:
+        assert one == other
+
+
+def command(table: Path, run_dir: Path, *overrides: str) -> list[str]:
+    return [
+        sys.executable, "-m", "medseg.apps.cli", "train", *SMALL, f"data.cases={table}", f"data.cache={table.parent / 'cache'}",
+        "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "optimizer.lr=0.01", f"hydra.run.dir={run_dir}", *overrides,
+    ]  # fmt: skip
+
+
+def history(run_dir: Path) -> list[dict[str, str]]:
+    """The lines without what depends on the machine."""
+    with (run_dir / "history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [{key: row[key] for key in ("step", "loss", "lr", "val_dice", "val_dice_worst")} for row in rows]
+
+
+# A worker that kills itself as soon as it has made the steps that its second argument names.
+KILLED_WORKER = """
+import os, signal, sys
+from pathlib import Path
+from medseg.apps import worker
+from medseg.training.module import SegmentationModule
+
+start = SegmentationModule.on_train_batch_start
+def on_train_batch_start(self, batch, batch_idx):
+    if self.global_step == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    start(self, batch, batch_idx)
+SegmentationModule.on_train_batch_start = on_train_batch_start
+worker.train(Path(sys.argv[1]))
+"""
+
+
+def test_a_killed_run_goes_on_bit_by_bit(tiny_table: Path, tmp_path: Path) -> None:
+    settings = [*SMALL, "steps=12", "stage.batch_size=2", "memory.accumulate=2", "data.num_workers=1"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "killed"
+    train(whole, tiny_table, *settings)
+    run_dir.mkdir()
+    shutil.copy(whole / "config.yaml", run_dir)  # the same run, not begun
+    killed = subprocess.run([sys.executable, "-c", KILLED_WORKER, str(run_dir), "5"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
+    moved = run_dir.rename(tmp_path / "moved")
+    worker.train(moved)
+    for name in ("last.ckpt", "best.ckpt"):
+        assert_equal_weights(whole / "checkpoints" / name, moved / "checkpoints" / name)
+    assert history(moved) == history(whole)
+    assert [int(row["step"]) for row in history(moved) if row["loss"]] == list(range(1, 13))
+    assert not run_dir.exists(), "nothing is written where the run lay before"
+    assert [start["seed"] for start in json.loads((moved / "versions.json").read_text())] == [1, 1]
+
+
+def logged(run_dir: Path) -> dict[str, str]:
+    """Training loss by step in the CSV logger's file; every step stands there once."""
+    with (run_dir / "csv" / "metrics.csv").open() as file:
+        rows = [(row["step"], row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert len({step for step, _ in rows}) == len(rows)
+    return dict(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(["data.num_workers=0"], id="plain"),
+        pytest.param(
+            ["data.num_workers=2", "stage.batch_size=2", "memory.accumulate=2", "memory.precision=bf16"],
+            id="workers, accumulation, bf16",
+        ),
+    ],
+)
+def test_a_run_that_is_killed_twenty_times_ends_alike(settings: list[str], tiny_table: Path, tmp_path: Path) -> None:
+    settings = [
+        *SMALL,
+        "steps=140",
+        "stage.validate_every=7",
+        "checkpoint_every=2",
+        "stage.patience=100",
+        "logger=csv",
+        *settings,
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole, tiny_table, *settings)
+    killed.mkdir()
+    (killed / "config.yaml").write_text((whole / "config.yaml").read_text().replace(str(whole), str(killed)))
+    script = [sys.executable, str(Path(__file__).with_name("killed_runs.py")), str(killed), "20", "1"]
+    result = subprocess.run(script, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8")
+    assert result.returncode == 0, result.stdout + result.stderr
+    states = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (whole, killed)]
+    assert_equal(states[0]["optimizer_states"], states[1]["optimizer_states"])
+    assert states[0]["lr_schedulers"] == states[1]["lr_schedulers"]
+    for name in ("last.ckpt", "best.ckpt"):
+        assert_equal_weights(whole / "checkpoints" / name, killed / "checkpoints" / name)
+    assert history(killed) == history(whole)
+    assert logged(killed).items() <= logged(whole).items()
+    files = [{str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (whole, killed)]
+    assert files[0] == files[1], "nothing is left over and nothing is missing"
+    assert len(json.loads((killed / "versions.json").read_text())) == 21
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_from_another_folder(tiny_table: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    first = command(tiny_table, tmp_path / "run", "steps=1", "data.num_workers=0")
+    relative = ["data.cases=table.csv" if part.startswith("data.cases=") else part for part in first]
+    subprocess.run(relative, cwd=tiny_table.parent, check=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    again = [sys.executable, "-m", "medseg.apps.cli", "train", f"resume={tmp_path / 'run'}"]
+    subprocess.run(again, cwd=elsewhere, check=True)
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert not list(elsewhere.rglob("20*")), "no empty run folder is left"
+    # The same table by another name is no other configuration; the same name in another folder is.
+    subprocess.run([*first, f"resume={tmp_path / 'run'}"], cwd=tiny_table.parent, check=True)
+    other = subprocess.run(
+        [*relative, f"resume={tmp_path / 'run'}"], cwd=elsewhere, capture_output=True, encoding="utf-8", check=False
+    )
+    assert other.returncode == 2
+    assert "data.cases" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_ends_no_multirun_and_is_listed(tiny_table: Path, tmp_path: Path) -> None:
+    settings = ["steps=1", "data.num_workers=0", "stage.batch_size=1", "memory.accumulate=2,1"]
+    sweep = command(tiny_table, tmp_path, *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}", "-m")
+    result = subprocess.run(sweep, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    assert result.returncode == 1, result.stderr
+    with (tmp_path / "sweep" / "comparison.csv").open() as file:
+        refused, finished = csv.DictReader(file)
+    assert (refused["run"], refused["memory.accumulate"], refused["status"]) == ("0", "2", "refused")
+    assert "memory.accumulate" in refused["message"]
+    assert (finished["run"], finished["memory.accumulate"], finished["status"]) == ("1", "1", "finished")
+    assert float(finished["val_dice_best"]) >= 0
+    assert (tmp_path / "sweep" / "1" / "checkpoints" / "last.ckpt").is_file()
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_multirun(tiny_table: Path, tmp_path: Path) -> None:
+    settings = ["steps=100000", "data.num_workers=0", "seed=1,2"]
+    sweep = command(tiny_table, tmp_path, *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}", "-m")
+    process = subprocess.Popen(
+        sweep,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+    last = tmp_path / "sweep" / "0" / "checkpoints" / "last.ckpt"
+    deadline_s = time.monotonic() + 300
+    while not last.is_file() and process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert not (tmp_path / "sweep" / "1").exists()
+    assert json.loads((tmp_path / "sweep" / "0" / "job.json").read_text())["status"] == "interrupted"
