@@ -397,6 +397,6 @@ def test_a_table_needs_no_split(tmp_path: Path) -> None:
     assert run(table).code == 0
 
 
-def test_the_readme_names_every_finding() -> None:
+def test_the_page_of_the_audit_names_every_finding() -> None:
     text = (Path(__file__).parents[2] / "docs" / "AUDIT.md").read_text(encoding="utf-8")
     assert [code for code in CODES if f"`{code}`" not in text] == []

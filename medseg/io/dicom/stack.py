@@ -1,6 +1,6 @@
 """From slices at their places to a regular grid: doubles dropped, gaps filled, a tilted stack set upright.
 
-The rule, which the README repeats:
+The rule, which docs/DICOM.md repeats:
 
 * Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
 * Else they are interpolated linearly along the normal onto the even grid of their usual distance, if no two neighbours are
