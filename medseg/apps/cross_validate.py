@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 
 from medseg.apps import entry
 from medseg.apps.cases import file_values
+from medseg.apps.pieces import cut_pieces
 from medseg.apps.recipe import cascade_steps, last_checkpoint, run_steps
 from medseg.apps.runs import replace_text
 from medseg.config.schema import CrossValidateConfig
-from medseg.data.case_table import Case, read_case_table
+from medseg.data.case_table import TRUST_PREFIX, Case, read_case_table
 from medseg.data.splits import split_cases
 from medseg.data.task import Task
 from medseg.io.read import read_labels
@@ -45,11 +46,16 @@ def cross_validate(config: CrossValidateConfig) -> int:
     cases = read_case_table(Path(config.cases), config.data.labels_column)
     task, values = make_task(config.task), file_values(config.data.label_values)
     given_values = ", ".join(f"{name}: {value}" for name, value in config.data.label_values.items())
-    labels = [f"data.labels_column={config.data.labels_column}", f"data.label_values={{{given_values}}}"]
+    label_values = f"data.label_values={{{given_values}}}"
+    organ = [value for value, name in values.items() if name in task.labels]
     fold_of: dict[str, int] = {}
+    scored: list[Case] = []
     steps: list[list[str]] = []
     for fold in range(config.num_folds):
-        held_out = split_cases(cases, fold=fold, num_folds=config.num_folds).val
+        held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
+        if config.pieces:
+            held_out += [piece for case in held_out if case.labels for piece in cut_pieces(case, organ, output / "pieces")]
+        scored += held_out
         fold_of |= {case.name: fold for case in held_out}
         folder = output / f"fold_{fold}"
         table = write_table(held_out, folder / "held_out.csv")
@@ -59,7 +65,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
             f"data.num_folds={config.num_folds}",
             "data.val_patients=[]",
             "data.test_patients=[]",
-            *labels,
+            f"data.labels_column={config.data.labels_column}",
+            label_values,
         ]
         steps += cascade_steps(
             folder,
@@ -79,24 +86,33 @@ def cross_validate(config: CrossValidateConfig) -> int:
                 f"fine={last_checkpoint(folder / 'fine')}",
             ]
         )
-    steps.append(["evaluate", f"pred={output / 'predictions'}", f"ref={config.cases}", f"output={output / 'scores'}", *labels])
+    table = write_table(scored, output / "scored.csv")
+    steps.append(["evaluate", f"pred={output / 'predictions'}", f"ref={table}", f"output={output / 'scores'}", label_values])
     # The folds share what is trained on phantoms: it stands once in the row.
     code = run_steps(list(dict.fromkeys(map(tuple, steps))))
     if code:
         return code
-    rows = fold_rows(cases, fold_of, output, task, values)
-    write_rows(rows, output)
+    rows = fold_rows(scored, fold_of, output, task, values)
+    write_rows(rows, output, {case.name for case in cases})
     print((output / "folds.md").read_text(encoding="utf-8"))
     return 0
 
 
 def write_table(cases: Sequence[Case], path: Path) -> Path:
-    """Write a case table of the images of some cases, with absolute paths."""
+    """Write a case table with absolute paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    regions = sorted({region for case in cases for region in case.trust})
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("case", "image", "series", "hu_slope", "hu_offset"))
-    writer.writerows((case.name, case.image.absolute(), case.series or "", case.hu.slope, case.hu.offset) for case in cases)
+    writer.writerow(
+        ("case", "image", "labels", "patient", "series", "hu_slope", "hu_offset", *(TRUST_PREFIX + name for name in regions))
+    )
+    for case in cases:
+        labels = case.labels.absolute() if case.labels else ""
+        trust = [case.trust.get(name, "") for name in regions]
+        writer.writerow(
+            (case.name, case.image.absolute(), labels, case.patient, case.series or "", case.hu.slope, case.hu.offset, *trust)
+        )
     replace_text(path, text.getvalue())
     return path
 
@@ -157,26 +173,41 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     return float(np.all((places >= low - half) & (places <= high + half), axis=1).mean())
 
 
-def write_rows(rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Write `folds.csv` and, to be read, `folds.md`."""
+def write_rows(rows: Sequence[dict[str, Any]], output: Path, whole: Set[str]) -> None:
+    """Write `folds.csv` and, to be read, `folds.md`.
+
+    Args:
+        rows: From `fold_rows`.
+        output: Folder.
+        whole: Cases of the table; the others are pieces of them, and stand in a table of their own.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     replace_text(output / "folds.csv", text.getvalue())
-    lines = [
+    scans = [row for row in rows if row["case"] in whole]
+    pieces = [row for row in rows if row["case"] not in whole]
+    lines = _table(scans)
+    for trust in dict.fromkeys(row["trust"] for row in scans):
+        dices = [row["dice"] for row in scans if row["trust"] == trust]
+        lines.append(f"\nMean Dice, {trust or 'all'} ({len(dices)}): {sum(dices) / len(dices):.4f}, worst {min(dices):.4f}")
+    if pieces:
+        lines += ["\nPieces cut out of these scans:\n", *_table(pieces)]
+    replace_text(output / "folds.md", "\n".join(lines) + "\n")
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return [
         "| case | fold | region | reference | Dice | NSD 1 mm | HD95 mm | predicted ml | reference ml | in the crop |",
         "|---|---|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {row['case']} | {row['fold']} | {row['region']} | {row['trust']} | {row['dice']:.4f} | {row['nsd_1mm']:.3f} | "
+            f"{_short(row['hd95_mm'])} | {row['volume_pred_ml']:.0f} | {row['volume_ref_ml']:.0f} | "
+            f"{100 * row['share_in_crop']:.2f} % |"
+            for row in rows
+        ),
     ]
-    lines += [
-        f"| {row['case']} | {row['fold']} | {row['region']} | {row['trust']} | {row['dice']:.4f} | {row['nsd_1mm']:.3f} | "
-        f"{_short(row['hd95_mm'])} | {row['volume_pred_ml']:.0f} | {row['volume_ref_ml']:.0f} | {100 * row['share_in_crop']:.2f} % |"
-        for row in rows
-    ]
-    for trust in dict.fromkeys(row["trust"] for row in rows):
-        dices = [row["dice"] for row in rows if row["trust"] == trust]
-        lines.append(f"\nMean Dice, {trust or 'all'} ({len(dices)}): {sum(dices) / len(dices):.4f}, worst {min(dices):.4f}")
-    replace_text(output / "folds.md", "\n".join(lines) + "\n")
 
 
 def _short(value_mm: float) -> str:

@@ -425,6 +425,7 @@ class CrossValidateConfig:
     fine: str
     pretrain_coarse: str | None
     pretrain_fine: str | None
+    pieces: bool
     task: TaskConfig
     data: LabelsConfig
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from medseg.data.case_table import Case, read_case_table
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_labels
+from medseg.preprocess.scale import HuScale
 
 # Stored from the patient's left to right and from back to front.
 GRID = VoxelGrid((8, 20, 30), (4.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((-1, 0, 0), (0, -1, 0), (0, 0, 1)))
@@ -86,19 +88,25 @@ def test_a_step_that_fails_ends_the_row_and_lost_cases_do_not(
 
 
 def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
-    table = write_table([Case("Doe, John", Path("a b/ü.nii.gz"), None, "p")], tmp_path / "fold_0" / "held_out.csv")
-    (case,) = read_case_table(table, None)
-    assert (case.name, case.image) == ("Doe, John", Path("a b/ü.nii.gz").absolute())
+    given = [
+        Case("Doe, John", Path("a b/ü.nii.gz"), Path("l.nrrd"), "p", trust={"left_lung": "absent"}),
+        Case("b", Path("dicom"), None, "q", series="2", hu=HuScale(1.0, -1024.0)),
+    ]
+    first, second = read_case_table(write_table(given, tmp_path / "fold_0" / "held_out.csv"))
+    assert first == replace(given[0], image=Path("a b/ü.nii.gz").absolute(), labels=Path("l.nrrd").absolute())
+    assert second == replace(given[1], image=Path("dicom").absolute())
     scores = {"dice": 0.5, "nsd_1mm": 0.25, "nsd_2mm": 0.3, "hd95_mm": np.inf, "volume_pred_ml": 1.0, "volume_ref_ml": 0.0}
     rows = [{"case": c, "fold": 0, "region": "left_lung", "trust": t, **scores, "share_in_crop": 0.999, "total_s": 1.0}
             for c, t in (("a", "reference"), ("b", "reference"), ("c", "absent"))]  # fmt: skip
     rows[1]["dice"] = 0.9
-    write_rows(rows, tmp_path)
+    write_rows(rows, tmp_path, {"a", "b"})
     with (tmp_path / "folds.csv").open() as file:
         assert [row["dice"] for row in csv.DictReader(file)] == ["0.5", "0.9", "0.5"]
     text = (tmp_path / "folds.md").read_text()
     assert "Mean Dice, reference (2): 0.7000, worst 0.5000" in text
     assert "| a | 0 | left_lung | reference | 0.5000 | 0.250 | none | 1 | 0 | 99.90 % |" in text
+    scans, pieces = text.split("Pieces cut out of these scans:")
+    assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)
 
 
 def test_a_card_that_is_passed_on_names_no_folder() -> None:
