@@ -25,6 +25,7 @@ from medseg import __version__
 from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import (
     Accelerator,
+    LrScaling,
     Precision,
     Profiler,
     RegionMode,
@@ -47,6 +48,12 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
     from medseg.data.augment import Augmentation
+
+
+# Arguments of optimisers and schedules that are learning rates.
+LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
+# What brings the classes that medseg itself does not depend on.
+EXTRAS = {"pytorch_optimizer": "optimizers"}
 
 
 def make_task(config: TaskConfig) -> Task:
@@ -170,15 +177,51 @@ def make_target(group: str, node: dict[str, Any], *leading: Any) -> Callable[...
     try:
         target = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
+        extra = EXTRAS.get(module_name.partition(".")[0])
+        if extra and isinstance(error, ImportError):
+            raise UserError(f"{group}._target_: {node['_target_']} needs pip install 'medseg[{extra}]' ({error})") from error
         raise UserError(f"{group}._target_: {node['_target_']} does not exist in the installed version ({error})") from error
     if not inspect.isclass(target):
         raise UserError(f"{group}._target_: {node['_target_']} is not a class")
+    parameters = inspect.signature(target).parameters
     try:
         inspect.signature(target).bind(*leading, **arguments)
+        unknown = arguments.keys() - parameters.keys()
+        if unknown and group != "logger":  # `**kwargs` would swallow a misspelled name
+            raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
     except TypeError as error:
-        known = ", ".join(list(inspect.signature(target).parameters)[len(leading) :])
+        known = ", ".join(list(parameters)[len(leading) :])
         raise UserError(f"{group}: {name} does not take these arguments ({error}); it knows {known}") from error
     return functools.partial(target, **arguments)
+
+
+def make_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
+    """The `optimizer` group as a function of the parameters; its rate is that for the whole batch."""
+    return make_target("optimizer", with_scaled_rates(config.optimizer, config), None)
+
+
+def make_schedule(config: TrainConfig) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+    """The `schedule` group as a function of the optimiser, with the warm-up laid over it.
+
+    In step n, counted from 0, of the warm-up the rate is (n + 1) / (`warmup_steps` + 1) of the schedule's.
+    """
+    make = make_target("schedule", with_scaled_rates(config.schedule, config), None)
+    if not config.warmup_steps:
+        return make
+    from torch.optim.lr_scheduler import ChainedScheduler, LinearLR
+
+    def make_both(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        ramp = LinearLR(optimizer, start_factor=1 / (config.warmup_steps + 1), total_iters=config.warmup_steps)
+        return ChainedScheduler([ramp, make(optimizer)], optimizer)
+
+    return make_both
+
+
+def with_scaled_rates(node: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """A group's arguments with its learning rates grown with the batch, as `lr_scaling` says."""
+    exponent = {LrScaling.none: 0.0, LrScaling.sqrt: 0.5, LrScaling.linear: 1.0}[config.lr_scaling]
+    factor = config.stage.batch_size**exponent
+    return {key: value * factor if key in LR_KEYS else value for key, value in node.items()}
 
 
 def make_logger(config: TrainConfig, start_step: int = 0) -> Logger | bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,47 @@ def shared_ct() -> Path:
     if not (folder / "table.csv").is_file():
         pytest.skip("no real CTs beside the checkout")
     return folder
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Callable[..., Any]:
+    """A function that trains as a worker does, on batches that are given, with nothing around it.
+
+    Called as `fit(overrides, batches)`, optionally with Lightning's callbacks and a function that changes the module before;
+    returns the trained module.
+    """
+
+    def run(
+        overrides: Sequence[str],
+        batches: Sequence[Any],
+        callbacks: Sequence[Any] = (),
+        change: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        import hydra
+        import torch
+
+        from medseg import build
+        from medseg.apps.entry import conf_dir
+        from medseg.config.check import to_config
+        from medseg.config.schema import TrainConfig
+        from medseg.training.module import SegmentationModule
+
+        fixed = ["trainer.accelerator=cpu", "logger=none", f"run_dir='{tmp_path}'"]
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = to_config(hydra.compose("train", [*fixed, *overrides]), TrainConfig)
+        torch.manual_seed(config.seed)
+        network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
+        trainer = build.make_trainer(config, list(callbacks))
+        module = SegmentationModule(
+            build.switch_on(network, config, "cpu"), build.make_loss(config), build.make_optimizer(config), build.make_schedule(config),
+            seed=config.seed, accumulate=config.memory.accumulate, tile_size=None, overlap=0.5, card={},
+        )  # fmt: skip
+        if change is not None:
+            change(module)
+        trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None))
+        return module
+
+    return run
 
 
 @pytest.fixture(scope="session")

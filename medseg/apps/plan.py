@@ -92,7 +92,7 @@ def count(
             make_other or make_network,
             (samples, 1, *shape),
             loss=build.make_loss(config),
-            make_optimizer=build.make_target("optimizer", config.optimizer, None),
+            make_optimizer=build.make_optimizer(config),
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             call=lambda network, image: network(image) if make_other else network(image, region),

@@ -85,7 +85,7 @@ def time_steps(config: TrainConfig, shape: Shape, timed_steps: int, peer: str | 
         arguments.append(torch.zeros(samples, dtype=torch.int64, device=device))
     target = torch.randint(task.num_region_classes, (samples, *shape), dtype=torch.uint8, device=device)
     loss = build.make_loss(config)
-    optimizer = build.make_target("optimizer", config.optimizer, None)(network.parameters())
+    optimizer = build.make_optimizer(config)(network.parameters())
     on_gpu = device.type == "cuda"
     durations_s = []
     for _ in range(timed_steps + 1):

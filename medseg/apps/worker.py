@@ -89,8 +89,8 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
     torch.manual_seed(config.seed)  # initial weights
     network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
     build.begin_with_weights(network, config)
-    make_optimizer = build.make_target("optimizer", config.optimizer, None)
-    make_schedule = build.make_target("schedule", config.schedule, None)
+    make_optimizer = build.make_optimizer(config)
+    make_schedule = build.make_schedule(config)
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, stop
     )

@@ -19,6 +19,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from medseg.config.schema import (
     Accelerator,
+    LrScaling,
     Precision,
     PredictConfig,
     RegionFrom,
@@ -37,15 +38,21 @@ T = TypeVar("T")
 
 # The only foreign objects that a configuration may name. A prefix ends with a dot and admits public names below it.
 TARGET_WHITELIST: dict[str, tuple[str, ...]] = {
-    "optimizer": ("torch.optim.",),
+    "optimizer": ("torch.optim.", "pytorch_optimizer."),
     "schedule": ("torch.optim.lr_scheduler.",),
     "logger": ("lightning.pytorch.loggers.",),
 }
+
+# Schedules that multiply a rate from step to step, so that a warm-up can be laid over them.
+CHAINABLE_SCHEDULES = ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "LinearLR", "MultiStepLR", "PolynomialLR", "StepLR")
+# Optimisers whose step does not grow with the gradient: the noise of a batch shrinks with its root (Malladi et al. 2022).
+ADAPTIVE_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "NAdam", "RAdam", "RMSprop")
 
 # Where a number may lie, as an interval; each number of a tuple or list. Keys that a root does not have are skipped.
 RANGES: dict[str, str] = {
     "seed": "[0, inf)",
     "steps": "[1, inf)",
+    "warmup_steps": "[0, inf)",
     "shape": "[1, inf)",
     "extent_mm.coarse": "(0, inf)",
     "extent_mm.fine": "(0, inf)",
@@ -274,6 +281,10 @@ def _check_target(group: str, node: dict[str, Any]) -> None:
         raise UserError(f"{group}._target_: {target} is not on the white list ({', '.join(p + '*' for p in allowed)})")
 
 
+def _class_name(node: dict[str, Any]) -> str:
+    return str(node.get("_target_")).rpartition(".")[2]
+
+
 def _check_ranges(config: Any) -> None:
     """Refuse numbers outside their interval, and ranges whose ends are swapped."""
     for key, interval in RANGES.items():
@@ -369,6 +380,21 @@ def _check_train(config: TrainConfig) -> None:
     _require(
         not (memory.offload and trainer.accelerator is Accelerator.cpu),
         "memory.offload=true moves activations from a GPU to the host, but trainer.accelerator=cpu; choose memory.offload=false",
+    )
+    schedule = _class_name(config.schedule)
+    _require(
+        config.warmup_steps == 0 or schedule in CHAINABLE_SCHEDULES,
+        f"warmup_steps={config.warmup_steps}: schedule {schedule} sets its rates itself; choose warmup_steps=0, or a schedule such as "
+        "schedule=cosine",
+    )
+    _require(
+        config.warmup_steps < config.steps,
+        f"warmup_steps={config.warmup_steps}: the run has only steps={config.steps}; choose fewer",
+    )
+    optimizer = _class_name(config.optimizer)
+    _require(
+        config.lr_scaling is not LrScaling.linear or optimizer not in ADAPTIVE_OPTIMIZERS,
+        f"lr_scaling=linear: the steps of {optimizer} do not grow with the gradient; choose lr_scaling=sqrt",
     )
     sides = {region.side for region in config.task.regions.values()} - {None}
     _require(

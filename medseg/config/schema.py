@@ -74,6 +74,14 @@ class Precision(Enum):
     fp16 = "fp16"
 
 
+class LrScaling(Enum):
+    """How `optimizer.lr`, the rate for one sample per step, grows with `stage.batch_size`."""
+
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
 class Accelerator(Enum):
     """Device of a run; auto takes a GPU where there is one."""
 
@@ -316,6 +324,8 @@ class TrainConfig:
     loss: LossConfig
     optimizer: dict[str, Any]
     schedule: dict[str, Any]
+    warmup_steps: int
+    lr_scaling: LrScaling
     memory: MemoryConfig
     trainer: TrainerConfig
     inference: InferenceConfig

@@ -69,6 +69,9 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["augment.scale_range=[1.2,0.8]"], "augment.scale_range: the lower bound comes first"),
         (["inference.overlap=1"], "inference.overlap: must lie in [0, 1), but got 1.0"),
         (["model.depth=4"], "model.blocks_per_level: model.depth=4 has 5 levels"),
+        (["warmup_steps=5"], "schedule OneCycleLR sets its rates itself; choose warmup_steps=0"),
+        (["warmup_steps=9", "steps=9", "schedule=cosine"], "warmup_steps=9: the run has only steps=9"),
+        (["lr_scaling=linear"], "the steps of AdamW do not grow with the gradient; choose lr_scaling=sqrt"),
         (["+logger.inner={_target_: os.system}"], "nested targets are not allowed"),
     ],
 )  # fmt: skip

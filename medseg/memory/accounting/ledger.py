@@ -58,10 +58,12 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes, self.peak_live, self.peak_now = 0, self.live.copy(), self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        owner = Owner(HOST) if is_copying_to_host() else self.now
+        # `torch.tensor` shows what it has made as an argument.
+        owner_before = owner if func is torch.ops.aten.lift_fresh.default else Owner("other")
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage(), Owner("other"))
-        owner = Owner(HOST) if is_copying_to_host() else self.now
+                self._see(leaf.untyped_storage(), owner_before)
         result = func(*args, **(kwargs or {}))
         if self._correct is not None:
             result = self._correct(func, args, result)

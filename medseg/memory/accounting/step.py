@@ -134,8 +134,10 @@ def _count(
 ) -> StepMemory:
     for tensor in (*network.parameters(), *network.buffers()):
         ledger.assign(tensor, PARAMETERS)
+    ledger.now = Owner(OPTIMIZER)
     optimizer = make_optimizer(network.parameters())
-    _make_state(optimizer, ledger)
+    _make_state(optimizer)
+    optimizer_state = ledger.live_bytes(OPTIMIZER)
     for parameter in network.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: ledger.assign(p.grad, GRADIENTS))
     image = torch.zeros(image_shape)
@@ -157,7 +159,7 @@ def _count(
         del value
     gradients = ledger.live_bytes(GRADIENTS)
     ledger.now = Owner(UPDATE)
-    optimizer.step()
+    optimizer.step(_no_loss)
     peak_live: dict[str, int] = {}
     for owner, size in ledger.peak_live.items():
         if owner.kind != HOST:
@@ -166,7 +168,7 @@ def _count(
         voxels=image_shape[0] * math.prod(image_shape[2:]),
         parameters=ledger.live_bytes(PARAMETERS),
         gradients=gradients,
-        optimizer_state=ledger.live_bytes(OPTIMIZER),
+        optimizer_state=optimizer_state,
         input=ledger.live_bytes(INPUT),
         target=ledger.live_bytes(TARGET),
         saved={part: saved[part] for part in [*_parts(network), LOSS] if part in saved},
@@ -177,17 +179,21 @@ def _count(
     )
 
 
-def _make_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-    """Let the optimiser make its state for all parameters, by a step on gradients of zero."""
+def _no_loss() -> float:
+    """The closure that some optimisers ask for; the gradients are there already."""
+    return 0.0
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimiser make its state for all parameters, by a step on gradients of zero.
+
+    Whatever is left of it, in the optimiser's `state` or elsewhere, is what it keeps.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    optimizer.step(_no_loss)
     optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                ledger.assign(value, OPTIMIZER)
 
 
 def _parts(network: nn.Module) -> dict[str, list[nn.Module]]:

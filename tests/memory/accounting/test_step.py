@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -128,6 +129,47 @@ def test_each_switch_moves_what_it_claims_to_move() -> None:
     assert momentum.optimizer_state == momentum.parameters < plain.optimizer_state / 1.9
     # The second micro-batch finds the gradients of the first.
     assert plain.peak < count(make, accumulate=5).peak <= plain.peak + plain.gradients
+
+
+STATEFUL = [
+    (torch.optim.SGD, {}, 0),
+    (torch.optim.SGD, {"momentum": 0.9}, 1),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, 3),
+    (torch.optim.Adam, {}, 2),
+    (torch.optim.Adam, {"amsgrad": True, "foreach": True}, 3),
+    (torch.optim.AdamW, {"fused": True}, 2),
+    (torch.optim.NAdam, {}, 2),
+    (torch.optim.Adagrad, {}, 1),  # made in the constructor
+    (pytorch_optimizer.Lamb, {}, 2),
+    (pytorch_optimizer.LARS, {}, 1),
+    (pytorch_optimizer.Lion, {}, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "num_copies"), STATEFUL, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_the_state_of_any_optimizer_is_counted(optimizer: Any, options: dict[str, Any], num_copies: int) -> None:
+    """Against what is really there after a step: whatever tensors the optimiser holds, by the storages below them."""
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = optimizer(parameters, lr=0.01, **options)
+        return made
+
+    network = make()
+    trained = make_optimizer(network.parameters())
+    network(torch.randn(1, 1, *SIZE)).sum().backward()
+    trained.step()
+    held = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for state in trained.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    }
+    memory = count(make, make_optimizer=make_optimizer)
+    assert memory.optimizer_state == sum(held.values())
+    num_tensors = len(list(network.parameters()))
+    assert 0 <= memory.optimizer_state - num_copies * memory.parameters <= 12 * num_tensors  # counters and trust ratios
 
 
 def test_what_decides_by_values_is_refused() -> None:

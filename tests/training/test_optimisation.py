@@ -1,0 +1,134 @@
+"""Optimisers, schedules, warm-up, scaling with the batch and clipping: what they do to rates and steps."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg import build
+from medseg.apps.entry import conf_dir
+from medseg.config.check import to_config
+from medseg.config.schema import TrainConfig
+from medseg.errors import UserError
+
+
+def compose(*overrides: str) -> TrainConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("train", [*overrides, "run_dir=none"]), TrainConfig)
+
+
+class Rates:
+    """An optimiser and its schedule, of one weight."""
+
+    def __init__(self, *overrides: str) -> None:
+        config = compose(*overrides)
+        self.optimizer = build.make_optimizer(config)([nn.Parameter(torch.ones(1))])
+        self.schedule = build.make_schedule(config)(self.optimizer)
+
+    def next(self, num_steps: int) -> list[float]:
+        rates = []
+        for _ in range(num_steps):
+            rates.append(self.optimizer.param_groups[0]["lr"])
+            self.optimizer.step()
+            self.schedule.step()
+        return rates
+
+
+@pytest.mark.parametrize("schedule", ["constant", "poly", "cosine"])
+def test_a_warm_up_multiplies_the_rates_of_the_schedule(schedule: str) -> None:
+    plain = Rates(f"schedule={schedule}", "steps=20").next(20)
+    warm = Rates(f"schedule={schedule}", "steps=20", "warmup_steps=4").next(20)
+    ramp = [min(1.0, (n + 1) / 5) for n in range(20)]
+    assert warm == pytest.approx([share * rate for share, rate in zip(ramp, plain, strict=True)])
+    assert warm[0] == pytest.approx(plain[0] / 5)
+
+
+def test_a_warm_up_goes_on_where_it_was() -> None:
+    settings = ["schedule=cosine", "steps=20", "warmup_steps=9"]
+    whole, first, second = Rates(*settings), Rates(*settings), Rates(*settings)
+    first.next(5)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.schedule.load_state_dict(first.schedule.state_dict())
+    assert second.next(15) == whole.next(20)[5:]
+
+
+def test_cosine_falls_to_zero_at_the_last_step_and_cyclic_comes_back() -> None:
+    cosine = Rates("schedule=cosine", "steps=10", "optimizer.lr=1").next(11)
+    assert cosine == pytest.approx([(1 + math.cos(math.pi * n / 10)) / 2 for n in range(11)])
+    cyclic = Rates("schedule=cyclic", "optimizer.lr=1", "schedule.base_lr=0.1", "schedule.step_size_up=2").next(9)
+    assert cyclic == pytest.approx([0.1, 0.55, 1, 0.55, 0.1, 0.325, 0.55, 0.325, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "factor"),
+    [
+        (["optimizer=sgd", "lr_scaling=linear"], 4),
+        (["optimizer=lars", "lr_scaling=linear"], 4),
+        (["optimizer=adamw", "lr_scaling=sqrt"], 2),
+        (["optimizer=sgd"], 1),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["one_cycle", "cyclic", "poly"])
+def test_all_rates_grow_with_the_batch(overrides: list[str], factor: int, schedule: str) -> None:
+    settings = [*overrides, f"schedule={schedule}", "steps=20"]
+    one, four = Rates(*settings).next(20), Rates(*settings, "stage.batch_size=4").next(20)
+    assert four == pytest.approx([factor * rate for rate in one])
+    assert max(one) > 0
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "lars"])
+def test_a_step_by_trust_ratio_does_not_see_the_scale_of_a_gradient(optimizer: str) -> None:
+    steps = []
+    for scale in (1.0, 1000.0):
+        weight = nn.Parameter(torch.arange(1.0, 7).view(2, 3))
+        weight.grad = scale * torch.tensor([[1.0, -2, 3], [-4, 5, -6]])
+        before = weight.detach().clone()
+        build.make_optimizer(compose(f"optimizer={optimizer}", "optimizer.weight_decay=0"))([weight]).step()
+        steps.append(weight.detach() - before)
+    torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=0)
+    assert steps[0].norm() > 0
+
+
+def test_a_misspelled_argument_of_an_optimizer_is_refused_where_the_class_takes_any() -> None:
+    with pytest.raises(UserError, match=r"optimizer: Lamb does not take these arguments .*wieght_decay.*it knows lr"):
+        build.make_optimizer(compose("optimizer=lamb", "+optimizer.wieght_decay=1"))
+
+
+def test_an_optimizer_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(UserError, match=r"needs pip install 'medseg\[optimizers\]'"):
+        build.make_optimizer(compose("optimizer=lamb"))
+
+
+SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
+
+
+def make_batch(seed: int, num_samples: int = 1) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "image": torch.randn(num_samples, 1, 8, 8, 12, generator=generator),
+        "target": torch.randint(3, (num_samples, 8, 8, 12), generator=generator),
+        "region": torch.zeros(num_samples, dtype=torch.int64),
+    }
+
+
+def gradient(module: nn.Module) -> Tensor:
+    return torch.cat([weight.grad.flatten() for weight in module.parameters() if weight.grad is not None])
+
+
+def test_clipping_shortens_the_gradient_and_keeps_its_direction(fit: Callable[..., Any]) -> None:
+    settings = [*SMALL, "steps=1", "optimizer=sgd", "schedule=constant"]
+    grads: dict[str, Tensor] = {}
+    for limit in ("null", "0.001", "1000"):
+        trained = fit([*settings, f"trainer.gradient_clip={limit}"], [make_batch(0)])
+        grads[limit] = gradient(trained)
+    assert grads["null"].norm() > 0.001
+    torch.testing.assert_close(grads["0.001"], grads["null"] * 0.001 / grads["null"].norm(), rtol=1e-3, atol=1e-9)
+    assert torch.equal(grads["1000"], grads["null"])
