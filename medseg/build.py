@@ -41,7 +41,7 @@ from medseg.memory.layout import use_channels_last
 from medseg.memory.precision import HALF, inference_precision, lightning_precision, set_tf32
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
-from medseg.weights.files import CARD_FORMAT, read_weights
+from medseg.weights.files import CARD_FORMAT, checksum, read_weights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -351,6 +351,7 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
             region_mode=card["region_mode"],
             precision=precision,
             device=device,
+            checkpoints={str(path): checksum(path)},
         )
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
         raise UserError(
@@ -390,7 +391,12 @@ def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precisi
                 )
     # Networks may differ in size: the largest decides what fits.
     most = max(trained.bytes_per_voxel for trained in (first, *others))
-    return replace(first, others=tuple(other.network for other in others), bytes_per_voxel=most)
+    return replace(
+        first,
+        others=tuple(other.network for other in others),
+        bytes_per_voxel=most,
+        checkpoints={name: checksum for trained in (first, *others) for name, checksum in trained.checkpoints.items()},
+    )
 
 
 def pick_device(accelerator: Accelerator) -> torch.device:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,20 @@ from medseg.preprocess.orient import orient
 MAX_FILE_VALUE = 65535
 
 
+class Cost(NamedTuple):
+    """What a prediction cost, from the report beside it.
+
+    Attributes:
+        total_s: Seconds from file to file.
+        memory_gb_s: Area under its memory over time.
+        peak_gb: Most memory that its process had held when it was done.
+    """
+
+    total_s: float
+    memory_gb_s: float
+    peak_gb: float
+
+
 @dataclass(frozen=True)
 class EvaluationSummary:
     """What an evaluation found.
@@ -42,6 +57,7 @@ class EvaluationSummary:
         without_prediction: Cases that have a reference only.
         without_reference: Cases that have a prediction only.
         warnings: What else the user should know.
+        costs: Scored case to what its prediction cost, where the report beside it says so.
     """
 
     rows: tuple[ScoreRow, ...]
@@ -50,6 +66,7 @@ class EvaluationSummary:
     without_prediction: tuple[str, ...]
     without_reference: tuple[str, ...]
     warnings: tuple[str, ...]
+    costs: dict[str, Cost]
 
 
 def main() -> None:
@@ -89,7 +106,7 @@ def evaluate_folder(
     pictures: bool = True,
     progress: Callable[[str], None] = print,
 ) -> EvaluationSummary:
-    """Score the label maps of a folder and write `metrics.csv`, `summary.csv`, `summary.json` and pictures.
+    """Score the label maps of a folder and write `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json` and pictures.
 
     A case that cannot be scored is reported and the rest goes on. A region whose labels the references do not name
     (`label_values`) is left out.
@@ -136,6 +153,7 @@ def evaluate_folder(
 
     rows: list[ScoreRow] = []
     failed: dict[str, str] = {}
+    costs: dict[str, Cost] = {}
     for number, key in enumerate(common, start=1):
         reference = references[key]
         try:
@@ -158,6 +176,8 @@ def evaluate_folder(
             for region in regions
         ]
         rows += case_rows
+        if (cost := read_cost(predictions[key][0])) is not None:
+            costs[reference.name] = cost
         dices = ", ".join(f"{row.region} {row.scores.dice:.4f}" for row in case_rows)
         progress(f"[{number}/{len(common)}] {reference.name}: Dice {dices}")
         if pictures and reference.image is not None:
@@ -178,6 +198,7 @@ def evaluate_folder(
             case_name(predictions[key][0]) for key in predictions if key not in common and key not in elsewhere
         ),
         warnings=tuple(warnings),
+        costs=costs,
     )
     _write(summary, output)
     if pictures and rows:
@@ -192,6 +213,15 @@ def evaluate_folder(
             f"have no prediction: {some_of(summary.without_prediction)}"
         )
     return summary
+
+
+def read_cost(prediction: Path) -> Cost | None:
+    """What a prediction cost, from the report beside its label map; None where there is no such report."""
+    try:
+        report = json.loads((prediction.parent / f"{case_name(prediction)}.json").read_text(encoding="utf-8"))
+        return Cost(float(report["durations_s"]["total"]), float(report["memory_gb_s"]), report["peak_resident_bytes"] / 1e9)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _draw(
@@ -227,6 +257,8 @@ def _write(summary: EvaluationSummary, output: Path) -> None:
         for one in summary.statistics
     ]
     replace_text(output / "summary.csv", _csv_text(statistics))
+    costs = [["case", *Cost._fields], *([case, *(f"{value:.3f}" for value in cost)] for case, cost in summary.costs.items())]
+    replace_text(output / "costs.csv", _csv_text(costs))
     document = {
         "cases": len({row.case for row in summary.rows}),
         "failed": summary.failed,
@@ -234,6 +266,7 @@ def _write(summary: EvaluationSummary, output: Path) -> None:
         "without_reference": summary.without_reference,
         "warnings": summary.warnings,
         "statistics": [asdict(one) for one in summary.statistics],
+        "costs": {case: cost._asdict() for case, cost in summary.costs.items()},
     }
     replace_text(output / "summary.json", json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -252,5 +285,11 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
         progress(f"warning: no reference for {len(summary.without_reference)}: {some_of(summary.without_reference)}")
     for line in console_table(summary.statistics):
         progress(line)
+    if summary.costs:
+        mean, most = ([pick(values) for values in zip(*summary.costs.values(), strict=True)] for pick in (np.mean, max))
+        progress(
+            f"a case took {mean[0]:.1f} s (at most {most[0]:.1f}), {mean[1]:.1f} GB·s of memory (at most {most[1]:.1f}), "
+            f"{most[2]:.2f} GB at the peak"
+        )
     if summary.failed:
         progress(f"{len(summary.failed)} failed: {some_of(list(summary.failed))}")

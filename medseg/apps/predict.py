@@ -7,13 +7,17 @@ import signal
 import sys
 import time
 import unicodedata
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from medseg import __version__
 from medseg.apps import entry
-from medseg.apps.ending import EXIT_FAILED, EXIT_USER_ERROR
+from medseg.apps.ending import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, is_out_of_memory
+from medseg.apps.finished import is_finished, results_of
+from medseg.apps.meter import MemoryMeter, peak_resident_bytes, resident_bytes
 from medseg.config.schema import PredictConfig
+from medseg.data.source_files import fingerprint
 from medseg.errors import UserError
 from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, list_inputs, volume_suffix
 from medseg.io.replacing import check_writable, replace_text
@@ -38,6 +42,26 @@ class Scan(NamedTuple):
     series: str | None = None
     hu: HuScale = AS_STORED
 
+    def reading(self) -> dict[str, Any]:
+        """How the file is read, in plain types."""
+        return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
+
+
+class Cascade(NamedTuple):
+    """What all cases of a prediction share.
+
+    Attributes:
+        coarse: Trained coarse stage.
+        fine: Trained fine stage.
+        options: How the networks are run.
+        settings: All that the result follows from beside the scan and how it is read, in plain types.
+    """
+
+    coarse: Any
+    fine: Any
+    options: Any
+    settings: dict[str, Any]
+
 
 def main() -> None:
     """Compose, check, predict."""
@@ -58,20 +82,54 @@ def predict(config: PredictConfig) -> int:
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
-    # Imported here: `--cfg job` and a wrong key must not wait for torch.
-    import torch
-    from rich.progress import track
-
-    from medseg.build import load_stages, pick_device
-    from medseg.cascade.segment import check_stages
-    from medseg.cascade.stage import CascadeOptions
-    from medseg.memory.precision import check_precision
+    # Imported here: `--cfg job` and a wrong key must not wait for them.
+    from rich.console import Console
+    from rich.progress import Progress
 
     source = Path(config.input)
     cases, known = find_cases(source, config.split, config.series, HuScale(config.hu_slope, config.hu_offset))
     is_one_scan = len(cases) == 1 and cases[0].path == source
     paths = output_paths(Path(config.output), [scan.name for scan in cases], is_one_scan=is_one_scan)
     check_outputs(paths, known)
+    cascade = load_cascade(config)
+    for folder in {path.parent for path in paths}:
+        check_writable(folder)
+
+    codes: list[int] = []
+    num_finished = 0
+    console = Console(stderr=True)
+    with Progress(console=console, disable=len(cases) == 1 or not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
+        for scan, output in zip(cases, paths, strict=True):
+            progress.update(task, description=scan.name)
+            if not config.overwrite and is_case_finished(scan, output, cascade):
+                num_finished += 1
+                print(f"{output}: finished before, skipped", flush=True)
+            elif code := try_case(scan, output, cascade, is_alone=len(cases) == 1):
+                codes.append(code)
+            progress.advance(task)
+    if num_finished:
+        entry.say(f"{num_finished} of {len(cases)} cases were finished before and skipped; overwrite=true makes them anew")
+    if codes:
+        entry.say(f"{len(codes)} of {len(cases)} cases failed")
+        # A single input that fails is the user's whole request.
+        return codes[0] if len(cases) == 1 else EXIT_FAILED
+    return 0
+
+
+def load_cascade(config: PredictConfig) -> Cascade:
+    """Load both stages.
+
+    Raises:
+        UserError: If the device, the precision or a checkpoint is not usable.
+    """
+    import torch
+
+    from medseg.build import load_stages, pick_device
+    from medseg.cascade.segment import check_stages
+    from medseg.cascade.stage import CascadeOptions
+    from medseg.memory.precision import check_precision
+
     device = pick_device(config.accelerator)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -84,36 +142,61 @@ def predict(config: PredictConfig) -> int:
     coarse = load_stages(weights_paths(config.coarse, "coarse"), "coarse", device, precision)
     fine = load_stages(weights_paths(config.fine, "fine"), "fine", device, precision)
     check_stages(coarse, fine)
-    if config.inference.tile_size is not None:
-        fine.patch_size = config.inference.tile_size
-    for folder in {path.parent for path in paths}:
-        check_writable(folder)
     inference = config.inference
+    if inference.tile_size is not None:
+        fine.patch_size = inference.tile_size
     options = CascadeOptions(tile_overlap=inference.overlap, budget_gib=inference.budget_gib, tta=inference.tta)
+    settings = {
+        **{stage.name: sorted(stage.checkpoints.values()) for stage in (coarse, fine)},
+        "precision": precision,
+        "inference": vars(inference),
+    }
+    return Cascade(coarse, fine, options, settings)
 
-    num_failed = 0
-    for scan, output in track(list(zip(cases, paths, strict=True)), "predict", disable=len(cases) == 1):
-        try:
-            report = predict_case(scan, output, coarse, fine, options)
-        except UserError as error:
-            num_failed += 1
-            entry.say(f"{scan.name}: {error}")
-            continue
-        except Exception as error:
-            # Alone it is a defect of medseg and keeps its traceback; among others it must not cost them their results.
-            if len(cases) == 1:
-                raise
-            num_failed += 1
-            entry.say(f"{scan.name}: {type(error).__name__}: {error}")
-            continue
-        for warning in report["warnings"]:
-            entry.say(f"{scan.name}: {warning}")
-        volumes = ", ".join(f"{region} {volume:.0f} ml" for region, volume in report["volume_ml"].items())
-        print(f"{output}: {volumes}, {report['durations_s']['total']:.1f} s", flush=True)
-    if num_failed:
-        entry.say(f"{num_failed} of {len(cases)} cases failed")
-        # A single input that fails is the user's whole request.
-        return EXIT_USER_ERROR if len(cases) == 1 else EXIT_FAILED
+
+def is_case_finished(scan: Scan, output: Path, cascade: Cascade) -> bool:
+    """Whether predicting a case again would give what is there already."""
+    settings = {**cascade.settings, **scan.reading()}
+    return is_finished(scan.path, result_paths(output, cascade), report_path(output), settings)
+
+
+def result_paths(output: Path, cascade: Cascade) -> list[Path]:
+    """What a prediction writes beside its report: the label map, and where several views are averaged their disagreement."""
+    return [output, *([output.parent / UNCERTAINTY / output.name] if cascade.fine.has_views(cascade.options) else [])]
+
+
+def report_path(output: Path) -> Path:
+    """The report beside a label map."""
+    return output.parent / f"{case_name(output)}.json"
+
+
+def try_case(scan: Scan, output: Path, cascade: Cascade, *, is_alone: bool) -> int:
+    """Predict a case and say what came of it; a bad one must not cost the others their results.
+
+    Returns:
+        Exit code that it would have alone.
+    """
+    try:
+        report = predict_case(scan, output, cascade)
+    except UserError as error:
+        entry.say(f"{scan.name}: {error}")
+        return EXIT_USER_ERROR
+    except Exception as error:
+        if is_out_of_memory(error):
+            entry.say(
+                f"{scan.name}: out of memory ({_first_line(error)}); free some, give a smaller inference.budget_gib, "
+                "or crop or resample the scan"
+            )
+            return EXIT_OUT_OF_MEMORY
+        # Alone it is a defect of medseg and keeps its traceback.
+        if is_alone:
+            raise
+        entry.say(f"{scan.name}: {type(error).__name__}: {error}")
+        return EXIT_FAILED
+    for warning in report["warnings"]:
+        entry.say(f"{scan.name}: {warning}")
+    volumes = ", ".join(f"{region} {volume:.0f} ml" for region, volume in report["volume_ml"].items())
+    print(f"{output}: {volumes}, {report['durations_s']['total']:.1f} s", flush=True)
     return 0
 
 
@@ -124,50 +207,46 @@ def weights_paths(given: list[str], stage: str) -> list[Path]:
     return [Path(path) for path in given] or [shipped_weights("lungs", stage)]
 
 
-def predict_case(scan: Scan, output: Path, coarse: Any, fine: Any, options: Any) -> dict[str, Any]:
+def predict_case(scan: Scan, output: Path, cascade: Cascade) -> dict[str, Any]:
     """Segment one case and write the label map and its report.
 
     Args:
         scan: Scan.
-        output: Label map to write; the report goes beside it as `<case>.json`.
-        coarse: Trained coarse stage.
-        fine: Trained fine stage.
-        options: How the networks are run.
+        output: Label map to write; the report goes beside it as `<case>.json`, last of all.
+        cascade: Stages and options.
 
     Returns:
-        The report: times in s, peak memory in bytes, boxes, volumes in ml, warnings.
+        The report: times in s, memory, boxes, volumes in ml, warnings, and what the result follows from.
 
     Raises:
         UserError: If the scan cannot be read or shows nothing, or the result cannot be written.
     """
-    from medseg.cascade.segment import segment
-    from medseg.data.audit.finding import Severity
-    from medseg.data.audit.image import audit_image, measure_image
+    from medseg.apps.segmenter import segment_scan
     from medseg.io.read import read_image
     from medseg.io.write import write_labels
 
-    start_s = time.perf_counter()
-    volume = read_image(scan.path, scan.series)
-    if volume.array.min() == volume.array.max():
-        raise UserError(f"{scan.path}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
-    volume = replace(volume, array=scan.hu.apply(volume.array))
-    odd = [finding for finding in audit_image(measure_image(volume.array)) if finding.severity is not Severity.note]
-    read_s = time.perf_counter() - start_s
-    result = segment(volume, coarse, fine, options)
-    write_start_s = time.perf_counter()
-    write_labels(output, result.labels, volume.grid, volume.header)
-    if result.disagreement is not None:
-        write_labels(output.parent / UNCERTAINTY / output.name, result.disagreement, volume.grid, volume.header)
-    end_s = time.perf_counter()
+    with MemoryMeter(resident_bytes) as meter:
+        start_s = time.perf_counter()
+        source = None
+        with suppress(OSError):  # the reader says it in a sentence
+            source = fingerprint(scan.path)
+        volume = read_image(scan.path, scan.series)
+        read_s = time.perf_counter() - start_s
+        result = segment_scan(volume, scan.path, scan.hu, cascade.coarse, cascade.fine, cascade.options)
+        write_start_s = time.perf_counter()
+        outputs = result_paths(output, cascade)
+        maps = [result.labels, *([] if result.disagreement is None else [result.disagreement])]
+        for path, array in zip(outputs, maps, strict=True):
+            write_labels(path, array, volume.grid, volume.header)
+        end_s = time.perf_counter()
     report = {
         "input": str(scan.path),
-        "series": scan.series,
-        "hu": {"slope": scan.hu.slope, "offset": scan.hu.offset},
+        **scan.reading(),
         "grid": volume.grid.to_dict(),
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},
         "passes": result.passes,
-        "warnings": [*volume.remarks, *map(str, odd), *result.warnings],
+        "warnings": result.warnings,
         "durations_s": {
             "read": read_s,
             **result.durations_s,
@@ -175,8 +254,14 @@ def predict_case(scan: Scan, output: Path, coarse: Any, fine: Any, options: Any)
             "total": end_s - start_s,
         },
         "peak_resident_bytes": peak_resident_bytes(),
+        "memory_gb_s": round(meter.curve.area_gb_s, 3),
+        "checkpoints": {stage.name: stage.checkpoints for stage in (cascade.coarse, cascade.fine)},
+        "version": __version__,
+        "settings": {**cascade.settings, **scan.reading()},
+        "source": source,
+        "results": results_of(outputs),
     }
-    replace_text(output.parent / f"{case_name(output)}.json", json.dumps(report, indent=1, ensure_ascii=False))
+    replace_text(report_path(output), json.dumps(report, indent=1, ensure_ascii=False))
     return report
 
 
@@ -257,9 +342,5 @@ def check_outputs(outputs: list[Path], inputs: list[Scan]) -> None:
             raise UserError(f"{other} and {output} would be one file; rename one of the cases")
 
 
-def peak_resident_bytes() -> int:
-    """Most memory that this process has held resident so far."""
-    import resource
-    import sys
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

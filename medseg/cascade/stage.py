@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -81,6 +81,7 @@ class TrainedStage:
         device: Where the network lies and runs.
         others: Networks of further checkpoints of the same kind; the result is the mean of all.
         bytes_per_voxel: What a network needs per voxel of its input, see `count_memory`; 0 where nobody has counted.
+        checkpoints: SHA-256 of each file that the networks come from, by its path.
     """
 
     network: nn.Module
@@ -94,6 +95,7 @@ class TrainedStage:
     device: torch.device
     others: tuple[nn.Module, ...] = ()
     bytes_per_voxel: float = 0.0
+    checkpoints: dict[str, str] = field(default_factory=dict)
 
     @property
     def divisor(self) -> tuple[int, int, int]:

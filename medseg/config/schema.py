@@ -387,6 +387,7 @@ class PredictConfig:
     accelerator: Accelerator
     threads: int | None
     precision: Precision | None
+    overwrite: bool
     inference: PredictInferenceConfig
 
 

@@ -43,9 +43,15 @@ def shipped_weights(task: str, stage: str) -> Path:
     sums = {name: checksum for checksum, name in (line.split() for line in lines)}
     if path.name not in sums:
         raise UserError(f"medseg brings no weights for the task {task}; give {stage}=<checkpoint>")
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sums[path.name]:
+    if not path.is_file() or checksum(path) != sums[path.name]:
         raise UserError(f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again")
     return path
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

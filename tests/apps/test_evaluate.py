@@ -111,6 +111,24 @@ def test_scores_of_awkward_names(world: World) -> None:
     assert not list(world.output.rglob(".*"))
 
 
+def test_what_a_prediction_cost_is_carried_over(world: World) -> None:
+    said: list[str] = []
+    for name, seconds in (("a", 2.0), ("b", 4.0), ("without a report", 0.0), ("another report", 0.0)):
+        world.add(name, _labels(), _labels(), trust=("reference", "reference"))
+        report = {"durations_s": {"total": seconds}, "memory_gb_s": 3 * seconds, "peak_resident_bytes": 1.5e9}
+        if seconds:
+            (world.pred / f"{name}.json").write_text(json.dumps(report))
+    (world.pred / "another report.json").write_text('["of another program"]')
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=said.append)
+    assert [list(row.values()) for row in world.read("costs.csv")] == [
+        ["a", "2.000", "6.000", "1.500"],
+        ["b", "4.000", "12.000", "1.500"],
+    ]
+    costs = json.loads((world.output / "summary.json").read_text(encoding="utf-8"))["costs"]
+    assert costs["b"] == {"total_s": 4.0, "memory_gb_s": 12.0, "peak_gb": 1.5}
+    assert "a case took 3.0 s (at most 4.0), 9.0 GB·s of memory (at most 12.0), 1.50 GB at the peak" in said
+
+
 def test_summary_has_regions_trusts_and_all(world: World) -> None:
     world.add("a", _labels(), _labels(), trust=("reference", "reference"))
     world.add("b", _labels(2), _labels(), trust=("approximate", "reference"))

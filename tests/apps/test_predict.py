@@ -9,6 +9,7 @@ from typing import Any
 import hydra
 import pytest
 import torch
+from oracle import CoarseOracle, stage
 from torch import Tensor, nn
 
 from medseg.apps import predict as app
@@ -51,8 +52,7 @@ def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         output.write_text(str(scan.path))
         return {"warnings": [], "volume_ml": {}, "durations_s": {"total": 0.0}}
 
-    monkeypatch.setattr("medseg.build.load_stages", lambda *_: None)
-    monkeypatch.setattr("medseg.cascade.segment.check_stages", lambda *_: None)
+    monkeypatch.setattr("medseg.build.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
     monkeypatch.setattr(app, "predict_case", predict_case)
     return raises
 
@@ -105,7 +105,7 @@ def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[st
         predict(scans, tmp_path / "o.nhdr")
 
 
-@pytest.mark.parametrize("error", [UserError("damaged"), RuntimeError("out of memory"), MemoryError("1 TiB"), ValueError("x")])
+@pytest.mark.parametrize("error", [UserError("damaged"), RuntimeError("a defect"), ValueError("x")])
 def test_a_bad_case_costs_the_others_nothing(
     scans: Path, tmp_path: Path, without_networks: dict[str, Any], error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +115,17 @@ def test_a_bad_case_costs_the_others_nothing(
     said = capsys.readouterr().err
     assert f"a: {error}" in said if isinstance(error, UserError) else f"a: {type(error).__name__}: {error}" in said
     assert "1 of 2 cases failed" in said
+
+
+@pytest.mark.parametrize("error", [MemoryError("1 TiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 TiB")])
+def test_memory_that_runs_out_is_told_in_a_sentence(
+    scans: Path, tmp_path: Path, without_networks: dict[str, Any], error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_networks.update({"a.nii.gz": error, "o.nii": error})
+    assert predict(scans, tmp_path / "out") == 1
+    assert (tmp_path / "out" / "b.nii.gz").is_file()
+    assert f"medseg: a: out of memory ({error}); free some, give a smaller inference.budget_gib" in capsys.readouterr().err
+    assert predict(scans / "a.nii.gz", tmp_path / "o.nii") == 3
 
 
 def test_alone_a_defect_keeps_its_traceback(scans: Path, tmp_path: Path, without_networks: dict[str, Any]) -> None:

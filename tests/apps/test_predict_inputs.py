@@ -31,9 +31,10 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medseg.data.audit.image.audit_image", lambda *_: [])
 
 
-def predict(source: Path, output: Path) -> int:
+def predict(source: Path, output: Path, *overrides: str) -> int:
+    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("predict", [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"])
+        composed = hydra.compose("predict", given)
     return app.predict(to_config(composed, PredictConfig))
 
 
@@ -154,7 +155,7 @@ def test_a_disk_that_fills_up_costs_what_does_not_fit(
         raise UserError(f"{path}: cannot be written (No space left on device); check the folder, its permissions and its space.")
 
     monkeypatch.setattr(target, full_at_the_second)
-    assert predict(scans, tmp_path / "out") == 1
+    assert predict(scans, tmp_path / "out", "overwrite=true") == 1
     said = capsys.readouterr().err.splitlines()
     suffix = ".nii.gz" if "write" in target.split(".") else ".json"
     assert said == [
