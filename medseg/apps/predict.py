@@ -254,7 +254,7 @@ def predict_case(scan: Scan, output: Path, cascade: Cascade) -> dict[str, Any]:
             "total": end_s - start_s,
         },
         "peak_resident_bytes": peak_resident_bytes(),
-        "memory_gb_s": round(meter.curve.area_gb_s, 3),
+        "memory_gb_s": meter.curve.area_gb_s,
         "checkpoints": {stage.name: stage.checkpoints for stage in (cascade.coarse, cascade.fine)},
         "version": __version__,
         "settings": {**cascade.settings, **scan.reading()},

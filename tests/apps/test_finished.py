@@ -139,7 +139,9 @@ def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:
     report = json.loads((folder / "out" / "a.json").read_text())
     steps = report["durations_s"]
     assert set(steps) == {"read", "localise", "refine_left_lung", "refine_right_lung", "join", "write", "total"}
-    assert sum(steps.values()) - steps["total"] <= steps["total"]
-    assert 0 < report["memory_gb_s"] <= report["peak_resident_bytes"] / 1e9 * steps["total"] * 1.01 + 0.001
+    assert sum(seconds for step, seconds in steps.items() if step != "total") <= steps["total"]
+    # More than numpy and torch hold by themselves, for as long as the case took.
+    assert report["memory_gb_s"] > 0.05 * steps["total"]
+    assert report["peak_resident_bytes"] > 5e7
     assert report["checkpoints"] == {"coarse": {"c": "c0"}, "fine": {"f": "f0"}}
     assert report["source"]["path"] == str(folder / "scans" / "a.nii.gz")
