@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import ndimage
 
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
@@ -267,3 +268,45 @@ def test_slabs_are_small_and_write_each_voxel_once(monkeypatch: pytest.MonkeyPat
             assert num_read <= 40_000 + reach * 4270
         assert written.max() == 1
         assert np.array_equal(written == 1, resample_image(np.ones(SOURCE.shape), SOURCE, target, 0.0).numpy() > 0.5)
+
+
+# Thin and thick slices, planes coarser than the slices are apart, and what no scanner should make.
+EXTREME_SPACINGS = [(0.8, 0.7, 0.7), (2.5, 0.7, 0.8), (4.25, 0.9, 0.9), (8.0, 0.6, 0.6), (10.0, 0.5, 0.5), (0.6, 5.0, 5.0)]
+
+
+@pytest.mark.parametrize("spacing_mm", EXTREME_SPACINGS)
+def test_no_part_of_6_mm_is_lost_on_the_way_to_2_mm_and_back(spacing_mm: tuple[float, float, float]) -> None:
+    shape = tuple(round(72 / mm) for mm in spacing_mm)
+    grid = VoxelGrid(shape, spacing_mm, (-11.0, 20.0, 300.0), OBLIQUE)
+    # The least whole number of voxels that is 6 mm, one part in each cell of 24 mm, anywhere in it.
+    size = np.ceil(6.0 / np.array(spacing_mm) - 1e-9).astype(int)
+    cell = np.floor(24.0 / np.array(spacing_mm)).astype(int)
+    rng = np.random.default_rng(3)
+    labels, parts = np.zeros(shape, dtype=np.uint8), []
+    for number in np.ndindex(3, 3, 3):
+        low = np.array(number) * cell + rng.integers(0, np.maximum(1, cell - size - 1))
+        parts.append(tuple(slice(start, start + length) for start, length in zip(low, size, strict=True)))
+        labels[parts[-1]] = 1 + len(parts) % 3
+    coarse = grid.resampled((2.0, 2.0, 2.0))
+    there = resample_labels(labels, grid, coarse, 4)
+    back = resample_labels(there, coarse, grid, 4).numpy()
+    for part in parts:
+        assert (back[part] == labels[part]).any()
+    assert ndimage.label(there.numpy())[1] >= len(parts)
+    for value in (1, 2, 3):
+        assert set(np.unique(back[labels == value])) <= {0, value}
+
+
+@pytest.mark.parametrize("spacing_mm", EXTREME_SPACINGS)
+def test_extreme_spacings_keep_ramp_and_place(spacing_mm: tuple[float, float, float]) -> None:
+    shape = tuple(max(6, round(60 / mm)) for mm in spacing_mm)
+    grid = VoxelGrid(shape, spacing_mm, (-11.0, 20.0, 300.0), OBLIQUE)
+    target = grid.resampled((2.0, 2.0, 2.0))
+    index = [np.stack(np.meshgrid(*map(np.arange, one.shape), indexing="ij"), -1) for one in (grid, target)]
+    ramp, expected = (
+        one.index_to_world_xyz_mm(at) @ np.array([0.3, -1.1, 0.7]) for one, at in zip((grid, target), index, strict=True)
+    )
+    result = resample_image(ramp, grid, target, 0.0).numpy()
+    inner = tuple(slice(n, -n) for n in np.ceil(2 * np.maximum(1.0, np.array(spacing_mm) / 2.0)).astype(int))
+    assert result[inner].size
+    np.testing.assert_allclose(result[inner], expected[inner], rtol=0, atol=1e-4 * np.ptp(ramp))

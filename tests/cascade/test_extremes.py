@@ -1,0 +1,51 @@
+"""Scans of spacings that nobody plans for come back on their own grid, right, or are refused with a reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracle import TASK, CoarseOracle, FineOracle, dice, stage
+
+from medseg.cascade.segment import Segmentation, segment
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.volume import Volume
+
+
+def segmented(shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]) -> tuple[Segmentation, np.ndarray]:
+    """A chest of two blocks, with a margin, sampled at any spacing; sides of different size."""
+    labels = np.zeros(shape, dtype=np.uint8)
+    depth, height, width = shape
+    rows = slice(height // 4, height * 3 // 4)
+    labels[depth // 6 : depth - depth // 6, rows, width * 5 // 8 : width * 7 // 8] = 1
+    labels[depth // 6 : depth - depth // 6, rows, width // 8 : width * 3 // 8] = 2
+    image_hu = np.where(labels > 0, 0, -1000).astype(np.int16)
+    ends = np.zeros(shape, dtype=bool)
+    ends[:, :, : width // 16 + 1] = ends[:, :, -(width // 16) - 1 :] = True
+    image_hu[ends & (labels == 0)] = -500
+    volume = Volume(image_hu, VoxelGrid(shape, spacing_mm))
+    return segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), labels
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm"),
+    [
+        ((12, 200, 224), (10.0, 0.5, 0.5)),
+        ((160, 24, 32), (0.6, 5.0, 5.0)),
+        ((1, 128, 160), (5.0, 0.8, 0.8)),
+    ],
+)
+def test_an_extreme_scan_is_segmented_on_its_own_grid(
+    shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]
+) -> None:
+    result, labels = segmented(shape, spacing_mm)
+    assert result.labels.shape == shape
+    for value in TASK.labels.values():
+        assert dice(result.labels == value, labels == value) > 0.95
+    assert set(result.boxes) == {region.name for region in TASK.regions}
+
+
+def test_a_slice_too_thin_to_hold_a_region_is_said() -> None:
+    result, _ = segmented((1, 128, 160), (0.5, 0.8, 0.8))
+    assert not result.labels.any()
+    for region in TASK.regions:
+        assert any(warning.startswith(f"no {region.name} found: the coarse stage marks") for warning in result.warnings)
