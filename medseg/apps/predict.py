@@ -125,23 +125,13 @@ def load_cascade(config: PredictConfig) -> Cascade:
     """
     import torch
 
-    from medseg.build import load_stages, pick_device
-    from medseg.cascade.segment import check_stages
+    from medseg.apps import segmenter
     from medseg.cascade.stage import CascadeOptions
-    from medseg.memory.precision import check_precision
 
-    device = pick_device(config.accelerator)
     if config.threads:
         torch.set_num_threads(config.threads)
     precision = config.precision.value if config.precision else None
-    if precision:
-        try:
-            check_precision(precision, device.type)
-        except ValueError as error:
-            raise UserError(f"precision={precision}: {error}") from error
-    coarse = load_stages(weights_paths(config.coarse, "coarse"), "coarse", device, precision)
-    fine = load_stages(weights_paths(config.fine, "fine"), "fine", device, precision)
-    check_stages(coarse, fine)
+    coarse, fine = segmenter.load_cascade(config.coarse, config.fine, config.accelerator, precision)
     inference = config.inference
     if inference.tile_size is not None:
         fine.patch_size = inference.tile_size
@@ -198,13 +188,6 @@ def try_case(scan: Scan, output: Path, cascade: Cascade, *, is_alone: bool) -> i
     volumes = ", ".join(f"{region} {volume:.0f} ml" for region, volume in report["volume_ml"].items())
     print(f"{output}: {volumes}, {report['durations_s']['total']:.1f} s", flush=True)
     return 0
-
-
-def weights_paths(given: list[str], stage: str) -> list[Path]:
-    """The weights that were given, or those that come with medseg."""
-    from medseg.weights.files import shipped_weights
-
-    return [Path(path) for path in given] or [shipped_weights("lungs", stage)]
 
 
 def predict_case(scan: Scan, output: Path, cascade: Cascade) -> dict[str, Any]:
