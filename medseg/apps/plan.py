@@ -95,6 +95,7 @@ def count(
             make_optimizer=build.make_optimizer(config),
             precision=memory.precision.value,
             accumulate=memory.accumulate,
+            averages=config.ema_decay is not None,
             call=lambda network, image: network(image) if make_other else network(image, region),
             compute=compute,
         )

@@ -119,6 +119,7 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
         accumulate=config.memory.accumulate,
         tile_size=config.inference.tile_size,
         overlap=config.inference.overlap,
+        ema_decay=config.ema_decay,
         card=build.make_card(config, card_config),
     )
     try:

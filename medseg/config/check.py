@@ -57,6 +57,7 @@ RANGES: dict[str, str] = {
     "extent_mm.coarse": "(0, inf)",
     "extent_mm.fine": "(0, inf)",
     "checkpoint_every": "[1, inf)",
+    "ema_decay": "(0, 1)",
     "hu_slope": "(0, inf)",
     "hu_offset": "(-inf, inf)",
     "threads": "[1, inf)",
@@ -361,6 +362,13 @@ def _check_train(config: TrainConfig) -> None:
             f"{key}: must be multiples of {divisor} (model.depth={config.model.depth}, model.stem={config.model.stem.value}), "
             f"but got {list(size or ())}",
         )
+
+    # After fewer steps the weights of the first one would be a third of the average, or more.
+    _require(
+        config.ema_decay is None or config.steps * (1 - config.ema_decay) >= 1,
+        f"ema_decay={config.ema_decay} averages over {1 / (1 - (config.ema_decay or 0)):.0f} steps, but steps={config.steps}; choose "
+        f"{1 - 1 / config.steps:.4g} or less, or more steps",
+    )
 
     ranks = trainer.devices * trainer.num_nodes
     _require(

@@ -314,6 +314,7 @@ class TrainConfig:
     checkpoint_every: int | None
     retry_failed: bool
     init_from: str | None
+    ema_decay: float | None
     run_dir: str
     stage: StageConfig
     task: TaskConfig

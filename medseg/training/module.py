@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from medseg.data.randomness import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.metrics.overlap import dice_per_label
+from medseg.training.averaging import WeightAverage
+from medseg.weights.files import PREFIX
 
 Batch = dict[str, Any]
+
+# Where a checkpoint keeps the weights that the next step starts from, when its network is their average.
+RAW_WEIGHTS = "raw_weights"
 
 
 class SegmentationModule(pl.LightningModule):
@@ -29,6 +34,7 @@ class SegmentationModule(pl.LightningModule):
         accumulate: Micro-batches per optimiser step.
         tile_size: Sliding window of the validation, voxels (D, H, W); None = the whole crop.
         overlap: Share of a tile that neighbours have in common.
+        ema_decay: Validate and save the exponential moving average of the weights; None = the weights themselves.
         card: What a checkpoint tells about itself; plain types only, so that it loads with `weights_only=True`.
     """
 
@@ -43,6 +49,7 @@ class SegmentationModule(pl.LightningModule):
         accumulate: int,
         tile_size: tuple[int, int, int] | None,
         overlap: float,
+        ema_decay: float | None,
         card: dict[str, Any],
     ) -> None:
         super().__init__()
@@ -54,6 +61,7 @@ class SegmentationModule(pl.LightningModule):
         self.accumulate = accumulate
         self.tile_size = tile_size
         self.overlap = overlap
+        self.average = WeightAverage(network, ema_decay) if ema_decay is not None else None
         self.card = card
         # Dice by case, region and label: a case that two ranks score counts once.
         self.val_scores: dict[tuple[str, int, int], float] = {}
@@ -74,6 +82,17 @@ class SegmentationModule(pl.LightningModule):
         # No graph and no synchronisation: the history reads the value when it writes it.
         self.log("train/loss", loss.detach(), on_step=True, on_epoch=False, prog_bar=True, batch_size=len(batch["image"]))
         return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Take the step, then let the average know of it."""
+        super().optimizer_step(*args, **kwargs)
+        if self.average is not None:
+            self.average.update()
+
+    def on_validation_epoch_start(self) -> None:
+        """What is scored is what is saved."""
+        if self.average is not None:
+            self.average.exchange()
 
     def predict_labels(self, image: Tensor, region: Tensor) -> Tensor:
         """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
@@ -101,7 +120,9 @@ class SegmentationModule(pl.LightningModule):
         return labels
 
     def on_validation_epoch_end(self) -> None:
-        """Average over all cases of all ranks, whatever number each rank had."""
+        """Average over all cases of all ranks, whatever number each rank had; go on with the weights of the last step."""
+        if self.average is not None:
+            self.average.exchange()
         gathered: list[Any] = [None] * self.trainer.world_size
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(gathered, self.val_scores)
@@ -115,5 +136,17 @@ class SegmentationModule(pl.LightningModule):
             self.log("val/dice_worst", min(scores.values()), rank_zero_only=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the card beside the weights: a checkpoint is all that prediction needs."""
+        """Put the card beside the weights: a checkpoint is all that prediction needs. Its network is the average, where there is one."""
         checkpoint["medseg"] = {**self.card, "step": self.global_step}
+        if self.average is not None:
+            if "optimizer_states" in checkpoint:  # a run goes on from it
+                checkpoint[RAW_WEIGHTS] = checkpoint["state_dict"]
+            averaged = {f"{PREFIX}{name}": value for name, value in self.average.values().items()}
+            checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the average back, and hand the weights of the last step to Lightning."""
+        if self.average is not None:
+            weights = checkpoint["state_dict"]
+            self.average.load({name.removeprefix(PREFIX): value for name, value in weights.items() if name.startswith(PREFIX)})
+            checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)

@@ -98,7 +98,9 @@ class Peaks(pl.Callback):
 
 
 def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
-    config = compose(*SMALL, "memory=amp_checkpoint", "logger=none", "steps=3", "shape=[32,32,48]", f"run_dir='{tmp_path}'")
+    config = compose(
+        *SMALL, "memory=amp_checkpoint", "logger=none", "steps=3", "shape=[32,32,48]", f"run_dir='{tmp_path}'", "ema_decay=0.5"
+    )
     planned = plan_app.count(config, (32, 32, 48))
     task = build.make_task(config.task)
     network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
@@ -107,7 +109,7 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
         build.make_loss(config),
         build.make_target("optimizer", config.optimizer, None),
         build.make_target("schedule", config.schedule, None),
-        seed=1, accumulate=1, tile_size=None, overlap=0.5, card={},
+        seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, card={},
     )  # fmt: skip
     batch = {
         "image": torch.zeros(1, 1, 32, 32, 48), "target": torch.zeros(1, 32, 32, 48, dtype=torch.uint8),

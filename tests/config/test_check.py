@@ -45,6 +45,8 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["steps=0"], "steps: must lie in [1, inf), but got 0"),
         (["stage.batch_size=3", "memory.accumulate=2"], "choose a multiple of 2"),
         (["trainer.devices=2"], "choose trainer=ddp"),
+        (["ema_decay=1"], "ema_decay: must lie in (0, 1), but got 1.0"),
+        (["ema_decay=0.999", "steps=500"], "averages over 1000 steps, but steps=500; choose 0.998 or less"),
         (["memory.precision=fp16", "trainer.accelerator=cpu"], "choose memory.precision=bf16"),
         (["memory.offload=true", "trainer.accelerator=cpu"], "choose memory.offload=false"),
         (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage has it"),

@@ -11,7 +11,7 @@ import torch
 from .conftest import train
 from .test_runs import SMALL, command, history, weights
 
-SETTINGS = ["steps=5", "stage.batch_size=2", "data.num_workers=0", "checkpoint_every=2"]
+SETTINGS = ["steps=5", "stage.batch_size=2", "data.num_workers=0", "checkpoint_every=2", "ema_decay=0.5"]
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -34,6 +34,7 @@ def make_module(network: nn.Module, seed: int = 1, accumulate: int = 2) -> Segme
         accumulate=accumulate,
         tile_size=None,
         overlap=0.5,
+        ema_decay=None,
         card={"num_classes": 2},
     )
 

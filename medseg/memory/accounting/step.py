@@ -28,7 +28,7 @@ class StepMemory:
         voxels: Voxels of the input, all samples of a micro-batch together.
         parameters: Parameters and buffers.
         gradients: Gradients of the parameters.
-        optimizer_state: What the optimiser keeps from step to step.
+        optimizer_state: What the optimiser keeps from step to step, and the average of the weights where there is one.
         input: The image.
         target: The reference.
         saved: What autograd keeps from forward to backward, by the part of the network that made it, in order.
@@ -70,6 +70,7 @@ def count_step(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     precision: str = "fp32",
     accumulate: int = 1,
+    averages: bool = False,
     call: Callable[[nn.Module, Tensor], Tensor] = lambda network, image: network(image),
     compute: bool = False,
 ) -> StepMemory:
@@ -87,6 +88,7 @@ def count_step(
         make_optimizer: From parameters to an optimiser.
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
+        averages: Keep a moving average of the weights.
         call: Gives the logits of a network for an image.
         compute: Allocate and compute everything on the CPU instead: slow, and the same result.
 
@@ -117,7 +119,7 @@ def count_step(
             if not compute:
                 replace_tensors(network)
             with ledger, _watch_parts(network, ledger):
-                return _count(network, image_shape, ledger, loss, make_optimizer, precision, accumulate, call)
+                return _count(network, image_shape, ledger, loss, make_optimizer, precision, accumulate, averages, call)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise ValueError(f"the memory cannot be counted without computing: {error}") from error
 
@@ -130,6 +132,7 @@ def _count(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     precision: str,
     accumulate: int,
+    averages: bool,
     call: Callable[[nn.Module, Tensor], Tensor],
 ) -> StepMemory:
     for tensor in (*network.parameters(), *network.buffers()):
@@ -137,6 +140,7 @@ def _count(
     ledger.now = Owner(OPTIMIZER)
     optimizer = make_optimizer(network.parameters())
     _make_state(optimizer)
+    _average = [tensor.clone() for tensor in network.state_dict().values() if averages and torch.is_floating_point(tensor)]
     optimizer_state = ledger.live_bytes(OPTIMIZER)
     for parameter in network.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: ledger.assign(p.grad, GRADIENTS))

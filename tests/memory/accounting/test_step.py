@@ -127,6 +127,8 @@ def test_each_switch_moves_what_it_claims_to_move() -> None:
     assert (half.parameters, half.gradients, half.optimizer_state) == (plain.parameters, plain.gradients, plain.optimizer_state)
     momentum = count(make, make_optimizer=Momentum)
     assert momentum.optimizer_state == momentum.parameters < plain.optimizer_state / 1.9
+    averaged = count(make, averages=True)
+    assert averaged.optimizer_state - plain.optimizer_state == averaged.peak - plain.peak == plain.parameters
     # The second micro-batch finds the gradients of the first.
     assert plain.peak < count(make, accumulate=5).peak <= plain.peak + plain.gradients
 

@@ -1,0 +1,56 @@
+"""The exponential moving average of a network's weights: quieter than the weights of any one step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class WeightAverage:
+    """Average the weights that a network had after each optimiser step, the later the more.
+
+    After n steps the average is decay^(n-1) w_1 + (1 - decay) Σ decay^(n-k) w_k, k = 2 … n: it begins with the weights after the
+    first step. Running statistics of norms are averaged alike; counters are not.
+
+    Args:
+        network: Network in training.
+        decay: Share of the average that a step keeps, in (0, 1).
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self.network = network
+        self._blend = get_ema_multi_avg_fn(decay)
+        self._values: dict[str, Tensor] = {}
+
+    def update(self) -> None:
+        """Take in the weights as they are after a step."""
+        weights = self._weights()
+        if not self._values:
+            self._values = {name: weight.clone() for name, weight in weights.items()}
+            return
+        self._blend(list(self._beside(weights).values()), list(weights.values()), 0)
+
+    def exchange(self) -> None:
+        """Put the average into the network and keep the weights, or the other way round; nothing before the first step."""
+        weights = self._weights()
+        for name, value in self._beside(weights).items():
+            kept = weights[name].clone()
+            weights[name].copy_(value)
+            value.copy_(kept)
+
+    def values(self) -> dict[str, Tensor]:
+        """The average by the network's names; empty before the first step."""
+        return dict(self._values)
+
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Go on from an average that `values` gave; what is not averaged may stand among them."""
+        self._values = {name: values[name].clone() for name in self._weights()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: weight for name, weight in self.network.state_dict().items() if torch.is_floating_point(weight)}
+
+    def _beside(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The average where the network lies, which may have moved since it was loaded."""
+        self._values = {name: value.to(weights[name].device) for name, value in self._values.items()}
+        return self._values
