@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
     from medseg.data.augment import Augmentation
+    from medseg.training.module import SegmentationModule
 
 
 # Arguments of optimisers and schedules that are learning rates.
@@ -224,6 +225,30 @@ def with_scaled_rates(node: dict[str, Any], config: TrainConfig) -> dict[str, An
     return {key: value * factor if key in LR_KEYS else value for key, value in node.items()}
 
 
+def make_module(config: TrainConfig, network: RegionalNetwork, card: dict[str, Any]) -> SegmentationModule:
+    """A network with the switches, the loss and the optimisation of a configuration.
+
+    Args:
+        config: Checked configuration.
+        network: Changed in place.
+        card: What the checkpoints tell about themselves, see `make_card`.
+    """
+    from medseg.training.module import SegmentationModule
+
+    return SegmentationModule(
+        switch_on(network, config, pick_device(config.trainer.accelerator).type),
+        make_loss(config),
+        make_optimizer(config),
+        make_schedule(config),
+        seed=config.seed,
+        accumulate=config.memory.accumulate,
+        tile_size=config.inference.tile_size,
+        overlap=config.inference.overlap,
+        ema_decay=config.ema_decay,
+        card=card,
+    )
+
+
 def make_logger(config: TrainConfig, start_step: int = 0) -> Logger | bool:
     """The logger beside `history.csv`, or False; that of a run that goes on forgets what is logged again."""
     if not config.logger:
@@ -282,10 +307,12 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         max_steps=config.steps,
         max_epochs=-1,
         accumulate_grad_batches=memory.accumulate,
+        benchmark=memory.cudnn_benchmark,
         gradient_clip_val=trainer.gradient_clip,
         val_check_interval=min(config.stage.validate_every, config.steps) * memory.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
+        limit_val_batches=1 if config.debug.fast else 1.0,
         use_distributed_sampler=False,  # samples are a function of (seed, n)
         log_every_n_steps=10,
         logger=make_logger(config, start_step),
@@ -294,8 +321,16 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         enable_model_summary=False,
         enable_progress_bar=sys.stderr.isatty(),  # in a log the history prints lines instead
         detect_anomaly=config.debug.anomaly,
-        profiler=None if config.debug.profiler is Profiler.none else config.debug.profiler.value,
+        profiler=_profiler(config),
     )
+
+
+def _profiler(config: TrainConfig) -> Any:
+    if config.debug.profiler is Profiler.none:
+        return None
+    from lightning.pytorch.profilers import SimpleProfiler
+
+    return SimpleProfiler(config.run_dir, "profile")  # its own way out is a log message, which medseg silences
 
 
 def make_card(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, Any]:

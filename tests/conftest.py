@@ -43,7 +43,6 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         from medseg.apps.entry import conf_dir
         from medseg.config.check import to_config
         from medseg.config.schema import TrainConfig
-        from medseg.training.module import SegmentationModule
 
         fixed = ["trainer.accelerator=cpu", "logger=none", f"run_dir='{tmp_path}'"]
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -51,10 +50,7 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         torch.manual_seed(config.seed)
         network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
         trainer = build.make_trainer(config, list(callbacks))
-        module = SegmentationModule(
-            build.switch_on(network, config, "cpu"), build.make_loss(config), build.make_optimizer(config), build.make_schedule(config),
-            seed=config.seed, accumulate=config.memory.accumulate, tile_size=None, overlap=0.5, card={},
-        )  # fmt: skip
+        module = build.make_module(config, network, {})
         if change is not None:
             change(module)
         trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None))

@@ -30,7 +30,7 @@ from medseg.errors import UserError
 from medseg.pictures.ladder import Rung, draw_ladder
 
 # Keys of the ladder that its rows, which are configurations of `train`, do not have.
-OWN_KEYS = ("compute", "extent_mm", "output", "peers", "peers_env", "rows", "shape", "timed_steps", "train")
+OWN_KEYS = ("compute", "extent_mm", "largest_batch", "output", "peers", "peers_env", "rows", "shape", "timed_steps", "train")
 COLUMNS = (
     "row", "arguments", "saved_bytes_per_voxel", "peak_mib", "parameters_mib", "seconds_per_step", "device",
     "peak_allocated_mib", "dice", "train_s",

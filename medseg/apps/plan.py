@@ -51,9 +51,21 @@ def plan(config: PlanConfig) -> int:
     budget_gib = config.memory.budget_gib
     fits = budget_gib is None or memory.peak <= budget_gib * 2**30
     print("\n".join(describe(config, shape, memory)), flush=True)
+    batch_size = None
+    if config.largest_batch:
+        if budget_gib is None:
+            raise UserError("largest_batch=true: memory.budget_gib says what there is; give it")
+        batch_size = num_shares(config) * largest_batch(lambda samples: peak_of(config, shape, samples), int(budget_gib * 2**30))
+        print(
+            f"largest batch within memory.budget_gib={budget_gib:g}: "
+            + (f"stage.batch_size={batch_size}" if batch_size else "none")
+        )
     if config.output is not None:
         facts = {"stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory)}
-        replace_text(Path(config.output), json.dumps({**facts, "budget_gib": budget_gib, "fits": fits}, indent=1))
+        replace_text(
+            Path(config.output),
+            json.dumps({**facts, "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size}, indent=1),
+        )
     if not fits:
         entry.say(f"a step takes {memory.peak / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit")
     return 0 if fits else EXIT_FAILED
@@ -103,9 +115,40 @@ def count(
         raise UserError(f"plan: {error}") from error
 
 
+def largest_batch(peak: Callable[[int], int], budget: int) -> int:
+    """Find the most samples at a time whose step fits, by exact counts around a straight line through two of them.
+
+    Args:
+        peak: Bytes of a step on a number of samples; never falls.
+        budget: Bytes that there are.
+
+    Returns:
+        Number of samples, 0 where one does not fit.
+    """
+    # From two samples on the growth is even; one may do without a copy that several need.
+    few, more = peak(2), peak(3)
+    samples = max(1, 2 + (budget - few) // (more - few))
+    while samples and peak(samples) > budget:
+        samples -= 1
+    while peak(samples + 1) <= budget:
+        samples += 1
+    return samples
+
+
+def peak_of(config: TrainConfig, shape: Shape, samples: int) -> int:
+    """Bytes at the peak of a step of a configuration with another number of samples per micro-batch."""
+    stage = replace(config.stage, batch_size=samples * num_shares(config))
+    return count(replace(config, stage=stage), shape).peak
+
+
 def samples_per_rank(config: TrainConfig) -> int:
     """Samples of a micro-batch of one rank."""
-    return config.stage.batch_size // (config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate)
+    return config.stage.batch_size // num_shares(config)
+
+
+def num_shares(config: TrainConfig) -> int:
+    """Micro-batches of a step, over all ranks."""
+    return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate
 
 
 def input_shape(config: PlanConfig) -> Shape:

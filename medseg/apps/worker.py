@@ -19,6 +19,7 @@ from medseg.apps.ending import EXIT_FAILED, EXIT_USER_ERROR, ending_of, status_o
 from medseg.apps.locks import locked
 from medseg.apps.ranks import fit_to_ranks, rank, redirect_output, watch_parent
 from medseg.apps.runs import END_S, LOCK_FILE, SUMMARY_FILE, load_config, replace_text, write_end
+from medseg.config.check import notes
 from medseg.config.schema import Profiler, RegionMode, StageName, TrainConfig
 from medseg.config.signature import plain
 from medseg.data.task import Task
@@ -74,12 +75,13 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
     from medseg import build
     from medseg.training.callbacks import History, ValidationPictures, peak_bytes
     from medseg.training.checkpoints import Checkpoints
-    from medseg.training.module import SegmentationModule
     from medseg.weights.checkpoint import load_checkpoint
 
     for key, is_on in debug_switches(config).items():
         if is_on:
             entry.say(f"debug.{key} is on: this run is for finding faults, not for results")
+    for note in notes(config):
+        entry.say(note)
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # greetings and tips
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
@@ -89,8 +91,6 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
     torch.manual_seed(config.seed)  # initial weights
     network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
     build.begin_with_weights(network, config)
-    make_optimizer = build.make_optimizer(config)
-    make_schedule = build.make_schedule(config)
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, stop
     )
@@ -109,19 +109,8 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
         for abandoned in run_dir.rglob("*.tmp"):  # half-written when the run was killed
             abandoned.unlink()
         note_start(run_dir, {"seed": config.seed, **build.versions()})
+    module = build.make_module(config, network, build.make_card(config, card_config))
     data = make_data_module(config, task, network.divisor)
-    module = SegmentationModule(
-        build.switch_on(network, config, build.pick_device(config.trainer.accelerator).type),
-        build.make_loss(config),
-        make_optimizer,
-        make_schedule,
-        seed=config.seed,
-        accumulate=config.memory.accumulate,
-        tile_size=config.inference.tile_size,
-        overlap=config.inference.overlap,
-        ema_decay=config.ema_decay,
-        card=build.make_card(config, card_config),
-    )
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.is_file() else None, weights_only=True)
     except SystemExit as end:
@@ -184,6 +173,8 @@ def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, i
         batch_size=stage.batch_size,
         accumulate=config.memory.accumulate,
         num_workers=config.data.num_workers,
+        prefetch=config.data.prefetch,
+        pin_memory=config.data.pin_memory,
         overfit=config.debug.overfit,
         coarse=build.load_stage(Path(stage.coarse), "coarse", device) if stage.coarse else None,
     )
@@ -205,7 +196,12 @@ def views(config: TrainConfig, task: Task) -> list[View]:
 def debug_switches(config: TrainConfig) -> dict[str, bool]:
     """Name the debug switches and whether they are on."""
     debug = config.debug
-    return {"anomaly": debug.anomaly, "overfit": debug.overfit, "profiler": debug.profiler is not Profiler.none}
+    return {
+        "anomaly": debug.anomaly,
+        "overfit": debug.overfit,
+        "fast": debug.fast,
+        "profiler": debug.profiler is not Profiler.none,
+    }
 
 
 if __name__ == "__main__":

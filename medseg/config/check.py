@@ -20,6 +20,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from medseg.config.schema import (
     Accelerator,
     LrScaling,
+    Norm,
     Precision,
     PredictConfig,
     RegionFrom,
@@ -80,6 +81,7 @@ RANGES: dict[str, str] = {
     "data.hu_offset": "(-inf, inf)",
     "data.num_folds": "[2, inf)",
     "data.num_workers": "[0, inf)",
+    "data.prefetch": "[1, inf)",
     "data.phantom_share": "(0, 1)",
     "data.phantoms.seed": "[0, inf)",
     "data.phantoms.num_train": "[1, inf)",
@@ -118,6 +120,11 @@ RANGES: dict[str, str] = {
     "loss.dice_weight": "[0, inf)",
     "loss.ce_weight": "[0, inf)",
     "optimizer.lr": "(0, inf)",
+    "num_batches": "[1, inf)",
+    "workers": "[0, inf)",
+    "prefetches": "[1, inf)",
+    "lowest_lr": "(0, inf)",
+    "highest_lr": "(0, inf)",
     "memory.accumulate": "[1, inf)",
     "memory.budget_gib": "(0, inf)",
     "trainer.devices": "[1, inf)",
@@ -327,6 +334,25 @@ def _check_task(task: TaskConfig) -> None:
     _require(low_hu < high_hu, f"task.window_hu: the lower bound must lie below the upper, but got {list(task.window_hu)}")
 
 
+def notes(config: TrainConfig) -> list[str]:
+    """What the switches of a right configuration mean together, where that may surprise; to be told when a run begins."""
+    stage, memory = config.stage, config.memory
+    found = []
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    micro_batch = stage.batch_size // (ranks * memory.accumulate)
+    if micro_batch < stage.batch_size:
+        is_looking = {"model.norm=batch": config.model.norm is Norm.batch, "loss.batch_dice=true": config.loss.batch_dice}
+        found += [
+            f"{key} looks at {micro_batch} sample{'s' * (micro_batch > 1)} at a time instead of the batch of {stage.batch_size} "
+            f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}): another result"
+            for key, looks in is_looking.items()
+            if looks
+        ]
+    if memory.cudnn_benchmark and stage.patch_size is None:
+        found.append("memory.cudnn_benchmark=true searches anew at each new shape, and without stage.patch_size they vary")
+    return found
+
+
 def _check_train(config: TrainConfig) -> None:
     """Refuse switches that contradict each other, with the cure in the sentence."""
     stage, memory, trainer = config.stage, config.memory, config.trainer
@@ -389,6 +415,10 @@ def _check_train(config: TrainConfig) -> None:
         not (memory.offload and trainer.accelerator is Accelerator.cpu),
         "memory.offload=true moves activations from a GPU to the host, but trainer.accelerator=cpu; choose memory.offload=false",
     )
+    _require(
+        not (config.data.pin_memory and trainer.accelerator is Accelerator.cpu),
+        "data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose data.pin_memory=null",
+    )
     schedule = _class_name(config.schedule)
     _require(
         config.warmup_steps == 0 or schedule in CHAINABLE_SCHEDULES,
@@ -403,6 +433,10 @@ def _check_train(config: TrainConfig) -> None:
     _require(
         config.lr_scaling is not LrScaling.linear or optimizer not in ADAPTIVE_OPTIMIZERS,
         f"lr_scaling=linear: the steps of {optimizer} do not grow with the gradient; choose lr_scaling=sqrt",
+    )
+    _require(
+        not (memory.cudnn_benchmark and trainer.accelerator is Accelerator.cpu),
+        "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; choose memory.cudnn_benchmark=false",
     )
     sides = {region.side for region in config.task.regions.values()} - {None}
     _require(

@@ -186,6 +186,8 @@ class DataConfig:
     phantoms: PhantomConfig
     phantom_share: float
     num_workers: int
+    prefetch: int
+    pin_memory: bool | None
 
 
 @dataclass
@@ -252,6 +254,7 @@ class MemoryConfig:
     offload: bool
     channels_last: bool
     compile: bool
+    cudnn_benchmark: bool
     budget_gib: float | None
 
 
@@ -283,6 +286,7 @@ class DebugConfig:
 
     anomaly: bool
     overfit: bool
+    fast: bool
     profiler: Profiler
 
 
@@ -335,6 +339,24 @@ class TrainConfig:
 
 
 @dataclass
+class FindLrConfig(TrainConfig):
+    """Root of `find_lr`."""
+
+    lowest_lr: float
+    highest_lr: float
+    output: str
+
+
+@dataclass
+class TuneLoaderConfig(TrainConfig):
+    """Root of `tune_loader`."""
+
+    num_batches: int
+    workers: list[int] | None
+    prefetches: list[int]
+
+
+@dataclass
 class ExtentConfig:
     """Size of what each stage sees whole."""
 
@@ -349,6 +371,7 @@ class PlanConfig(TrainConfig):
     shape: tuple[int, int, int] | None
     extent_mm: ExtentConfig
     compute: bool
+    largest_batch: bool
     output: str | None
 
 

@@ -20,8 +20,12 @@ from torch import Tensor
 
 from medseg.errors import NotFiniteError
 from medseg.pictures.overlay import overlay_montage
+from medseg.training.watch import Watch
 
-HISTORY_COLUMNS = ("step", "loss", "lr", "val_dice", "val_dice_worst", "seconds_per_step", "peak_gib")
+HISTORY_COLUMNS = (
+    "step", "loss", "lr", "val_dice", "val_dice_worst", "seconds_per_step", "peak_gib", "host_gib", "cpu_percent", "gpu_gib",
+    "gpu_percent",
+)  # fmt: skip
 
 
 class History(pl.Callback):
@@ -44,6 +48,7 @@ class History(pl.Callback):
         self.lr = 0.0
         self.last_step = 0
         self.last_time_s = 0.0
+        self.watch = Watch()
         self.pause_start_s: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,6 +68,7 @@ class History(pl.Callback):
         """Keep the lines that the checkpoint knew."""
         self.last_step, self.last_time_s = trainer.global_step, time.perf_counter()
         self.start_s = self.last_time_s
+        self.watch.look()
         self.device = pl_module.device
         if not trainer.is_global_zero:
             return
@@ -106,6 +112,10 @@ class History(pl.Callback):
             "seconds_per_step": round((now_s - self.last_time_s) / (step - self.last_step), 4),
             "peak_gib": round(peak_bytes() / 2**30, 3),
         }
+        seen = self.watch.look()
+        row |= {name: round(value, 3) for name, value in seen.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"watch/{name}": value for name, value in seen.items()}, step - 1)  # as Lightning counts there
         self.losses, self.last_step, self.last_time_s = [], step, now_s
         self._append(trainer, row)
 

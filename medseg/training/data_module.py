@@ -73,6 +73,8 @@ class CasesDataModule(pl.LightningDataModule):
         batch_size: Samples per optimiser step over all ranks and micro-batches.
         accumulate: Micro-batches per optimiser step and rank.
         num_workers: Loader processes; samples do not depend on it.
+        prefetch: Batches that each of them makes ahead.
+        pin_memory: Whether batches lie in page-locked memory; None = where there is a GPU.
         overfit: Draw the samples of the first step again and again.
         coarse: Trained coarse stage whose boxes the training crops start from; None = boxes of the reference.
     """
@@ -90,6 +92,8 @@ class CasesDataModule(pl.LightningDataModule):
         batch_size: int,
         accumulate: int,
         num_workers: int,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
         overfit: bool,
         coarse: TrainedStage | None = None,
     ) -> None:
@@ -104,6 +108,8 @@ class CasesDataModule(pl.LightningDataModule):
         self.batch_size = batch_size
         self.accumulate = accumulate
         self.num_workers = num_workers
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory
         self.overfit = overfit
         self.coarse = coarse
         self.train_cases: list[CachedCase] = []
@@ -141,13 +147,12 @@ class CasesDataModule(pl.LightningDataModule):
         """Micro-batches from the step at which the trainer stands."""
         trainer = self.trainer
         assert trainer is not None
+        return self.train_batches(trainer.global_rank, trainer.world_size, trainer.global_step)
+
+    def train_batches(self, rank: int = 0, num_ranks: int = 1, start_step: int = 0) -> DataLoader[Any]:
+        """The micro-batches of a rank from a step on."""
         sampler = StepBatchSampler(
-            self.steps,
-            self.batch_size,
-            accumulate=self.accumulate,
-            rank=trainer.global_rank,
-            num_ranks=trainer.world_size,
-            start_step=trainer.global_step,
+            self.steps, self.batch_size, accumulate=self.accumulate, rank=rank, num_ranks=num_ranks, start_step=start_step
         )
         samples = self.train_samples()
         return DataLoader(
@@ -157,7 +162,8 @@ class CasesDataModule(pl.LightningDataModule):
             collate_fn=functools.partial(collate_padded, multiple=self.stage_input.divisor),
             worker_init_fn=init_worker,
             persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
+            prefetch_factor=self.prefetch if self.num_workers > 0 else None,
+            pin_memory=torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
         )
 
     def train_samples(self) -> Dataset[Any]:

@@ -63,6 +63,28 @@ def test_a_shape_that_the_network_does_not_take_is_refused() -> None:
         plan_app.plan(compose(*SMALL, "shape=[16,24,30]"))
 
 
+def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    arguments = [*SMALL, "shape=[16,16,24]", "memory.accumulate=2", f"output='{output}'", "largest_batch=true"]
+    peaks = {samples: plan_app.peak_of(compose(*arguments, "stage.batch_size=2"), (16, 16, 24), samples) for samples in (1, 5, 6)}
+    assert peaks[1] < peaks[5] < peaks[6]
+    for budget, samples in ((peaks[6] - 1, 5), (peaks[6], 6), (peaks[1], 1), (peaks[1] - 1, 0)):
+        plan_app.plan(compose(*arguments, f"memory.budget_gib={budget / 2**30!r}", "stage.batch_size=2"))
+        assert json.loads(output.read_text())["largest_batch"] == 2 * samples
+    assert "stage.batch_size=12" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"largest_batch=true: memory\.budget_gib"):
+        plan_app.plan(compose(*arguments, "stage.batch_size=2"))
+
+
+@pytest.mark.parametrize("budget", [*range(0, 40, 3), 1000])
+def test_the_largest_batch_is_found_whatever_the_first_samples_cost(budget: int) -> None:
+    def peak(samples: int) -> int:
+        return [0, 9, 11, 20, 22][samples] if samples < 5 else 22 + 3 * (samples - 4)
+
+    found = plan_app.largest_batch(peak, budget)
+    assert peak(found) <= budget < peak(found + 1)
+
+
 def test_micro_batches_are_what_one_rank_holds() -> None:
     overrides = ["stage.batch_size=8", "trainer=ddp", "memory.accumulate=2"]
     assert plan_app.samples_per_rank(compose(*overrides)) == 2

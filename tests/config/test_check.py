@@ -7,7 +7,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from medseg.apps.entry import conf_dir
-from medseg.config.check import RANGES, to_config
+from medseg.config.check import RANGES, notes, to_config
 from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig
 from medseg.errors import UserError
@@ -74,6 +74,8 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["warmup_steps=5"], "schedule OneCycleLR sets its rates itself; choose warmup_steps=0"),
         (["warmup_steps=9", "steps=9", "schedule=cosine"], "warmup_steps=9: the run has only steps=9"),
         (["lr_scaling=linear"], "the steps of AdamW do not grow with the gradient; choose lr_scaling=sqrt"),
+        (["memory.cudnn_benchmark=true", "trainer.accelerator=cpu"], "choose memory.cudnn_benchmark=false"),
+        (["data.pin_memory=true", "trainer.accelerator=cpu"], "choose data.pin_memory=null"),
         (["+logger.inner={_target_: os.system}"], "nested targets are not allowed"),
     ],
 )  # fmt: skip
@@ -82,6 +84,13 @@ def test_mistakes_are_told_in_one_sentence(overrides: list[str], said: str) -> N
         to_config(compose(*overrides), TrainConfig)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_may_surprise_is_noted_and_the_default_is_silent() -> None:
+    assert notes(to_config(compose("stage=fine"), TrainConfig)) == []
+    searching = ["stage=fine", "memory.cudnn_benchmark=true"]
+    assert "shape" in notes(to_config(compose(*searching), TrainConfig))[0]
+    assert notes(to_config(compose(*searching, "stage.patch_size=[96,96,96]"), TrainConfig)) == []
 
 
 def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
@@ -131,7 +140,7 @@ def search() -> DictConfig:
 
 def test_every_range_names_a_key_that_exists() -> None:
     known = set()
-    for name in ("train", "plan", "search", "predict", "phantom", "report", "cross_validate"):
+    for name in ("train", "plan", "find_lr", "tune_loader", "search", "predict", "phantom", "report", "cross_validate"):
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = hydra.compose(name, ["sweep=fine_basics"] if name == "search" else [])
         known |= keys_of(OmegaConf.to_container(composed))

@@ -102,7 +102,7 @@ class Run:
             self.history.load_state_dict(state)
         self.group = {"lr": 0.0}
         trainer: Any = SimpleNamespace(
-            global_step=start, is_global_zero=True, accumulate_grad_batches=1, callback_metrics={},
+            global_step=start, is_global_zero=True, accumulate_grad_batches=1, callback_metrics={}, loggers=[],
             optimizers=[SimpleNamespace(param_groups=[self.group])],
         )  # fmt: skip
         module: Any = SimpleNamespace(device=torch.device("cpu"))

@@ -1,0 +1,116 @@
+"""Micro-batches: the gradient of the whole batch where loss and norm look at one sample at a time, and a note where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hydra
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from medseg.apps.entry import conf_dir
+from medseg.config.check import notes, to_config
+from medseg.config.schema import TrainConfig
+from medseg.memory.accounting.ledger import Ledger
+
+SMALL = [
+    "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd", "optimizer.lr=0.1",
+    "schedule=poly", "trainer.gradient_clip=null", "steps=2", "stage.batch_size=4",
+]  # fmt: skip
+
+
+def make_batch(numbers: range) -> dict[str, Tensor]:
+    """Samples by number, in fp64."""
+    images, targets = [], []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        images.append(torch.randn(1, 12, 16, 20, generator=generator, dtype=torch.float64))
+        targets.append(torch.randint(2, (12, 16, 20), generator=generator))
+    return {"image": torch.stack(images), "target": torch.stack(targets), "region": torch.tensor([n % 2 for n in numbers])}
+
+
+class Rates(pl.Callback):
+    """Learning rate of each micro-batch."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def train(fit: Callable[..., Any], accumulate: int, *overrides: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after two steps, and the rate of each micro-batch."""
+    size, rates = 4 // accumulate, Rates()
+    batches = [make_batch(range(start, start + size)) for start in range(0, 8, size)]
+    module = fit([*SMALL, f"memory.accumulate={accumulate}", *overrides], batches, [rates], lambda module: module.double())
+    return dict(module.network.named_parameters()), rates.rates
+
+
+SETTINGS = [
+    ["model.norm=instance"],
+    ["model.norm=group", "memory.checkpointing=all"],
+    ["model.norm=instance", "stage.region_mode=side_input", "loss.include_background=true", "optimizer.momentum=0.9"],
+]
+
+
+@pytest.mark.parametrize("overrides", SETTINGS, ids="-".join)
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_micro_batches_make_the_step_of_the_whole_batch(accumulate: int, overrides: list[str], fit: Callable[..., Any]) -> None:
+    whole, whole_rates = train(fit, 1, *overrides)
+    parts, rates = train(fit, accumulate, *overrides)
+    for name, weight in whole.items():
+        torch.testing.assert_close(parts[name], weight, rtol=1e-9, atol=1e-9 * weight.abs().max().item(), msg=name)
+    assert rates == [rate for rate in whole_rates for _ in range(accumulate)], "the schedule counts optimiser steps"
+    assert whole_rates[1] < whole_rates[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"), [("model.norm=batch", "model.norm=batch"), ("loss=batch_dice_ce", "loss.batch_dice=true")]
+)
+def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
+    override: str, said: str, fit: Callable[..., Any]
+) -> None:
+    whole, _ = train(fit, 1, override)
+    parts, _ = train(fit, 2, override)
+    assert max((parts[name] - weight).abs().max().item() for name, weight in whole.items()) > 1e-6
+    assert not notes(compose(override))
+    (note,) = notes(compose(override, "memory.accumulate=2"))
+    assert note == f"{said} looks at 2 samples at a time instead of the batch of 4 (memory.accumulate=2, 1 rank): another result"
+    assert not notes(compose("memory.accumulate=2"))
+
+
+def compose(*overrides: str) -> TrainConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("train", [*SMALL, *overrides, "run_dir=none", "trainer.accelerator=cpu"]), TrainConfig)
+
+
+class Live(pl.Callback):
+    """Live bytes at the end of each step."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.bytes.append(sum(size for owner, size in self.ledger.live.items() if owner.kind == "step"))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.ledger.now = self.ledger.now._replace(kind="step")
+
+
+def test_a_step_leaves_nothing_behind_but_gradients_momentum_and_losses(fit: Callable[..., Any]) -> None:
+    """No graph is kept by the logged loss, and the next step finds no activation of the last."""
+    ledger = Ledger()
+    live = Live(ledger)
+    batches = [make_batch(range(n, n + 1)) for n in range(6)]
+    with ledger:
+        module = fit([*SMALL, "stage.batch_size=1", "steps=6"], batches, [live], lambda module: module.double())
+    kept = 2 * sum(weight.grad.nbytes for weight in module.parameters())  # gradients and momentum
+    deepest = 8 * 3 * 4 * 5 * 8  # bytes of the smallest features of the network
+    assert len(live.bytes) == 6
+    assert kept <= live.bytes[-1] < kept + deepest
+    assert live.bytes[2:] == [live.bytes[2]] * 4

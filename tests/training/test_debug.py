@@ -1,0 +1,106 @@
+"""Debug switches: off unless asked, said aloud when on, and each does what it says."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+
+from medseg.apps import runs, worker
+from medseg.apps.entry import conf_dir
+from medseg.build import make_task
+from medseg.config.check import to_config
+from medseg.config.schema import TrainConfig
+
+
+def compose(*overrides: str) -> TrainConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("train", ["run_dir=none", *overrides]), TrainConfig)
+
+
+def test_all_are_off_unless_asked() -> None:
+    switches = worker.debug_switches(compose())
+    assert set(switches) == set(vars(compose().debug))
+    assert not any(switches.values())
+
+
+@pytest.mark.parametrize("name", ["anomaly", "overfit", "fast", "profile"])
+def test_each_file_turns_on_one_and_no_more(name: str) -> None:
+    config = compose(f"debug={name}", "experiment=ct_fine")
+    assert [key for key, is_on in worker.debug_switches(config).items() if is_on] == [name if name != "profile" else "profiler"]
+    assert config.steps == (2 if name == "fast" else 1800)
+
+
+class InfiniteSlope(torch.nn.Module):
+    """Zero, and so finite, with a gradient that is not."""
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (0 * logits).sum().sqrt()
+
+
+def test_anomaly_detection_stops_at_the_operation_that_made_a_nan(fit: Callable[..., Any]) -> None:
+    settings = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "steps=1", "schedule=constant"]
+    batch = {
+        "image": torch.randn(1, 1, 8, 8, 8),
+        "target": torch.zeros(1, 8, 8, 8, dtype=torch.uint8),
+        "region": torch.zeros(1, dtype=torch.int64),
+    }
+
+    def change(module: Any) -> None:
+        module.loss = InfiniteSlope()
+
+    trained = fit(settings, [batch], (), change)
+    assert not all(math.isfinite(weight.sum()) for weight in trained.parameters())
+    with pytest.raises(RuntimeError, match="returned nan values"):
+        fit([*settings, "debug=anomaly"], [batch], (), change)
+    assert not torch.is_anomaly_enabled()
+
+
+def data_settings(table: Path) -> list[str]:
+    return [
+        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0", "spacing=isotropic_4mm",
+        "trainer.accelerator=cpu", "logger=none",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["none", "overfit"])
+def test_overfitting_sees_the_first_batch_again_and_again(name: str, tiny_table: Path) -> None:
+    config = compose(*data_settings(tiny_table), f"debug={name}", "steps=3", "stage.batch_size=2", "stage.max_voxels=2000")
+    data = worker.make_data_module(config, make_task(config.task), (16, 16, 16))
+    data.prepare_data()
+    data.setup("fit")
+    first, *others = [batch["image"] for batch in data.train_batches()]
+    assert len(others) == 2
+    assert [other.shape == first.shape and torch.equal(other, first) for other in others] == [name == "overfit"] * 2
+
+
+def test_a_fast_run_goes_through_everything_in_two_steps_and_says_so(
+    tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.csv"  # two cases to validate on
+    header, *rows = csv.reader(tiny_table.read_text().splitlines())
+    rows = [[case, *(str(tiny_table.parent / file) for file in files), patient, "train" if n < 2 else "val"]
+            for n, (case, *files, patient, _) in enumerate(rows)]  # fmt: skip
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    run_dir = tmp_path / "run"
+    settings = ["debug=fast", "debug.profiler=simple", "model.width=4", "stage.validate_every=1", f"run_dir='{run_dir}'"]
+    config = compose(*data_settings(tiny_table), f"data.cases='{table}'", *settings)
+    summary = worker.train(runs.open_run(config))
+    assert (summary["steps"], summary["status"]) == (2, "finished")
+    told = capsys.readouterr().err
+    assert "debug.fast is on: this run is for finding faults, not for results" in told
+    assert "debug.profiler is on" in told
+    assert "debug.anomaly" not in told
+    with (run_dir / "history.csv").open(newline="") as file:
+        assert {row["step"] for row in csv.DictReader(file)} == {"1", "2"}
+    assert len(list((run_dir / "pictures").glob("step_000002_*.png"))) == 1, "one of the two cases"
+    times = (run_dir / "fit-profile.txt").read_text()
+    for action in ("run_training_batch", "optimizer_step", "train_dataloader_next"):
+        assert action in times

@@ -1,0 +1,119 @@
+"""What a run takes of its machine stands beside its loss, and asking for it makes no step wait."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from medseg.training.callbacks import History
+from medseg.training.watch import Watch
+
+SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "optimizer=sgd", "schedule=constant", "stage=fine"]
+
+
+def make_batch(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "image": torch.randn(1, 1, 8, 8, 12, generator=generator),
+        "target": torch.randint(2, (1, 8, 8, 12), generator=generator),
+        "region": torch.zeros(1, dtype=torch.int64),
+    }
+
+
+def test_memory_and_processor_time_are_those_of_this_process() -> None:
+    watch = Watch()
+    before = watch.look()
+    held = np.ones(2**28 // 8)  # a quarter of a GiB, written to
+    start_s = time.process_time()
+    while time.process_time() - start_s < 0.2:
+        held[:1000].sum()
+    seen = watch.look()
+    assert 0.2 < seen["host_gib"] - before["host_gib"] < 0.5
+    assert seen["cpu_percent"] > 0
+    assert seen.keys() >= {"host_gib", "cpu_percent"}
+    assert ("gpu_gib" in seen) == torch.cuda.is_available()
+
+
+def test_workers_are_counted_with_what_they_do_not_share() -> None:
+    watch = Watch()
+    before = watch.look()
+    script = "held = b'1' * 2**28; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        during = watch.look()
+        worker.communicate(b"\n")
+    assert 0.2 < during["host_gib"] - before["host_gib"] < 0.5
+    assert during["cpu_percent"] > 0
+    after = watch.look()
+    assert abs(after["host_gib"] - before["host_gib"]) < 0.2
+
+
+def test_every_line_of_the_history_has_them_and_so_has_the_logger(fit: Callable[..., Any], tmp_path: Path) -> None:
+    history = History(tmp_path / "history.csv", every=2, steps=4)
+    logger = ["logger=csv", f"logger.save_dir='{tmp_path}'"]
+    fit([*SMALL, *logger, "steps=4"], [make_batch(n) for n in range(4)], [history])
+    with (tmp_path / "history.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["2", "4"]
+    assert all(0 < float(row["host_gib"]) < 100 and float(row["cpu_percent"]) >= 0 for row in rows)
+    with (tmp_path / "csv" / "metrics.csv").open(newline="") as file:
+        logged = {row["step"]: row["watch/host_gib"] for row in csv.DictReader(file) if row["watch/host_gib"]}
+    assert {step: round(float(value), 3) for step, value in logged.items()} == {
+        str(int(row["step"]) - 1): float(row["host_gib"]) for row in rows
+    }
+
+
+class Reads(TorchDispatchMode):
+    """Count the operations that read a value from the device, for which the host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
+        self.count += func in waits
+        return func(*args, **(kwargs or {}))
+
+
+class CountReads(pl.Callback):
+    """Counts from the beginning of a batch to its end."""
+
+    def __init__(self) -> None:
+        self.mode: Reads | None = None
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.mode = Reads()
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.mode is not None
+        self.mode.__exit__(None, None, None)
+        self.counts.append(self.mode.count)
+
+
+@pytest.mark.parametrize("region_mode", ["mirrored", "side_input"])
+def test_no_step_waits_for_a_value(region_mode: str, fit: Callable[..., Any], tmp_path: Path) -> None:
+    """Loss, clipping, optimiser, logging and the history: none of them reads from the device but where a line is written."""
+    counter, history = CountReads(), History(tmp_path / "history.csv", every=3, steps=6)
+    settings = [*SMALL, "steps=6", f"stage.region_mode={region_mode}", "memory.checkpointing=all", "trainer.gradient_clip=1"]
+    fit(settings, [make_batch(n) for n in range(6)], [counter, history])
+    assert counter.counts == [0] * 6
+    waiting = CountReads()
+    change = lambda module: module.loss.register_forward_hook(lambda *args: args[-1] * float(args[-1]))  # noqa: E731
+    fit([*SMALL, "steps=1"], [make_batch(0)], [waiting], change)
+    assert waiting.counts == [1], "one that does wait is seen"
+    assert (tmp_path / "history.csv").read_text().count("\n") == 3
