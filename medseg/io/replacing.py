@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from medseg.errors import UserError
+
+PART_NAME = ".medseg-{}.part"
+STALE_AFTER_S = 3600.0
+"""A file that is being written grows; one that has not for so long belongs to a process that was killed."""
 
 
 @contextmanager
@@ -25,7 +30,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     # A name of our own, short: the case's name may be as long as a name can be.
-    part = target.parent / f".medseg-{uuid.uuid4().hex}.part"
+    part = target.parent / PART_NAME.format(uuid.uuid4().hex)
     try:
         if target.exists() and not target.is_file():
             raise UserError(f"{path}: cannot be written, since it is a folder or a device; choose another name.")
@@ -54,7 +59,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder, and a file in it for a moment, so that nobody computes for nothing.
+    """Make a folder, and a file in it for a moment, so that nobody computes for nothing; what killed processes left there is removed.
 
     Raises:
         UserError: If that fails.
@@ -65,6 +70,10 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise _not_written(folder, error) from error
+    for part in folder.glob(PART_NAME.format("*")):
+        with suppress(OSError):  # gone already, or another user's
+            if part.stat().st_mtime < time.time() - STALE_AFTER_S:
+                part.unlink()
 
 
 def _not_written(path: Path, error: OSError) -> UserError:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +154,15 @@ def test_a_process_that_is_ended_while_it_writes(tmp_path: Path, number: signal.
         assert list_inputs(tmp_path) == [("a", path)]
         after = {name: content for name, content in after.items() if name in before}
     assert after == before
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    for name, age_s in (("old.part", 4000), ("new.part", 3000), ("old.nii", 4000)):
+        path = tmp_path / f".medseg-{name}"
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age_s,) * 2)
+    check_writable(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".medseg-new.part", ".medseg-old.nii"}
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Batches that meet the worst: whatever ends a prediction, only whole files remain, and the next one does the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from medseg.apps.finished import results_of
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.nifti import encode_header
+from medseg.io.read import read_labels
+
+COMMAND = [sys.executable, "-m", "medseg.apps.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
+
+
+def start(folder: Path, **options: Any) -> subprocess.Popen[str]:
+    """Begin to predict with the weights in the box."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+    return subprocess.Popen(COMMAND, cwd=folder, env=environment, **pipes, **options)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, err
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 600) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, ended(process)
+        assert time.monotonic() < deadline_s, "it takes too long"
+        time.sleep(0.02)
+
+
+def make_scans(folder: Path, table: Path, number: int) -> None:
+    """Copies of one small scan, all of the same result."""
+    (folder / "scans").mkdir()
+    for index in range(number):
+        shutil.copy(table.parent / "c0.nii.gz", folder / "scans" / f"{index:02d}.nii.gz")
+
+
+def num_reports(folder: Path) -> int:
+    return len(list((folder / "out").glob("*.json")))
+
+
+def assert_whole(folder: Path) -> None:
+    """Every label map can be read, every report belongs to the label map beside it, and all are alike."""
+    maps = sorted((folder / "out").glob("*.nii.gz"))
+    for path in maps:
+        read_labels(path)
+    for report in (folder / "out").glob("*.json"):
+        label_map = report.with_suffix(".nii.gz")
+        assert json.loads(report.read_text())["results"] == results_of([label_map])
+    assert len({path.read_bytes() for path in maps}) == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_and_then_killed_batch_is_finished_by_the_next(tiny_table: Path, tmp_path: Path) -> None:
+    make_scans(tmp_path, tiny_table, 24)
+    process = start(tmp_path)
+    wait_for(lambda: num_reports(tmp_path) >= 2, process)
+    process.send_signal(signal.SIGINT)
+    code, _, said = ended(process)
+    assert (code, said.splitlines()[-1]) == (130, "medseg: interrupted")
+    assert not list((tmp_path / "out").glob(".*"))
+    assert_whole(tmp_path)
+    first = num_reports(tmp_path)
+
+    process = start(tmp_path)
+    wait_for(lambda: num_reports(tmp_path) >= first + 2, process)
+    process.kill()
+    process.communicate()
+    assert_whole(tmp_path)
+    second = num_reports(tmp_path)
+    assert second < 24
+
+    code, out, said = ended(start(tmp_path))
+    assert code == 0, said
+    assert out.count("finished before, skipped") == second
+    assert f"{second} of 24 cases were finished before and skipped" in said
+    assert num_reports(tmp_path) == len(list((tmp_path / "out").glob("*.nii.gz"))) == 24
+    assert_whole(tmp_path)
+
+
+@pytest.mark.slow
+def test_two_predictions_may_write_into_one_folder(tiny_table: Path, tmp_path: Path) -> None:
+    make_scans(tmp_path, tiny_table, 6)
+    for code, _, said in map(ended, [start(tmp_path), start(tmp_path)]):
+        assert code == 0, said
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".gz"] * 6 + [".json"] * 6
+    assert_whole(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_leaves_nothing_half_written(tiny_table: Path, tmp_path: Path) -> None:
+    """No file may grow beyond 64 bytes, which fails as a full disk does: in the middle of a write."""
+    make_scans(tmp_path, tiny_table, 2)
+    code, out, said = ended(start(tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))))
+    assert (code, out) == (1, ""), said
+    for name in ("00", "01"):
+        assert f"medseg: {name}: out/{name}.nii.gz: cannot be written (File too large); check the folder" in said
+    assert said.splitlines()[-1] == "medseg: 2 of 2 cases failed"
+    assert not list((tmp_path / "out").iterdir())
+    code, _, said = ended(start(tmp_path))
+    assert code == 0, said
+    assert_whole(tmp_path)
+
+
+LIMITED = """
+import resource, sys
+from medseg.apps import predict as app
+
+def vm_bytes():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+def limited(scan, *arguments, predict_case=app.predict_case):
+    # Some room beside what the process has taken already, which differs from machine to machine.
+    room = {"b": 2**26, "c": 2**28}.get(scan.name)
+    if room:
+        resource.setrlimit(resource.RLIMIT_AS, (vm_bytes() + room, resource.RLIM_INFINITY))
+    try:
+        return predict_case(scan, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+app.predict_case = limited
+app.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps to such limits")
+def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Path, tmp_path: Path) -> None:
+    """`b` cannot even be read, `c` can but not resampled."""
+    make_scans(tmp_path, tiny_table, 0)
+    for name in ("a", "d"):
+        shutil.copy(tiny_table.parent / "c0.nii.gz", tmp_path / "scans" / f"{name}.nii.gz")
+    for name, num_slices in (("b", 160), ("c", 160)):
+        # Half air, half water; what was never written is a hole in the file.
+        grid = VoxelGrid((num_slices, 512, 512), (2.0, 1.5, 1.5))
+        path = tmp_path / "scans" / f"{name}.nii"
+        header = encode_header(path, np.dtype(np.int16), grid, None)
+        with path.open("wb") as file:
+            file.write(header)
+            file.write(np.full((num_slices // 2, 512, 512), -1000, np.int16).tobytes())
+            file.truncate(len(header) + 2 * num_slices * 512 * 512)
+    command = [sys.executable, "-c", LIMITED, *COMMAND[4:]]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 1, done.stderr
+    for name in ("b", "c"):
+        assert f"medseg: {name}: out of memory (" in done.stderr
+    assert "medseg: 2 of 4 cases failed" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.json", "a.nii.gz", "d.json", "d.nii.gz"]
+    assert_whole(tmp_path)
