@@ -280,6 +280,8 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
     """
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.strategies import Strategy as LightningStrategy
 
     trainer, memory = config.trainer, config.memory
     on_gpu = trainer.accelerator is Accelerator.gpu or (trainer.accelerator is Accelerator.auto and torch.cuda.is_available())
@@ -293,9 +295,14 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
     except ValueError as error:
         raise UserError(f"memory.{error}") from error
     set_tf32(memory.precision.value)
-    strategy = trainer.strategy.value
+    strategy: str | LightningStrategy = trainer.strategy.value
     if trainer.strategy is Strategy.ddp and config.stage.region_mode is RegionMode.separate:
         strategy = "ddp_find_unused_parameters_true"
+    if trainer.strategy is Strategy.fsdp:
+        # One file, as any other checkpoint; the network divides itself, see `SegmentationModule.configure_model`.
+        strategy = ModelParallelStrategy(
+            data_parallel_size=trainer.devices * trainer.num_nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
         devices=trainer.devices,

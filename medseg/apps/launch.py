@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from medseg.apps import entry
 from medseg.apps.ending import Status, status_of
-from medseg.apps.ranks import PARENT_PIPE
+from medseg.apps.ranks import PARENT_PIPE, agent_store, rank
 from medseg.apps.runs import END_S, SUMMARY_FILE, write_end
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 
 WORKER = (sys.executable, "-m", "medseg.apps.worker")
+# Under which torchrun's processes find the folder of their run.
+RUN_DIR_KEY = "medseg/run_dir"
 # Between two looks at what a run has noted.
 ASK_S = 1.0
 
@@ -32,13 +35,53 @@ def check_start(config: TrainConfig) -> None:
     Raises:
         UserError: With the way to make it.
     """
-    by_hand = "with start=false, and then torchrun … -m medseg.apps.worker <run folder> on each machine"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError(f"torchrun starts workers, not this command: write the run folder first ({by_hand})")
-    if config.trainer.num_nodes > 1 and config.start:
+    if config.trainer.num_nodes > 1 and config.start and not is_under_torchrun():
         raise UserError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: this command starts one machine; write the folder {by_hand}"
+            f"trainer.num_nodes={config.trainer.num_nodes}: this command starts one machine; put torchrun in the place of python, "
+            "on each machine"
         )
+
+
+def is_under_torchrun() -> bool:
+    """Whether this process is one that torchrun started, and not a worker of `start_workers`."""
+    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+
+
+def join_torchrun() -> None:
+    """Under torchrun every process becomes the worker of its rank as soon as the run folder is known; elsewhere nothing happens.
+
+    Returns only in the first process of the first start, which is to compose, and to `tell_torchrun` of the folder. torchrun keeps
+    what it is told when it starts its processes again after one of them has died: they go on with that folder.
+
+    Raises:
+        SystemExit: Where there is nothing to run.
+    """
+    if not is_under_torchrun():
+        return
+    store = agent_store()
+    if rank() == 0 and not store.check([RUN_DIR_KEY]):
+        return
+    become_worker(store.get(RUN_DIR_KEY).decode())
+
+
+def tell_torchrun(run_dir: Path | None) -> None:
+    """Tell the other processes of torchrun what this one has composed, and become the worker of the first rank.
+
+    Args:
+        run_dir: Run folder; None = there is nothing to run.
+    """
+    folder = str(run_dir or "")
+    agent_store().set(RUN_DIR_KEY, folder)
+    become_worker(folder)
+
+
+def become_worker(run_dir: str) -> NoReturn:
+    """Go on as the worker of a run folder, in the same process; without a folder, end."""
+    if not run_dir:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(WORKER[0], [*WORKER, run_dir])
 
 
 def num_local_ranks(config: TrainConfig) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from medseg.apps import entry
 from medseg.apps.ending import EXIT_FAILED
 from medseg.apps.runs import replace_text
-from medseg.config.schema import PlanConfig, Precision, StageName, TrainConfig
+from medseg.config.schema import PlanConfig, Precision, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
 
 if TYPE_CHECKING:
@@ -194,7 +194,10 @@ def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]
     if switches.compile:
         lines.append("memory.compile=true: counted before compilation, which often keeps less.")
     if config.trainer.devices * config.trainer.num_nodes > 1:
-        lines.append(f"trainer: per rank, and DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.")
+        if config.trainer.strategy is Strategy.fsdp:
+            lines.append("trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.")
+        else:
+            lines.append(f"trainer: per rank, and DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.")
     if switches.precision is Precision.fp16:
         lines.append("memory.precision=fp16: norms over groups are computed in fp32 on a GPU and keep some more.")
     return lines

@@ -7,19 +7,70 @@ import signal
 import sys
 import threading
 import time
+import uuid
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medseg.apps.runs import END_S
 from medseg.config.schema import Strategy, TrainConfig
-from medseg.errors import UserError
+from medseg.errors import UserError, require
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 # Descriptor of a pipe that the starting process holds open as long as it lives.
 PARENT_PIPE = "MEDSEG_PARENT_PIPE"
+# Torch's own limit: the first rank may wait for a lock or for a slow disk.
+MEET_WITHIN = timedelta(minutes=30)
 
 
 def rank() -> int:
     """Number of this process in the run: torchrun's, or that of `launch.py`, which speaks as torchrun does."""
     return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def agent_store() -> TCPStore:
+    """What torchrun keeps for the processes that it starts, also when it starts them again.
+
+    Raises:
+        UserError: If it keeps nothing.
+    """
+    from torch.distributed import TCPStore
+
+    require(
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True",
+        "torchrun must share its store with what it starts: leave out --rdzv-backend=etcd and TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    )
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=MEET_WITHIN)
+
+
+def meet(backend: str) -> None:
+    """Bring torchrun's processes together, so that after a restart none of them calls a process that has died.
+
+    torch looks for the others in torchrun's store, which still holds the addresses of those before the restart: who reads before
+    they are overwritten calls the dead. Hence each start here gets a part of the store for itself, under a word that the first rank
+    makes up. It says the word to who asks it under a word of his own, so that no answer is older than its question.
+
+    Args:
+        backend: `gloo` or `nccl`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ["WORLD_SIZE"] == "1":
+        return
+    import torch.distributed as dist
+
+    store, num_ranks, word = agent_store(), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
+    if rank() == 0:
+        while store.add(f"medseg/here/{word}", 0) < num_ranks - 1:
+            for other in range(1, num_ranks):
+                if store.check([f"medseg/asks/{other}"]):
+                    store.set(f"medseg/word/{store.get(f'medseg/asks/{other}').decode()}", word)
+            time.sleep(0.05)
+    else:
+        store.set(f"medseg/asks/{rank()}", word)
+        word = store.get(f"medseg/word/{word}").decode()
+        store.add(f"medseg/here/{word}", 1)
+    dist.init_process_group(backend, store=dist.PrefixStore(word, store), rank=rank(), world_size=num_ranks)
 
 
 def fit_to_ranks(config: TrainConfig) -> None:

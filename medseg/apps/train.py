@@ -11,14 +11,16 @@ from omegaconf import DictConfig
 
 from medseg.apps import entry, jobs
 from medseg.apps.ending import Status
-from medseg.apps.launch import check_start, num_local_ranks, start_workers
+from medseg.apps.launch import check_start, is_under_torchrun, join_torchrun, num_local_ranks, start_workers, tell_torchrun
 from medseg.apps.runs import changed_config, find_run, open_run
 from medseg.config.check import resolved, to_config
 from medseg.config.schema import TrainConfig
+from medseg.errors import require
 
 
 def main() -> None:
     """Train what the command line composes."""
+    join_torchrun()
     try:
         entry.run("train", TrainConfig, train, jobs.note_refusal, jobs.exit_codes, read)
     finally:
@@ -39,12 +41,18 @@ def train(config: TrainConfig) -> int:
     """Open the run folder and run its workers; returns their exit code."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN:
+        require(
+            not is_under_torchrun(),
+            "torchrun starts the ranks of one run; start a multirun with python, its jobs start their own",
+        )
         return jobs.run_job(config)
     check_start(config)
     if config.resume == "auto":
         found = find_run(config)
         if found is not None and found[1] is Status.finished:
             entry.say(f"finished already: {found[0]}")
+            if is_under_torchrun():
+                tell_torchrun(None)
             return 0
         config.resume = str(found[0]) if found is not None else None
     if config.resume is not None:
@@ -53,6 +61,8 @@ def train(config: TrainConfig) -> int:
     composed_dir = Path(hydra_config.runtime.output_dir)
     if run_dir != composed_dir:
         entry.remove_if_empty(composed_dir)
+    if is_under_torchrun():
+        tell_torchrun(run_dir if config.start else None)
     if not config.start:
         print(f"to be started with torchrun … -m medseg.apps.worker {run_dir}")
         return 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from medseg.apps import entry
 from medseg.apps.ending import EXIT_FAILED, EXIT_USER_ERROR, ending_of, status_of
 from medseg.apps.locks import locked
-from medseg.apps.ranks import fit_to_ranks, rank, redirect_output, watch_parent
+from medseg.apps.ranks import fit_to_ranks, meet, rank, redirect_output, watch_parent
 from medseg.apps.runs import END_S, LOCK_FILE, SUMMARY_FILE, load_config, replace_text, write_end
 from medseg.config.check import notes
 from medseg.config.schema import Profiler, RegionMode, StageName, TrainConfig
@@ -104,6 +104,7 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
         callbacks.append(LearningRateMonitor("step"))
     best, last = checkpoints.folder / "best.ckpt", checkpoints.folder / "last.ckpt"
     start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"] if last.is_file() else 0
+    meet("nccl" if build.pick_device(config.trainer.accelerator).type == "cuda" else "gloo")
     trainer = build.make_trainer(config, callbacks, start_step)
     if trainer.is_global_zero:
         for abandoned in run_dir.rglob("*.tmp"):  # half-written when the run was killed

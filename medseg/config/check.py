@@ -401,6 +401,21 @@ def _check_train(config: TrainConfig) -> None:
         ranks == 1 or trainer.strategy is not Strategy.auto,
         f"trainer.devices={trainer.devices} with trainer.strategy=auto: choose trainer=ddp for more than one rank",
     )
+    if trainer.strategy is Strategy.fsdp:
+        excluded = {
+            "ema_decay": config.ema_decay is not None and "the average would need the whole weights after each step",
+            "memory.precision=fp16": memory.precision is Precision.fp16 and "Lightning's FSDP2 has no loss scaling",
+            "memory.offload=true": memory.offload and "what a block gathers must not be moved",
+            "memory.compile=true": memory.compile and "compiled code does not see a block gather its weights",
+            f"optimizer._target_={config.optimizer['_target_']}": (
+                not str(config.optimizer["_target_"]).startswith("torch.optim.") and "its rule may need whole weights"
+            ),
+            "model.norm=batch": config.model.norm is Norm.batch and "each rank would keep running statistics of its own",
+            "stage.region_mode=separate": stage.region_mode is RegionMode.separate
+            and "ranks would wait for each other's networks",
+        }
+        for key, reason in excluded.items():
+            _require(not reason, f"{key} does not go with trainer=fsdp ({reason}); choose trainer=ddp, or leave it out")
     share = ranks * memory.accumulate
     _require(
         stage.batch_size % share == 0,

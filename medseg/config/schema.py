@@ -95,6 +95,7 @@ class Strategy(Enum):
 
     auto = "auto"
     ddp = "ddp"
+    fsdp = "fsdp"
 
 
 class Profiler(Enum):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from medseg.data.randomness import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
+from medseg.memory.sharding import gathered, shard_network
 from medseg.metrics.overlap import dice_per_label
 from medseg.training.averaging import WeightAverage
 from medseg.weights.files import PREFIX
@@ -66,6 +67,11 @@ class SegmentationModule(pl.LightningModule):
         # Dice by case, region and label: a case that two ranks score counts once.
         self.val_scores: dict[tuple[str, int, int], float] = {}
 
+    def configure_model(self) -> None:
+        """Divide the network among the ranks where Lightning has laid out a mesh for that (`trainer=fsdp`)."""
+        if self.device_mesh is not None:
+            shard_network(self.network, self.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> Any:
         """Schedules count optimiser steps, whatever is accumulated."""
         optimizer = self.make_optimizer(self.network.parameters())
@@ -96,13 +102,14 @@ class SegmentationModule(pl.LightningModule):
 
     def predict_labels(self, image: Tensor, region: Tensor) -> Tensor:
         """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
-        probs = predict_probs(
-            lambda tile: self.network(tile, region),
-            image,
-            tile_shape=self.tile_size,
-            overlap=self.overlap,
-            divisor=self.network.divisor,  # type: ignore[arg-type]
-        )
+        with gathered(self.network):  # ranks differ in their numbers of tiles
+            probs = predict_probs(
+                lambda tile: self.network(tile, region),
+                image,
+                tile_shape=self.tile_size,
+                overlap=self.overlap,
+                divisor=self.network.divisor,  # type: ignore[arg-type]
+            )
         return most_probable(probs)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -123,12 +130,12 @@ class SegmentationModule(pl.LightningModule):
         """Average over all cases of all ranks, whatever number each rank had; go on with the weights of the last step."""
         if self.average is not None:
             self.average.exchange()
-        gathered: list[Any] = [None] * self.trainer.world_size
+        parts: list[Any] = [None] * self.trainer.world_size
         if self.trainer.world_size > 1:
-            torch.distributed.all_gather_object(gathered, self.val_scores)
+            torch.distributed.all_gather_object(parts, self.val_scores)
         else:
-            gathered = [self.val_scores]
-        scores = {key: score for part in gathered for key, score in part.items()}
+            parts = [self.val_scores]
+        scores = {key: score for part in parts for key, score in part.items()}
         self.val_scores = {}
         if scores:
             # `fmean` rounds once, so that the order of ranks and cases changes no bit.

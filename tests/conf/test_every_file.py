@@ -23,6 +23,7 @@ ALSO = {
     ("data", "phantom_organs"): ["data.labels_column=labels"],
     ("inference", "tiles"): ["stage=fine", "inference.tile_size=[32,32,32]"],
     ("trainer", "ddp"): ["trainer.devices=1", "trainer.strategy=auto"],  # two ranks: tests/integration
+    ("trainer", "fsdp"): ["trainer.devices=1", "trainer.strategy=auto"],
     ("loss", "batch_dice_ce"): ["stage.batch_size=2"],
     ("memory", "lean"): ["stage=fine"],
 }

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import medseg
+from medseg.apps import worker
+from medseg.build import load_stage
+from medseg.training.module import RAW_WEIGHTS
+
 from .conftest import train
-from .test_runs import SMALL, command, history, weights
+from .test_runs import SMALL, assert_equal, command, history, weights
 
 SETTINGS = ["steps=5", "stage.batch_size=2", "data.num_workers=0", "checkpoint_every=2", "ema_decay=0.5"]
 
@@ -42,9 +51,78 @@ def assert_alike(one: Path, two: Path) -> None:
             assert not row[column] or float(row[column]) == pytest.approx(float(other[column]), abs=tolerance)
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run with two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run(command(tiny_table, folder / "two", *SETTINGS, "trainer=ddp"), folder)
+    return folder / "two"
+
+
 @pytest.mark.slow
-def test_two_ranks_equal_one_rank_that_accumulates(one_rank: Path, tiny_table: Path, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_rank_that_accumulates(one_rank: Path, two_ranks: Path) -> None:
     # One validation case, two ranks: the second scores it too, and it counts once.
-    run(command(tiny_table, tmp_path / "two", *SETTINGS, "trainer=ddp"), tmp_path)
-    assert_alike(one_rank, tmp_path / "two")
-    assert [path.name for path in (tmp_path / "two" / "ranks").iterdir()] == ["rank1.log"]
+    assert_alike(one_rank, two_ranks)
+    assert [path.name for path in (two_ranks / "ranks").iterdir()] == ["rank1.log"]
+
+
+# Loaded by every Python that is started with its folder on the path: the first rank dies as it is about to put its second
+# checkpoint in its place, before torchrun has started it again.
+DIES_ONCE = """
+import os, signal, sys
+
+saved = []
+
+def die(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("last.ckpt"):
+        saved.append(arguments)
+        if len(saved) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    sys.addaudithook(die)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_a_rank_was_killed(two_ranks: Path, tiny_table: Path, tmp_path: Path) -> None:
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(DIES_ONCE)
+    paths = [str(tmp_path / "hook"), str(Path(medseg.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    _, _, *arguments = command(tiny_table, tmp_path / "run", *SETTINGS, "trainer=ddp")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
+    result = subprocess.run(
+        [*torchrun, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    starts = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert len(starts) == 2, "it was killed, and went on in the same folder"
+    whole, killed = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (two_ranks, tmp_path / "run")
+    )
+    for key in ("state_dict", RAW_WEIGHTS, "optimizer_states", "lr_schedulers"):
+        assert_equal(whole[key], killed[key])
+    assert history(tmp_path / "run") == history(two_ranks)
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_the_weights_make_the_same_run(tiny_table: Path, tmp_path: Path) -> None:
+    settings = ["stage.batch_size=2", "data.num_workers=0", "checkpoint_every=2", "schedule=constant"]
+    divided = [*settings, "trainer=fsdp", "memory.checkpointing=sqrt"]
+    train(tmp_path / "one", tiny_table, *SMALL, *settings, "steps=5", "memory.accumulate=2")
+    run(command(tiny_table, tmp_path / "whole", *divided, "steps=5"), tmp_path)
+    assert_alike(tmp_path / "one", tmp_path / "whole")
+    run(command(tiny_table, tmp_path / "parts", *divided, "steps=3"), tmp_path)
+    part = tmp_path / "part.ckpt"
+    shutil.copy(tmp_path / "parts" / "checkpoints" / "last.ckpt", part)
+    run([*command(tiny_table, tmp_path / "parts", *divided, "steps=5"), f"resume={tmp_path / 'parts'}"], tmp_path)
+    whole, parts = (torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True) for name in ("whole", "parts"))
+    for key in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert_equal(whole[key], parts[key])
+    assert load_stage(tmp_path / "whole" / "checkpoints" / "last.ckpt", "coarse", torch.device("cpu")).name == "coarse"
+    # The files are those of any run: one rank goes on with what two began.
+    shutil.copy(part, tmp_path / "one" / "checkpoints" / "last.ckpt")
+    worker.train(tmp_path / "one")
+    assert_alike(tmp_path / "one", tmp_path / "whole")

@@ -43,7 +43,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one.keys() == other.keys()
         for key in one:
             assert_equal(one[key], other[key])
-    elif isinstance(one, list):
+    elif isinstance(one, (list, tuple)):
         for left, right in zip(one, other, strict=True):
             assert_equal(left, right)
     else:
