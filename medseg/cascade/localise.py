@@ -23,6 +23,11 @@ from medseg.preprocess.resample import resample_image
 
 # Below this share of the larger side a part is not mixed: a few voxels beyond the middle are no doubt about the sides.
 MIXED_SHARE = 0.05
+# Bone at 2 mm; how far from the middle it is looked for; share of the slices that are denser at the back. Eleven real scans: 1.0, with contrast
+# agent in the heart 0.48 to 0.70; phantoms: 0.85 and above.
+SPINE_HU = 200
+SPINE_REACH_MM = 35.0
+SPINE_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     labels[body.slices()] = most_probable(prediction.probs).numpy()
     found = locate_regions(labels, coarse_grid, stage.task, options)
-    return replace(found, warnings=[*prediction.remarks, *found.warnings], how=prediction.how)
+    turned = turned_warnings(resampled.numpy(), found, stage.task)
+    return replace(found, warnings=[*prediction.remarks, *found.warnings, *turned], how=prediction.how)
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: CascadeOptions) -> Localisation:
@@ -115,6 +121,44 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
             left, right = (one, other) if one.region.side == "left" else (other, one)
             warnings += _pair_warnings(left, right, options)
     return Localisation(cleaned, grid, {one.region.name: one.box for one in found}, warnings)
+
+
+def turned_warnings(image_hu: np.ndarray, found: Localisation, task: Task) -> list[str]:
+    """Say where the patient seems to lie the other way round than the header says, so that left and right are exchanged.
+
+    Between the two sides of an organ the spine lies in the back half of nearly each slice, and the heart, which contrast agent makes as
+    dense, in front of it in some: a scan is doubted where few slices are denser at the back.
+
+    Args:
+        image_hu: Image (D, H, W) in HU on the coarse grid.
+        found: What was found in it.
+        task: Labels and regions.
+
+    Returns:
+        A sentence for a pair of sides, or nothing.
+    """
+    warnings = []
+    for one, other in combinations([region for region in task.regions if region.name in found.boxes], 2):
+        if not is_side_pair(one, other):
+            continue
+        boxes = [found.boxes[one.name], found.boxes[other.name]]
+        (low_z, low_y, _), (high_z, high_y, _) = (
+            [pick(ends) for ends in zip(*corners, strict=True)]
+            for pick, corners in ((min, [box.start for box in boxes]), (max, [box.stop for box in boxes]))
+        )
+        middle_x = sum(box.start[2] + box.stop[2] for box in boxes) / 4
+        reach = SPINE_REACH_MM / found.grid.spacing_mm[2]
+        columns = slice(max(0, round(middle_x - reach)), round(middle_x + reach))
+        dense = image_hu[low_z:high_z, low_y:high_y, columns] > SPINE_HU
+        half = (high_y - low_y) // 2
+        front, back = dense[:, :half].sum((1, 2)), dense[:, half:].sum((1, 2))
+        num_slices = int(np.count_nonzero(front + back))
+        if num_slices and np.count_nonzero(back > front) < SPINE_SHARE * num_slices:
+            warnings.append(
+                f"between {one.name} and {other.name} most that is as dense as bone lies at the front: if the patient lay the other way "
+                "round than the header says, left and right are exchanged"
+            )
+    return warnings
 
 
 def _part_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
