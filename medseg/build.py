@@ -270,6 +270,52 @@ def make_augmentation(config: TrainConfig) -> Augmentation | None:
     return Augmentation(**arguments) if config.augment.enabled else None
 
 
+def device_places(config: TrainConfig) -> dict[str, str]:
+    """Where `model.device_map` puts each part of the network; `auto` divides what a step keeps among all GPUs.
+
+    Raises:
+        UserError: If a device or a part is named that does not exist, or there is nothing to divide among.
+    """
+    from medseg.memory.accounting.step import count_step
+    from medseg.memory.parts import named_parts
+    from medseg.memory.placement import plan_devices, resolve, working_order
+
+    given = config.model.device_map
+    gpus = {f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())}
+
+    def make() -> RegionalNetwork:
+        return make_network(model_arguments(config), make_task(config.task), region_mode_of(config))
+
+    if given != "auto":
+        missing = sorted({device for device in given.values() if device != "cpu" and device not in gpus})
+        if missing:
+            raise UserError(f"model.device_map: there is no {', '.join(missing)} here; there are {', '.join(('cpu', *gpus))}")
+        with torch.device("meta"):
+            names = list(named_parts(make()))
+        try:
+            return resolve(names, given)
+        except ValueError as error:
+            raise UserError(f"model.{error}") from error
+    if len(gpus) < 2:
+        raise UserError(f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out")
+    size = config.stage.patch_size or (128, 128, 128)
+    region = torch.zeros(1, dtype=torch.int64)
+    memory = count_step(
+        make,
+        (1, 1, *size),
+        loss=make_loss(config),
+        make_optimizer=make_target("optimizer", config.optimizer, None),
+        precision=config.memory.precision.value,
+        call=lambda network, image: network(image, region),
+    )
+    with torch.device("meta"):
+        parts = named_parts(make())
+    held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
+    weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
+    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in working_order(list(parts))}
+    return plan_devices(sizes, gpus)
+
+
 def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: int = 0) -> pl.Trainer:
     """Lightning's trainer; one epoch is the whole run, everything counts optimiser steps.
 
@@ -303,6 +349,10 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         strategy = ModelParallelStrategy(
             data_parallel_size=trainer.devices * trainer.num_nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
+    if config.model.device_map is not None:
+        from medseg.training.placed import PlacedStrategy
+
+        strategy = PlacedStrategy(torch.device("cuda:0" if on_gpu else "cpu"), device_places(config))
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
         devices=trainer.devices,

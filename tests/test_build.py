@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -72,3 +73,36 @@ def test_checkpoints_of_one_recipe_are_averaged_and_others_refused(tmp_path: Pat
     assert both.bytes_per_voxel == max(one.bytes_per_voxel, wide.bytes_per_voxel) > one.bytes_per_voxel
     with pytest.raises(UserError, match=r"cannot be averaged: spacing_mm is \(1\.0, 1\.0, 1\.0\) in the one and \(2\.0"):
         build.load_stages([paths[0], paths[2]], "fine", cpu)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+
+
+@pytest.mark.parametrize(
+    ("device_map", "said"),
+    [
+        ("{encoder: cuda:0, decoder: cuda:3}", "model.device_map: there is no cuda:3 here; there are cpu, cuda:0"),
+        ("{enkoder: cpu}", "model.device_map names 'enkoder', which is no part of the network; the parts are "),
+        ("auto", "model.device_map=auto divides a network among GPUs, and torch sees 1"),
+    ],
+)
+def test_a_device_map_that_fits_nothing_is_refused(device_map: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 2**30)
+    with pytest.raises(UserError) as refused:
+        build.device_places(compose(f"model.device_map={device_map}"))
+    assert said in str(refused.value)
+
+
+def test_an_automatic_device_map_balances_what_a_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose("model.device_map=auto", "stage=fine", "stage.patch_size=[64,64,64]")
+    pretend_gpus(monkeypatch, 2**30, 2**30)
+    even = build.device_places(config)
+    assert next(iter(even)) == "stem"
+    assert list(even)[-1] == "head"
+    assert list(even.values()) == sorted(even.values())
+    assert set(even.values()) == {"cuda:0", "cuda:1"}
+    pretend_gpus(monkeypatch, 2**30, 2**34)
+    uneven = build.device_places(config)
+    assert list(uneven.values()).count("cuda:0") < list(even.values()).count("cuda:0"), "the small one gets less"

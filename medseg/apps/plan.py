@@ -198,6 +198,8 @@ def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]
             lines.append("trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.")
         else:
             lines.append(f"trainer: per rank, and DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.")
+    if config.model.device_map is not None:
+        lines.append("model.device_map: counted over all of its devices together.")
     if switches.precision is Precision.fp16:
         lines.append("memory.precision=fp16: norms over groups are computed in fp32 on a GPU and keep some more.")
     return lines

@@ -401,6 +401,30 @@ def _check_train(config: TrainConfig) -> None:
         ranks == 1 or trainer.strategy is not Strategy.auto,
         f"trainer.devices={trainer.devices} with trainer.strategy=auto: choose trainer=ddp for more than one rank",
     )
+    device_map = config.model.device_map
+    _require(
+        device_map in (None, "auto")
+        or (
+            isinstance(device_map, dict)
+            and all(re.fullmatch(r"cpu|cuda:\d+", str(device)) and isinstance(name, str) for name, device in device_map.items())
+        ),
+        f"model.device_map: null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, … is needed, but got {device_map}",
+    )
+    if device_map is not None:
+        kinds = {str(device).partition(":")[0] for device in device_map.values()} if isinstance(device_map, dict) else set()
+        kinds |= {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set()}[trainer.accelerator]
+        excluded = {
+            f"trainer.devices={trainer.devices}": ranks > 1 and "one rank uses all devices of the map",
+            "memory.offload=true": memory.offload and "the map already says where activations lie",
+            "memory.compile=true": memory.compile and "compiled code stays on one device",
+            f"memory.precision={memory.precision.value}": (
+                memory.precision in (Precision.bf16, Precision.fp16)
+                and len(kinds) > 1
+                and "half precision is that of one kind of device"
+            ),
+        }
+        for key, reason in excluded.items():
+            _require(not reason, f"{key} does not go with model.device_map ({reason}); change one of them")
     if trainer.strategy is Strategy.fsdp:
         excluded = {
             "ema_decay": config.ema_decay is not None and "the average would need the whole weights after each step",

@@ -243,6 +243,7 @@ class ModelConfig:
     stem: Stem
     refine: int
     norm: Norm
+    device_map: Any
 
 
 @dataclass

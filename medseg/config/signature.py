@@ -33,6 +33,7 @@ NEUTRAL_KEYS = (
     "memory.compile",
     "memory.cudnn_benchmark",
     "memory.offload",
+    "model.device_map.",
     "trainer.accelerator",
     "trainer.devices",
     "trainer.num_nodes",

@@ -100,6 +100,21 @@ def test_a_killed_run_goes_on_bit_by_bit(tiny_table: Path, tmp_path: Path) -> No
     assert [start["seed"] for start in json.loads((moved / "versions.json").read_text())] == [1, 1]
 
 
+def test_a_device_map_of_one_device_makes_the_same_run(tiny_table: Path, tmp_path: Path) -> None:
+    settings = [*SMALL, "steps=4", "schedule=constant", "data.num_workers=0"]
+    mapped = ["model.device_map={stem: cpu, encoder: cpu, decoder.0: cpu}"]
+    train(tmp_path / "plain", tiny_table, *settings)
+    train(tmp_path / "mapped", tiny_table, *settings, *mapped)
+    assert_equal_weights(*(tmp_path / name / "checkpoints" / "last.ckpt" for name in ("plain", "mapped")))
+    # It goes on with the optimiser's state, on whatever devices.
+    for name in ("plain", "mapped"):
+        config = tmp_path / name / "config.yaml"
+        config.write_text(config.read_text().replace("steps: 4", "steps: 6"))
+        worker.train(tmp_path / name)
+    assert_equal_weights(*(tmp_path / name / "checkpoints" / "last.ckpt" for name in ("plain", "mapped")))
+    assert history(tmp_path / "plain") == history(tmp_path / "mapped")
+
+
 def logged(run_dir: Path) -> dict[str, str]:
     """Training loss by step in the CSV logger's file; every step stands there once."""
     with (run_dir / "csv" / "metrics.csv").open() as file:

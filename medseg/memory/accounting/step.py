@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medseg.memory.accounting.ledger import HOST, Ledger, Owner
+from medseg.memory.parts import named_parts
 from medseg.memory.precision import HALF
 
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = "parameters", "gradients", "optimizer state", "input", "target"
@@ -175,7 +176,7 @@ def _count(
         optimizer_state=optimizer_state,
         input=ledger.live_bytes(INPUT),
         target=ledger.live_bytes(TARGET),
-        saved={part: saved[part] for part in [*_parts(network), LOSS] if part in saved},
+        saved={part: saved[part] for part in [*named_parts(network), LOSS] if part in saved},
         offloaded=offloaded,
         peak=ledger.peak_bytes,
         peak_at=f"{ledger.peak_now.kind} {ledger.peak_now.part}".strip(),
@@ -198,27 +199,6 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(_no_loss)
     optimizer.zero_grad(set_to_none=True)
-
-
-def _parts(network: nn.Module) -> dict[str, list[nn.Module]]:
-    """Name the parts of a network that are told apart: its blocks, and the layers that are in none of them."""
-    if not hasattr(network, "blocks"):
-        return {name: [child] for name, child in network.named_children()}
-    parts: dict[str, list[nn.Module]] = {name: [block] for name, block in network.blocks().items()}  # type: ignore[operator]
-    blocks = {id(block) for (block,) in parts.values()}
-
-    def others(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in module.named_children():
-            if id(child) in blocks:
-                continue
-            if any(id(inner) in blocks for inner in child.modules()):
-                yield from others(child)
-            else:
-                yield name, child
-
-    for name, module in others(network):
-        parts.setdefault(name, []).append(module)
-    return parts
 
 
 @contextlib.contextmanager
@@ -244,7 +224,7 @@ def _watch_parts(network: nn.Module, ledger: Ledger) -> Iterator[None]:
 
         return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
 
-    for name, modules in _parts(network).items():
+    for name, modules in named_parts(network).items():
         for module in modules:
             handles += follow(name, module)
     try:

@@ -1,0 +1,96 @@
+"""Parts of a network on devices of their own: what is computed stays, and the plan is the best one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg.memory.checkpointing import checkpoint_blocks
+from medseg.memory.parts import named_parts
+from medseg.memory.placement import place_parts, plan_devices, working_order
+from medseg.models.unet import UNet
+
+
+def make(refine: int) -> UNet:
+    torch.manual_seed(0)
+    return UNet(1, 3, width=4, depth=2, refine=refine)
+
+
+def step(network: nn.Module, home: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients, on the CPU."""
+    image = torch.randn(1, 1, 16, 24, 32, generator=torch.Generator().manual_seed(1)).to(home)
+    logits = network(image)
+    assert logits.device == image.device
+    logits.square().mean().backward()
+    return logits.detach().cpu(), {
+        name: weight.grad.cpu() for name, weight in network.named_parameters() if weight.grad is not None
+    }
+
+
+@pytest.mark.parametrize("refine", [0, 4])
+def test_a_map_changes_nothing_where_all_devices_are_one(refine: int) -> None:
+    plain, placed = make(refine), make(refine)
+    checkpoint_blocks(placed.blocks(), "sqrt")
+    place_parts(placed, {"encoder": "cpu", "decoder.0": "cpu"}, torch.device("cpu"))
+    (logits, gradients), (other_logits, other_gradients) = step(plain, "cpu"), step(placed, "cpu")
+    assert torch.equal(logits, other_logits)
+    assert gradients.keys() == other_gradients.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["cuda:0", "cpu"])
+@pytest.mark.parametrize(
+    "places", [{"encoder": "cuda:0", "decoder": "cpu"}, {"encoder": "cpu", "decoder.0": "cuda:0", "head": "cpu"}]
+)
+def test_two_devices_compute_what_one_does(places: dict[str, str], home: str) -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    plain, placed = make(4), make(4).to(home)
+    checkpoint_blocks(placed.blocks(), "sqrt")
+    place_parts(placed, places, torch.device(home))
+    assert {weight.device.type for weight in placed.parameters()} == {"cpu", "cuda"}
+    (logits, gradients), (other_logits, other_gradients) = step(plain, "cpu"), step(placed, home)
+    torch.testing.assert_close(logits, other_logits, rtol=1e-3, atol=1e-4)
+    for name in gradients:
+        torch.testing.assert_close(gradients[name], other_gradients[name], rtol=1e-2, atol=1e-5)
+
+
+def test_a_name_that_fits_no_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="device_map names 'enkoder', which is no part of the network; the parts are stem, "):
+        place_parts(make(0), {"enkoder": "cpu"}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fullest_device_is_as_little_full_as_can_be(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = {f"part{index}": int(size) for index, size in enumerate(rng.integers(0, 100, rng.integers(1, 8)))}
+    capacities = {f"cuda:{index}": int(size) for index, size in enumerate(rng.integers(50, 200, rng.integers(1, 4)))}
+    places = plan_devices(sizes, capacities)
+    assert list(places) == list(sizes)
+    devices, order = list(places.values()), list(capacities)
+    assert devices == sorted(devices, key=order.index), "neighbours, in the order of the devices"
+
+    def filling(chosen: dict[str, str]) -> float:
+        return max(
+            sum(sizes[name] for name in sizes if chosen[name] == device) / capacity for device, capacity in capacities.items()
+        )
+
+    every = (
+        dict(zip(sizes, chosen, strict=True))
+        for chosen in itertools.product(order, repeat=len(sizes))
+        if list(chosen) == sorted(chosen, key=order.index)
+    )
+    assert filling(places) == min(map(filling, every))
+
+
+def test_the_order_of_work_is_that_of_the_forward_pass() -> None:
+    network = make(4)
+    worked: list[str] = []
+    for name, modules in named_parts(network).items():
+        modules[0].register_forward_pre_hook(lambda *_, name=name: worked.append(name))
+    step(network, "cpu")
+    assert working_order(list(named_parts(network))) == worked
