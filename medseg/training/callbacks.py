@@ -68,7 +68,7 @@ class History(pl.Callback):
         """Keep the lines that the checkpoint knew."""
         self.last_step, self.last_time_s = trainer.global_step, time.perf_counter()
         self.start_s = self.last_time_s
-        self.watch.look()
+        self.watch = Watch()
         self.device = pl_module.device
         if not trainer.is_global_zero:
             return

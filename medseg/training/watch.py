@@ -16,6 +16,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.process = psutil.Process()
+        self.last_s = time.perf_counter()
+        self.cpu_s: dict[int, float] = {}
         self.look()
 
     def look(self) -> dict[str, float]:
@@ -26,26 +28,28 @@ class Watch:
             `cpu_percent`, 100 for each core that was busy; with a GPU `gpu_gib`, held by torch's allocator, and, where the
             driver can be asked (`medseg[gpu]`), `gpu_percent`.
         """
-        num_bytes, cpu_s = self.process.memory_info().rss, {}
+        num_bytes, cpu_s = 0, {}
         for process in (self.process, *self.process.children(recursive=True)):
             try:
                 times, memory = process.cpu_times(), process.memory_info()
             except psutil.Error:
                 continue  # a worker that has just ended
             cpu_s[process.pid] = times.user + times.system
-            if process.pid != self.process.pid:
-                num_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
+            num_bytes += memory.rss if process == self.process else max(0, memory.rss - getattr(memory, "shared", 0))
         now_s = time.perf_counter()
-        before, last_s = getattr(self, "cpu_s", cpu_s), getattr(self, "last_s", now_s)
-        busy_s = sum(seconds - before.get(pid, 0.0) for pid, seconds in cpu_s.items())
+        busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
+        seen = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
         self.cpu_s, self.last_s = cpu_s, now_s
-        seen = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / max(now_s - last_s, 1e-9)}
         return {**seen, **_look_at_gpu()} if torch.cuda.is_available() else seen
 
 
 def _look_at_gpu() -> dict[str, float]:
     seen = {"gpu_gib": torch.cuda.memory_reserved() / 2**30}
     try:
+        from pynvml import NVMLError
+    except ModuleNotFoundError:
+        return seen
+    try:
         return {**seen, "gpu_percent": float(torch.cuda.utilization())}
-    except (ModuleNotFoundError, RuntimeError):
-        return seen  # the driver cannot be asked
+    except (NVMLError, RuntimeError):
+        return seen  # a slice of a GPU, or a driver that does not answer

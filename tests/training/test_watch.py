@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,6 +76,29 @@ def test_every_line_of_the_history_has_them_and_so_has_the_logger(fit: Callable[
     }
 
 
+@pytest.mark.parametrize("answer", ["37", "not supported", "no driver"])
+def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def utilization() -> int:
+        if answer == "not supported":  # a slice of a GPU
+            raise NVMLError(answer)
+        if answer == "no driver":
+            raise RuntimeError(answer)
+        return int(answer)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError))
+    seen = Watch().look()
+    assert seen["gpu_gib"] == 3
+    assert seen.get("gpu_percent") == (37 if answer == "37" else None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # the extra is not installed
+    assert "gpu_percent" not in Watch().look()
+
+
 class Reads(TorchDispatchMode):
     """Count the operations that read a value from the device, for which the host would wait."""
 
@@ -113,7 +137,7 @@ def test_no_step_waits_for_a_value(region_mode: str, fit: Callable[..., Any], tm
     fit(settings, [make_batch(n) for n in range(6)], [counter, history])
     assert counter.counts == [0] * 6
     waiting = CountReads()
-    change = lambda module: module.loss.register_forward_hook(lambda *args: args[-1] * float(args[-1]))  # noqa: E731
+    change = lambda module: module.loss.register_forward_hook(lambda *args: args[-1] * float(args[-1].detach()))  # noqa: E731
     fit([*SMALL, "steps=1"], [make_batch(0)], [waiting], change)
     assert waiting.counts == [1], "one that does wait is seen"
     assert (tmp_path / "history.csv").read_text().count("\n") == 3
