@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from medseg.apps import entry
 from medseg.apps.ending import Status, status_of
-from medseg.apps.ranks import PARENT_PIPE, agent_store, rank
+from medseg.apps.ranks import PARENT_PIPE, agent_store, is_under_torchrun, rank
 from medseg.apps.runs import END_S, SUMMARY_FILE, write_end
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
@@ -40,11 +40,6 @@ def check_start(config: TrainConfig) -> None:
             f"trainer.num_nodes={config.trainer.num_nodes}: this command starts one machine; put torchrun in the place of python, "
             "on each machine"
         )
-
-
-def is_under_torchrun() -> bool:
-    """Whether this process is one that torchrun started, and not a worker of `start_workers`."""
-    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
 
 
 def join_torchrun() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
 import unicodedata
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ from medseg.apps import entry
 from medseg.apps.ending import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, is_out_of_memory
 from medseg.apps.finished import is_finished, results_of
 from medseg.apps.meter import MemoryMeter, peak_resident_bytes, resident_bytes
+from medseg.apps.ranks import is_under_torchrun, meet, rank
 from medseg.config.schema import PredictConfig
 from medseg.data.source_files import fingerprint
 from medseg.errors import UserError
@@ -25,6 +29,8 @@ from medseg.preprocess.scale import AS_STORED, HuScale
 
 # Folder beside the label maps: by how many percent the probabilities of several checkpoints or flips scatter.
 UNCERTAINTY = "uncertainty"
+# Helpers have nothing to do while the first process reads, writes, or runs what is not in tiles.
+HELPERS_WAIT = timedelta(days=7)
 
 
 class Scan(NamedTuple):
@@ -86,6 +92,9 @@ def predict(config: PredictConfig) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    if is_helper():
+        help_first(load_cascade(config))
+        return 0
     source = Path(config.input)
     cases, known = find_cases(source, config.split, config.series, HuScale(config.hu_slope, config.hu_offset))
     is_one_scan = len(cases) == 1 and cases[0].path == source
@@ -98,7 +107,7 @@ def predict(config: PredictConfig) -> int:
     codes: list[int] = []
     num_finished = 0
     console = Console(stderr=True)
-    with Progress(console=console, disable=len(cases) == 1 or not console.is_terminal) as progress:
+    with shared(cascade), Progress(console=console, disable=len(cases) == 1 or not console.is_terminal) as progress:
         task = progress.add_task("", total=len(cases))
         for scan, output in zip(cases, paths, strict=True):
             progress.update(task, description=scan.name)
@@ -130,6 +139,8 @@ def load_cascade(config: PredictConfig) -> Cascade:
 
     if config.threads:
         torch.set_num_threads(config.threads)
+    if is_under_torchrun() and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = config.precision.value if config.precision else None
     coarse, fine = segmenter.load_cascade(config.coarse, config.fine, config.accelerator, precision)
     inference = config.inference
@@ -142,6 +153,36 @@ def load_cascade(config: PredictConfig) -> Cascade:
         "inference": vars(inference),
     }
     return Cascade(coarse, fine, options, settings)
+
+
+def is_helper() -> bool:
+    """Whether this is a process of torchrun that runs networks for the first one, and neither reads nor writes."""
+    return is_under_torchrun() and rank() > 0
+
+
+def help_first(cascade: Cascade) -> None:
+    """Run networks for the first process until it has done all cases."""
+    from medseg.inference.team import serve
+
+    meet("gloo", HELPERS_WAIT)
+    stages = {stage.name: stage for stage in (cascade.coarse, cascade.fine)}
+    serve(lambda job, images: stages[job[0]].answer(job[1], images, job[2]))
+
+
+@contextmanager
+def shared(cascade: Cascade) -> Iterator[None]:
+    """Divide the tiles among torchrun's processes; alone nothing happens."""
+    if not is_under_torchrun() or os.environ["WORLD_SIZE"] == "1":
+        yield
+        return
+    from medseg.inference.team import Team
+
+    meet("gloo", HELPERS_WAIT)
+    team = cascade.coarse.team = cascade.fine.team = Team()
+    try:
+        yield
+    finally:
+        team.dismiss()
 
 
 def is_case_finished(scan: Scan, output: Path, cascade: Cascade) -> bool:

@@ -45,7 +45,7 @@ def agent_store() -> TCPStore:
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=MEET_WITHIN)
 
 
-def meet(backend: str) -> None:
+def meet(backend: str, patience: timedelta = MEET_WITHIN) -> None:
     """Bring torchrun's processes together, so that after a restart none of them calls a process that has died.
 
     torch looks for the others in torchrun's store, which still holds the addresses of those before the restart: who reads before
@@ -54,6 +54,7 @@ def meet(backend: str) -> None:
 
     Args:
         backend: `gloo` or `nccl`.
+        patience: How long a process may wait for another one.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ["WORLD_SIZE"] == "1":
         return
@@ -70,7 +71,12 @@ def meet(backend: str) -> None:
         store.set(f"medseg/asks/{rank()}", word)
         word = store.get(f"medseg/word/{word}").decode()
         store.add(f"medseg/here/{word}", 1)
-    dist.init_process_group(backend, store=dist.PrefixStore(word, store), rank=rank(), world_size=num_ranks)
+    dist.init_process_group(backend, store=dist.PrefixStore(word, store), rank=rank(), world_size=num_ranks, timeout=patience)
+
+
+def is_under_torchrun() -> bool:
+    """Whether this process is one that torchrun started, and not a worker of `launch.py`."""
+    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
 
 
 def fit_to_ranks(config: TrainConfig) -> None:

@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 
 from medseg.apps import entry, jobs
 from medseg.apps.ending import Status
-from medseg.apps.launch import check_start, is_under_torchrun, join_torchrun, num_local_ranks, start_workers, tell_torchrun
+from medseg.apps.launch import check_start, join_torchrun, num_local_ranks, start_workers, tell_torchrun
+from medseg.apps.ranks import is_under_torchrun
 from medseg.apps.runs import changed_config, find_run, open_run
 from medseg.config.check import resolved, to_config
 from medseg.config.schema import TrainConfig

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.inference.passes import Pass, plan_pass
+from medseg.inference.team import Team
 from medseg.inference.tiles import predict_probs
 from medseg.memory.accounting.forward import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
@@ -82,6 +84,7 @@ class TrainedStage:
         others: Networks of further checkpoints of the same kind; the result is the mean of all.
         bytes_per_voxel: What a network needs per voxel of its input, see `count_memory`; 0 where nobody has counted.
         checkpoints: SHA-256 of each file that the networks come from, by its path.
+        team: Processes that share the tiles; None = this one alone.
     """
 
     network: nn.Module
@@ -96,6 +99,7 @@ class TrainedStage:
     others: tuple[nn.Module, ...] = ()
     bytes_per_voxel: float = 0.0
     checkpoints: dict[str, str] = field(default_factory=dict)
+    team: Team | None = None
 
     @property
     def divisor(self) -> tuple[int, int, int]:
@@ -168,6 +172,18 @@ class TrainedStage:
     def _views(self, options: CascadeOptions) -> list[tuple[nn.Module, tuple[int, ...]]]:
         return [(network, axes) for network in (self.network, *self.others) for axes in flips(self.task, options.tta)]
 
+    def answer(self, number: int, images: Tensor, region_index: int) -> Tensor:
+        """Run one of the networks, by its number, on images (N, 1, d, h, w) for another process; gives logits."""
+        return self._call((self.network, *self.others)[number], images.to(self.device), region_index)
+
+    def _shared(self, network: nn.Module, region_index: int) -> dict[str, Any]:
+        """How `predict_probs` is to divide its tiles."""
+        if self.team is None:
+            return {}
+        alone = functools.partial(self._call, network, region_index=region_index)
+        job = (self.name, (self.network, *self.others).index(network), region_index)
+        return {"together": functools.partial(self.team.run, job, alone), "num_together": self.team.size}
+
     def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
         region = torch.full((len(images),), region_index, device=self.device)
         with _tf32_as(self.precision), autocast(self.precision, self.device.type):
@@ -187,6 +203,7 @@ class TrainedStage:
                 overlap=options.tile_overlap,
                 divisor=self.divisor,
                 batch_size=how.batch_size,
+                **self._shared(network, region_index),
             )
             probs = probs.flip([axis + 1 for axis in axes]) if axes else probs
             if len(views) == 1:
@@ -205,7 +222,7 @@ class TrainedStage:
         cpu = torch.device("cpu")
         networks = [copy.deepcopy(network).to(cpu) for network in (self.network, *self.others)]
         precision = inference_precision(self.precision, "cpu")
-        stage = replace(self, network=networks[0], others=tuple(networks[1:]), precision=precision, device=cpu)
+        stage = replace(self, network=networks[0], others=tuple(networks[1:]), precision=precision, device=cpu, team=None)
         stage.count_memory()
         return stage
 

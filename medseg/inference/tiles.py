@@ -22,6 +22,8 @@ def predict_probs(
     overlap: float,
     divisor: Shape,
     batch_size: int = 1,
+    together: Callable[[list[Tensor]], list[Tensor]] | None = None,
+    num_together: int = 1,
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
@@ -38,6 +40,8 @@ def predict_probs(
         overlap: Share of a tile that its neighbour covers too, in [0, 1).
         divisor: Numbers per axis that the network's input must be a multiple of.
         batch_size: Tiles that go through the network together.
+        together: Runs the network on several batches at once, in several processes; None = one after the other, here.
+        num_together: Most batches that `together` takes.
 
     Returns:
         Probabilities (K, D, H, W), float32, on the image's device.
@@ -49,7 +53,8 @@ def predict_probs(
             return _cut_back(_softmax(network(padded))[0], shape)
         tile_shape = multiple(tile_shape, divisor)
         padded = _pad_with_air(image, tuple(max(pair) for pair in zip(shape, tile_shape, strict=True)))
-        return _cut_back(_blend_tiles(network, padded, tile_shape, overlap, batch_size), shape)
+        run = together or (lambda batches: [network(batch) for batch in batches])
+        return _cut_back(_blend_tiles(run, padded, tile_shape, overlap, batch_size, num_together), shape)
 
 
 def most_probable(probs: Tensor) -> Tensor:
@@ -70,9 +75,14 @@ def most_probable(probs: Tensor) -> Tensor:
 
 
 def _blend_tiles(
-    network: Callable[[Tensor], Tensor], image: Tensor, tile_shape: Shape, overlap: float, batch_size: int
+    run: Callable[[list[Tensor]], list[Tensor]],
+    image: Tensor,
+    tile_shape: Shape,
+    overlap: float,
+    batch_size: int,
+    num_together: int,
 ) -> Tensor:
-    """Sum weighted tiles and divide by the sum of the weights; (K, D, H, W) float32."""
+    """Sum weighted tiles, in one order whoever runs them, and divide by the sum of the weights; (K, D, H, W) float32."""
     _, _, depth, height, width = image.shape
     weights = torch.from_numpy(gaussian_weights(tile_shape)).to(image.device)
     weight_sum = torch.zeros((depth, height, width), device=image.device)
@@ -82,15 +92,17 @@ def _blend_tiles(
     has_air_only[0] &= not all(has_air_only)
     seen = [at for at, is_air in zip(places, has_air_only, strict=True) if not is_air]
     probs = None
-    for start in range(0, len(seen), batch_size):
-        batch = seen[start : start + batch_size]
+    batches = [seen[start : start + batch_size] for start in range(0, len(seen), batch_size)]
+    for start in range(0, len(batches), num_together):
+        group = batches[start : start + num_together]
         # A single tile is a view: nothing is copied.
-        tiles = image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch])
-        for at, tile in zip(batch, _softmax(network(tiles)), strict=True):
-            if probs is None:
-                probs = torch.zeros((tile.shape[0], depth, height, width), device=image.device)
-            probs[at] += tile.mul_(weights)
-            weight_sum[at] += weights
+        tiles = [image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch]) for batch in group]
+        for batch, logits in zip(group, run(tiles), strict=True):
+            for at, tile in zip(batch, _softmax(logits), strict=True):
+                if probs is None:
+                    probs = torch.zeros((tile.shape[0], depth, height, width), device=image.device)
+                probs[at] += tile.mul_(weights)
+                weight_sum[at] += weights
     assert probs is not None, "at least one tile is seen"
     for at, is_air in zip(places, has_air_only, strict=True):
         if is_air:

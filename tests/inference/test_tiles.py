@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,3 +124,21 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
     torch.testing.assert_close(probs.sum(0), torch.ones(8, 8, 32))
     # Nothing but air: one tile says how many classes there are.
     assert predict_probs(always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options).shape == (2, 8, 8, 32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_together", [1, 2, 3, 50])
+def test_who_runs_the_tiles_changes_no_bit(num_together: int) -> None:
+    image = noise((12, 20, 28))
+    options: dict[str, Any] = {"tile_shape": (8, 8, 8), "overlap": 0.5, "divisor": (2, 4, 8), "batch_size": 2}
+    groups: list[int] = []
+
+    def together(batches: list[Tensor]) -> list[Tensor]:
+        groups.append(len(batches))
+        return [pointwise(batch) for batch in batches]
+
+    assert torch.equal(
+        predict_probs(pointwise, image, **options),
+        predict_probs(pointwise, image, **options, together=together, num_together=num_together),
+    )
+    assert max(groups) <= num_together
+    assert all(size == num_together for size in groups[:-1]), "nobody waits before the end"

@@ -9,17 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import medseg
 from medseg.apps import worker
 from medseg.build import load_stage
+from medseg.io.read import read_image
 from medseg.training.module import RAW_WEIGHTS
 
 from .conftest import train
 from .test_runs import SMALL, assert_equal, command, history, weights
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
 SETTINGS = ["steps=5", "stage.batch_size=2", "data.num_workers=0", "checkpoint_every=2", "ema_decay=0.5"]
 
 
@@ -90,9 +93,8 @@ def test_torchrun_goes_on_after_a_rank_was_killed(two_ranks: Path, tiny_table: P
     (tmp_path / "hook" / "sitecustomize.py").write_text(DIES_ONCE)
     paths = [str(tmp_path / "hook"), str(Path(medseg.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     _, _, *arguments = command(tiny_table, tmp_path / "run", *SETTINGS, "trainer=ddp")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
     result = subprocess.run(
-        [*torchrun, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        [*TORCHRUN, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True, encoding="utf-8", check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -126,3 +128,23 @@ def test_ranks_that_divide_the_weights_make_the_same_run(tiny_table: Path, tmp_p
     shutil.copy(part, tmp_path / "one" / "checkpoints" / "last.ckpt")
     worker.train(tmp_path / "one")
     assert_alike(tmp_path / "one", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_volume_that_two_processes_share_gets_the_labels_of_one(
+    trained: tuple[Path, Path], tiny_table: Path, tmp_path: Path
+) -> None:
+    coarse, fine = trained
+    arguments = [
+        "medseg.apps.cli", "predict", f"input={tiny_table.parent / 'c3.nii.gz'}", f"coarse={coarse}", f"fine={fine}",
+        "accelerator=cpu", "threads=1", "inference.tile_size=[32,32,32]", "inference.tta=true",
+    ]  # fmt: skip
+    run([sys.executable, "-m", *arguments, f"output={tmp_path / 'one.nii.gz'}"], tmp_path)
+    run([*TORCHRUN, *arguments, f"output={tmp_path / 'two.nii.gz'}"], tmp_path)
+    one, two = (read_image(tmp_path / f"{name}.nii.gz").array for name in ("one", "two"))
+    assert set(np.unique(one)) == {0, 1, 2}
+    assert np.array_equal(one, two)
+    spreads = [read_image(tmp_path / "uncertainty" / f"{name}.nii.gz").array for name in ("one", "two")]
+    assert np.array_equal(*spreads)
+    passes = json.loads((tmp_path / "two.json").read_text())["passes"]
+    assert passes["refine_left_lung"] == "tiles of 32×32×32"

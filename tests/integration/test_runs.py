@@ -100,6 +100,7 @@ def test_a_killed_run_goes_on_bit_by_bit(tiny_table: Path, tmp_path: Path) -> No
     assert [start["seed"] for start in json.loads((moved / "versions.json").read_text())] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_device_map_of_one_device_makes_the_same_run(tiny_table: Path, tmp_path: Path) -> None:
     settings = [*SMALL, "steps=4", "schedule=constant", "data.num_workers=0"]
     mapped = ["model.device_map={stem: cpu, encoder: cpu, decoder.0: cpu}"]
