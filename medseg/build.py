@@ -62,7 +62,7 @@ def make_task(config: TaskConfig) -> Task:
     regions = tuple(
         Region(name, tuple(region.labels), region.side.value if region.side else None) for name, region in config.regions.items()
     )
-    return Task(config.name, dict(config.labels), regions, config.window_hu)
+    return Task(config.name, dict(config.labels), regions, config.window_hu, config.least_hu)
 
 
 def make_network(model: dict[str, Any], task: Task, region_mode: str) -> RegionalNetwork:

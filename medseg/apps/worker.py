@@ -154,6 +154,7 @@ def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, i
         spacing_mm=config.spacing.target_spacing_mm,
         divisor=divisor,
         max_voxels=stage.max_voxels,
+        slab_share=stage.slab_share or 0.0,
         patch_size=stage.patch_size,
         boundary_share=stage.boundary_share or 0.0,
         elsewhere_share=stage.elsewhere_share or 0.0,

@@ -44,7 +44,8 @@ def refine(
     """
     options = options or CascadeOptions()
     crop_grid = grid.resampled(stage.spacing_mm).crop(box)
-    image = normalise_hu(resample_image(image_hu, grid, crop_grid, stage.air_hu), stage.task.window_hu)
+    resampled = resample_image(image_hu, grid, crop_grid, stage.air_hu, slices_go_on=True)
+    image = normalise_hu(resampled, stage.task.window_hu)
     mirrored = is_mirrored(region, stage.region_mode)
     if mirrored:
         image = image.flip(X_AXIS)

@@ -108,7 +108,7 @@ class TrainedStage:
 
     @property
     def air_hu(self) -> float:
-        """What lies beyond a volume: the lower end of the window."""
+        """What lies beside a volume: the lower end of the window."""
         return self.task.window_hu[0]
 
     def count_memory(self) -> None:

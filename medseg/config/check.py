@@ -72,6 +72,7 @@ RANGES: dict[str, str] = {
     "stage.max_voxels": "[1, inf)",
     "stage.boundary_share": "[0, 1]",
     "stage.elsewhere_share": "[0, 1)",
+    "stage.slab_share": "[0, 1]",
     "stage.region_margin_mm": "[0, inf)",
     "stage.box_jitter_mm": "[0, inf)",
     "stage.validate_every": "[1, inf)",

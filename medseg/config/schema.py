@@ -128,6 +128,7 @@ class TaskConfig:
     labels: dict[str, int]
     regions: dict[str, RegionConfig]
     window_hu: tuple[float, float]
+    least_hu: float | None = None
 
 
 @dataclass
@@ -145,6 +146,7 @@ class StageConfig:
     patch_size: tuple[int, int, int] | None
     batch_size: int
     max_voxels: int | None
+    slab_share: float | None
     boundary_share: float | None
     elsewhere_share: float | None
     region_mode: RegionMode | None

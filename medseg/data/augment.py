@@ -223,9 +223,13 @@ class Augmentation:
         depth, height, width = labels.shape
         if rng.random() < self.truncate_probability:
             num_slices = int(depth * rng.uniform(0.0, self.truncate_max_fraction))
-            gone = slice(0, num_slices) if rng.random() < 0.5 else slice(depth - num_slices, depth)
-            image[:, gone] = AIR
-            labels[gone] = 0
+            if rng.random() < 0.5:
+                gone, last = slice(0, num_slices), num_slices
+            else:
+                gone, last = slice(depth - num_slices, depth), depth - num_slices - 1
+            # Beyond the end of a scan its last slice goes on, as in `crop_padded`.
+            image[:, gone] = image[:, last, None].clone()
+            labels[gone] = labels[last, None].clone()
         if rng.random() < self.narrow_probability:
             axis, at_low_end = (2, 1)[int(rng.random() < 0.5)], rng.random() < 0.5
             size = labels.shape[axis]

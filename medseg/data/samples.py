@@ -9,7 +9,6 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -18,12 +17,14 @@ from medseg.data.cache import AIR_HU, CachedCase
 from medseg.data.randomness import ORDER, sample_rng
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
-from medseg.preprocess.crop import body_box, crop_padded
+from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
 from medseg.preprocess.intensity import normalise_hu
 
 BoxOf = Callable[[CachedCase, Region, np.random.Generator | None], VoxelBox]
 # Slices that are searched for a boundary of the region before any place is taken.
 BOUNDARY_TRIES = 8
+# Smallest part of a volume that is taken for a scan of its own.
+LEAST_SLAB = 0.15
 
 
 class Sample(TypedDict):
@@ -61,9 +62,10 @@ class CoarseSamples(Dataset[Sample]):
         cases: Cases with labels.
         task: What is segmented.
         seed: Seed of the run.
-        divisor: The shape is padded at its end with air to multiples of it, (z, y, x).
+        divisor: The shape is filled at its end to multiples of it, (z, y, x).
         augmentation: None for validation.
         max_voxels: Upper bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
+        slab_probability: How often a volume is cut to a random range of slices, as if no more had been scanned.
         weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
 
     Raises:
@@ -79,6 +81,7 @@ class CoarseSamples(Dataset[Sample]):
         divisor: tuple[int, int, int],
         augmentation: Augmentation | None = None,
         max_voxels: int | None = None,
+        slab_probability: float = 0.0,
         weights: Sequence[float] | None = None,
     ) -> None:
         self.cases = list(cases)
@@ -87,6 +90,7 @@ class CoarseSamples(Dataset[Sample]):
         self.divisor = divisor
         self.augmentation = augmentation
         self.max_voxels = max_voxels
+        self.slab_probability = slab_probability
         self.weights = _checked_weights(weights, len(self.cases))
 
     def __len__(self) -> int:
@@ -112,10 +116,13 @@ class CoarseSamples(Dataset[Sample]):
         body = body_box(case.image_hu, case.grid.spacing_mm)
         depth, height, width = (math.ceil(size / step) * step for size, step in zip(body.shape, self.divisor, strict=True))
         z, y, x = body.start
+        step, num_slices = self.divisor[0], body.shape[0]
+        if rng.random() < self.slab_probability:
+            num_slices = int(num_slices * rng.uniform(LEAST_SLAB, 1.0))
+            depth = max(step, num_slices // step * step)
         if self.max_voxels is not None and depth * height * width > self.max_voxels:
-            step = self.divisor[0]
             depth = max(step, self.max_voxels // (height * width) // step * step)
-            z += int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
+        z += int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
         return VoxelBox((z, y, x), (z + depth, y + height, x + width))
 
 
@@ -287,7 +294,7 @@ def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
 
 
 def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1)) -> Batch:
-    """Stack samples of different shapes, padded at their end with air and background.
+    """Stack samples of different shapes, filled at their end as in prediction.
 
     Args:
         samples: At least one sample.
@@ -295,15 +302,9 @@ def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (
     """
     largest = [max(sample["target"].shape[axis] for sample in samples) for axis in range(3)]
     shape = [math.ceil(size / step) * step for size, step in zip(largest, multiple, strict=True)]
-    images, targets = [], []
-    for sample in samples:
-        missing = [want - have for want, have in zip(shape, sample["target"].shape, strict=True)]
-        padding = [0, missing[2], 0, missing[1], 0, missing[0]]  # F.pad begins with the last axis
-        images.append(F.pad(sample["image"], padding, value=AIR))
-        targets.append(F.pad(sample["target"], padding, value=0))
     return {
-        "image": torch.stack(images),
-        "target": torch.stack(targets),
+        "image": torch.stack([pad_at_end(sample["image"], tuple(shape), AIR) for sample in samples]),
+        "target": torch.stack([pad_at_end(sample["target"], tuple(shape), 0) for sample in samples]),
         "inside": torch.stack([sample["inside"] for sample in samples]),
         "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
         "case": [sample["case"] for sample in samples],

@@ -32,12 +32,14 @@ class Task:
         labels: Label name to value in every label map that medseg writes; values are 1, 2, … without a gap.
         regions: Regions of interest, one fine crop each.
         window_hu: Lower and upper HU that are mapped to [-1, 1].
+        least_hu: A part that the coarse stage finds is no organ where its median lies below; None where any may be one.
     """
 
     name: str
     labels: dict[str, int]
     regions: tuple[Region, ...]
     window_hu: tuple[float, float]
+    least_hu: float | None = None
 
     @property
     def num_classes(self) -> int:
@@ -60,6 +62,7 @@ class Task:
             "labels": dict(self.labels),
             "regions": [{"name": r.name, "labels": list(r.labels), "side": r.side} for r in self.regions],
             "window_hu": list(self.window_hu),
+            "least_hu": self.least_hu,
         }
 
     @classmethod
@@ -67,7 +70,7 @@ class Task:
         """Read what `to_dict` wrote."""
         regions = tuple(Region(r["name"], tuple(r["labels"]), r["side"]) for r in data["regions"])
         low_hu, high_hu = data["window_hu"]
-        return cls(data["name"], dict(data["labels"]), regions, (float(low_hu), float(high_hu)))
+        return cls(data["name"], dict(data["labels"]), regions, (float(low_hu), float(high_hu)), data.get("least_hu"))
 
 
 def is_side_pair(one: Region, other: Region) -> bool:

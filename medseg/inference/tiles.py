@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from medseg.geometry.tiling import gaussian_weights, tile_boxes
+from medseg.preprocess.crop import pad_at_end
 
 Shape = tuple[int, int, int]
-AIR = -1.0  # the lower end of the normalised window: what lies beyond a volume
+AIR = -1.0  # the lower end of the normalised window: what lies beside a volume
 
 
 def predict_probs(
@@ -27,8 +27,7 @@ def predict_probs(
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
-    An axis that is shorter than a tile, or no multiple of the divisor, is filled with air at its end, as in training, and
-    cut back.
+    An axis that is shorter than a tile, or no multiple of the divisor, is filled at its end, as in training, and cut back.
     Tiles are blended with Gaussian weights that sum to one; beside the image and the result (both float32) only the
     sum of the weights and the tiles of one batch are in memory. A tile that holds nothing but air is background and does not
     go through the network.
@@ -49,10 +48,10 @@ def predict_probs(
     shape = image.shape[2:]
     with torch.inference_mode():
         if tile_shape is None:
-            padded = _pad_with_air(image, multiple(shape, divisor))
+            padded = pad_at_end(image, multiple(shape, divisor), AIR)
             return _cut_back(_softmax(network(padded))[0], shape)
         tile_shape = multiple(tile_shape, divisor)
-        padded = _pad_with_air(image, tuple(max(pair) for pair in zip(shape, tile_shape, strict=True)))
+        padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_shape, strict=True)), AIR)
         run = together or (lambda batches: [network(batch) for batch in batches])
         return _cut_back(_blend_tiles(run, padded, tile_shape, overlap, batch_size, num_together), shape)
 
@@ -122,13 +121,7 @@ def multiple(shape: tuple[int, ...], divisor: Shape) -> Shape:
     return z, y, x
 
 
-def _pad_with_air(image: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
-    """Fill (1, C, D, H, W) with air at the end of each axis; torch counts the axes from the last."""
-    missing = [padded - size for size, padded in zip(image.shape[2:], padded_shape, strict=True)]
-    return functional.pad(image, (0, missing[2], 0, missing[1], 0, missing[0]), value=AIR)
-
-
 def _cut_back(probs: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Remove what `_pad_with_air` added from (K, D, H, W)."""
+    """Remove what `pad_at_end` added from (K, D, H, W)."""
     depth, height, width = shape
     return probs[:, :depth, :height, :width]

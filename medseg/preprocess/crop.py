@@ -1,10 +1,17 @@
-"""Cut a box out of a volume, also one that reaches outside."""
+"""Cut a box out of a volume, also one that reaches outside.
+
+Along z a scan ends in the middle of the body: beyond it the last slice goes on, since air there would look like a border of
+the lung. In plane it ends beside the body: beyond it there is air.
+"""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
 
 from medseg.geometry.box import VoxelBox
 
@@ -34,19 +41,35 @@ def body_box(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> Vo
 
 
 def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
-    """Cut a box out of a volume; what lies outside the volume gets one value.
+    """Cut a box out of a volume; beyond its ends the first and the last slice go on, beyond their edges lies one value.
 
     Args:
         array: Volume (D, H, W); a memory map is read only inside the box.
         box: Box in voxels of the volume; may reach outside or lie outside altogether.
-        outside: Value for voxels that the volume does not have.
+        outside: Value for what lies beyond the edges of the slices.
 
     Returns:
         New array of the box' shape and the volume's type.
     """
     crop = np.full(box.shape, outside, dtype=array.dtype)
-    inner = box.clipped(array.shape)
-    if not inner.is_empty:
-        z, y, x = box.start
-        crop[inner.shifted((-z, -y, -x)).slices()] = array[inner.slices()]
+    depth = array.shape[0]
+    z, y, x = box.start
+    # Slices from the one nearest to the box' start to the one nearest to its end.
+    first, stop = min(max(z, 0), depth - 1), max(min(box.stop[0], depth), 1)
+    inner = VoxelBox((first, y, x), (max(stop, first + 1), *box.stop[1:])).clipped(array.shape)
+    if inner.is_empty:
+        return crop
+    rows, columns = inner.shifted((0, -y, -x)).slices()[1:]
+    planes = array[inner.slices()]
+    start = min(max(first - z, 0), box.shape[0] - 1)
+    crop[start : start + len(planes), rows, columns] = planes[: box.shape[0] - start]
+    crop[:start, rows, columns] = planes[0]
+    crop[start + len(planes) :, rows, columns] = planes[-1]
     return crop
+
+
+def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
+    """Fill (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice goes on, in plane follows one value."""
+    depth, height, width = (wanted - size for size, wanted in zip(image.shape[-3:], shape, strict=True))
+    image = functional.pad(image, (0, width, 0, height), value=outside)  # torch counts the axes from the last
+    return torch.cat([image, image[..., -1:, :, :].expand(*image.shape[:-3], depth, -1, -1)], dim=-3) if depth else image

@@ -70,7 +70,7 @@ class AxisTaps:
         return AxisTaps(self.start, self.index - first, self.weight, self.scale)
 
 
-def axis_taps(num_outputs: int, num_inputs: int, scale: float, offset: float) -> AxisTaps:
+def axis_taps(num_outputs: int, num_inputs: int, scale: float, offset: float, *, goes_on: bool = False) -> AxisTaps:
     """Compute the taps of one axis.
 
     The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are clamped to them.
@@ -82,12 +82,13 @@ def axis_taps(num_outputs: int, num_inputs: int, scale: float, offset: float) ->
         num_inputs: Voxels of the source.
         scale: Source voxels per target voxel.
         offset: Source position of target voxel 0.
+        goes_on: Whether the outermost voxels go on without end, so that every output lies inside.
 
     Returns:
         Taps of the outputs inside the field of view; none if the target lies outside.
     """
     position = np.round(scale * np.arange(num_outputs) + offset, POSITION_DECIMALS)
-    inside = np.flatnonzero((position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE))
+    inside = np.flatnonzero(goes_on | ((position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE)))
     start = int(inside[0]) if inside.size else 0
     position = position[inside, None]
     radius = max(1.0, scale)
@@ -110,11 +111,13 @@ class Slab(NamedTuple):
     taps: tuple[AxisTaps, AxisTaps, AxisTaps]
 
 
-def plan_slabs(source: VoxelGrid, target: VoxelGrid) -> Iterator[Slab]:
+def plan_slabs(source: VoxelGrid, target: VoxelGrid, *, slices_go_on: bool = False) -> Iterator[Slab]:
     """Split the work along z so that a slab reads about `SLAB_VOXELS` of the source, and only what the target needs."""
     axes = tuple(
-        axis_taps(num_outputs, num_inputs, scale, offset)
-        for num_outputs, num_inputs, (scale, offset) in zip(target.shape, source.shape, target.axis_map_to(source), strict=True)
+        axis_taps(num_outputs, num_inputs, scale, offset, goes_on=slices_go_on and axis == 0)
+        for axis, (num_outputs, num_inputs, (scale, offset)) in enumerate(
+            zip(target.shape, source.shape, target.axis_map_to(source), strict=True)
+        )
     )
     z, y, x = axes
     if any(len(axis.index) == 0 for axis in axes):
@@ -184,7 +187,9 @@ def _check_shape(shape: tuple[int, ...], source: VoxelGrid) -> None:
 
 
 @torch.no_grad()
-def resample_image(image: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, outside: float) -> Tensor:
+def resample_image(
+    image: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, outside: float, *, slices_go_on: bool = False
+) -> Tensor:
     """Resample an image to a grid with the same axes: a whole grid or any crop, also one that reaches outside.
 
     Beside the result it needs the slabs of about `SLAB_VOXELS` voxels that it is working on.
@@ -194,6 +199,7 @@ def resample_image(image: np.ndarray | Tensor, source: VoxelGrid, target: VoxelG
         source: Grid of the image.
         target: Wanted grid; its axes must be the source's.
         outside: Value for voxels whose centre lies outside the source's field of view.
+        slices_go_on: Whether the first and the last slice go on beyond it, as in `crop_padded`.
 
     Returns:
         Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
@@ -204,7 +210,7 @@ def resample_image(image: np.ndarray | Tensor, source: VoxelGrid, target: VoxelG
     _check_shape(image.shape, source)
     device = image.device if isinstance(image, Tensor) else torch.device("cpu")
     result = torch.full(target.shape, float(outside), dtype=torch.float32, device=device)
-    for slab in plan_slabs(source, target):
+    for slab in plan_slabs(source, target, slices_go_on=slices_go_on):
         result[slab.target] = filter_slab(_read(image, slab.source), slab.taps)
     return result
 

@@ -38,6 +38,7 @@ class StageInput:
         divisor: What the network's input must be a multiple of, (z, y, x).
         patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
         max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
+        slab_share: Coarse stage: share of samples cut to a random range of slices.
         boundary_share: Share of patches that must hold a voxel of the region's boundary.
         elsewhere_share: Share of samples cut anywhere in the scan.
         region_margin_mm: Added on every side of a region.
@@ -51,6 +52,7 @@ class StageInput:
     divisor: tuple[int, int, int]
     patch_size: tuple[int, int, int] | None
     max_voxels: int | None
+    slab_share: float
     boundary_share: float
     elsewhere_share: float
     region_margin_mm: float
@@ -177,6 +179,7 @@ class CasesDataModule(pl.LightningDataModule):
                 divisor=given.divisor,
                 augmentation=self.augmentation,
                 max_voxels=given.max_voxels,
+                slab_probability=given.slab_share,
                 weights=self.weights,
             )
         return FineSamples(

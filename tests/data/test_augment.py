@@ -183,6 +183,21 @@ def test_the_window_is_shifted_within_its_bound() -> None:
     assert windows[:, 0].std() > 10
 
 
+def test_where_a_scan_is_cut_its_last_slice_goes_on_in_image_and_labels_alike() -> None:
+    truncate = replace(NEVER, truncate_probability=1.0, truncate_max_fraction=0.9)
+    whole = torch.linspace(-0.9, 0.9, 20)[:, None, None].expand(20, 4, 5)
+    labels_of = torch.arange(20, dtype=torch.uint8)[:, None, None].expand(20, 4, 5)
+    ends = set()
+    for n in range(40):
+        image, labels = truncate(whole[None].clone(), labels_of.clone(), sample_rng(0, n), SPACING_MM)
+        kept = labels[:, 0, 0].long()
+        low, high = int(kept.min()), int(kept.max())
+        assert torch.equal(kept, torch.arange(20).clamp(low, high))
+        assert torch.equal(image[0], whole[kept])
+        ends |= {"low"} if low > 0 else {"high"} if high < 19 else {"none"}
+    assert {"low", "high"} <= ends
+
+
 def test_a_narrow_field_of_view_is_cut_in_image_and_labels_alike() -> None:
     narrow = replace(NEVER, narrow_probability=1.0, narrow_max_fraction=0.5)
     faces = set()

@@ -113,7 +113,7 @@ def test_weights_hold_in_the_mean_and_nearly_in_each_pass() -> None:
     assert np.allclose([total[item] / 1800 for item in range(6)], weights, atol=0.02)
 
 
-def test_a_coarse_sample_is_the_volume_with_air_at_its_end(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_coarse_sample_is_the_volume_filled_at_its_end(cached_cases: list[CachedCase], task: Task) -> None:
     by_name = {case.name: case for case in cached_cases}
     samples = coarse(cached_cases, task, augmentation=None)
     for n in range(3):
@@ -123,8 +123,9 @@ def test_a_coarse_sample_is_the_volume_with_air_at_its_end(cached_cases: list[Ca
         image, target = sample["image"][0], sample["target"]
         assert np.array_equal(image[:depth, :height, :width], normalise_hu(np.array(case.image_hu), task.window_hu))
         assert np.array_equal(target[:depth, :height, :width], case.labels)
-        assert bool((image[depth:] == -1).all() and (image[:, height:] == -1).all() and (image[:, :, width:] == -1).all())
-        assert int((target > 0).sum()) == int((case.labels > 0).sum())
+        assert bool((image[depth:] == image[depth - 1]).all() and (target[depth:] == target[depth - 1]).all())
+        assert bool((image[:, height:] == -1).all() and (image[:, :, width:] == -1).all())
+        assert int((target[:depth] > 0).sum()) == int((case.labels > 0).sum())
 
 
 def test_long_volumes_are_cut_to_a_range_of_slices(cached_cases: list[CachedCase], task: Task) -> None:
@@ -142,6 +143,24 @@ def test_long_volumes_are_cut_to_a_range_of_slices(cached_cases: list[CachedCase
         assert len(start) == 1
         starts.add((case.name, start[0]))
     assert len(starts) > 5
+
+
+def test_slabs_are_scans_of_their_own_of_all_lengths(cached_cases: list[CachedCase], task: Task) -> None:
+    samples = coarse(cached_cases, task, augmentation=None, slab_probability=0.5)
+    by_name = {case.name: case for case in cached_cases}
+    is_whole, lengths = [], set()
+    for n in range(200):
+        sample = samples[n]
+        case = by_name[sample["case"]]
+        start, stop = (int(end) for end in sample["inside"][0])
+        assert start == 0
+        depth = case.grid.shape[0]
+        is_whole.append(stop == depth)
+        lengths.add((case.name, stop))
+        if stop < depth:  # no part of it is made up
+            assert len(sample["target"]) == stop
+    assert 0.4 < np.mean(is_whole) < 0.75
+    assert len(lengths) > 5
 
 
 def test_a_fine_sample_is_its_box_with_the_region_alone(cached_cases: list[CachedCase], task: Task) -> None:
@@ -246,7 +265,7 @@ def test_a_warped_patch_holds_tissue_where_the_scan_goes_on(cached_cases: list[C
         assert float(samples[n]["image"].min()) > 0
 
 
-def test_collation_pads_at_the_end_with_air_and_background() -> None:
+def test_collation_fills_at_the_end_as_prediction_does() -> None:
     samples: list[Sample] = [
         {
             "image": torch.ones(1, *shape),
@@ -262,7 +281,7 @@ def test_collation_pads_at_the_end_with_air_and_background() -> None:
     assert batch["target"].shape == (2, 8, 9, 8)
     for n, shape in enumerate([(3, 9, 4), (5, 2, 4)]):
         inside = torch.zeros(8, 9, 8, dtype=torch.bool)
-        inside[: shape[0], : shape[1], : shape[2]] = True
+        inside[:, : shape[1], : shape[2]] = True  # the last slice goes on
         assert torch.equal(batch["image"][n, 0], torch.where(inside, 1.0, -1.0))
         assert torch.equal(batch["target"][n], inside.to(torch.uint8))
     assert batch["region"].tolist() == [0, 1]
@@ -290,8 +309,14 @@ def test_inside_marks_where_the_scan_is(is_mirrored: bool, cached_cases: list[Ca
         case = next(case for case in cached_cases if case.name == sample["case"])
         box = box_beyond(case, task.regions[sample["region"]], None)
         assert inside.sum() == np.prod(box.intersect(VoxelBox.full(case.grid.shape)).shape)
-        assert (sample["image"][0][~inside] == -1).all(), "beyond the scan is air"
-        assert not sample["target"][~inside].any()
+        (first, stop), *in_plane = sample["inside"].tolist()
+        beside = torch.ones_like(inside)
+        beside[(slice(None), *(slice(*ends) for ends in in_plane))] = False
+        assert (sample["image"][0][beside] == -1).all(), "beside the scan is air"
+        assert not sample["target"][beside].any()
+        for values in (sample["image"][0], sample["target"]):
+            assert (values[:first] == values[first]).all()
+            assert (values[stop:] == values[stop - 1]).all()
 
 
 def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[CachedCase], task: Task) -> None:

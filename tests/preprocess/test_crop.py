@@ -1,12 +1,13 @@
-"""A crop agrees with padding, also where the box reaches outside."""
+"""A crop agrees with padding, also where the box reaches outside: slices go on, in plane lies one value."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from medseg.geometry.box import VoxelBox
-from medseg.preprocess.crop import body_box, crop_padded
+from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
 
 
 def random_boxes(shape: tuple[int, int, int], num: int) -> list[VoxelBox]:
@@ -18,10 +19,20 @@ def random_boxes(shape: tuple[int, int, int], num: int) -> list[VoxelBox]:
 @pytest.mark.parametrize("box", random_boxes((7, 9, 11), 40))
 def test_crop_agrees_with_padding(box: VoxelBox) -> None:
     volume = np.random.default_rng(1).integers(1, 100, (7, 9, 11)).astype(np.int16)
-    padded = np.pad(volume, 30, constant_values=-1)
+    padded = np.pad(np.pad(volume, ((0, 0), (30, 30), (30, 30)), constant_values=-1), ((30, 30), (0, 0), (0, 0)), mode="edge")
     crop = crop_padded(volume, box, -1)
     assert crop.dtype == volume.dtype
     np.testing.assert_array_equal(crop, padded[box.shifted((30, 30, 30)).slices()])
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 1)])
+def test_padding_at_the_end_is_that_of_a_crop(lead: tuple[int, ...]) -> None:
+    volume = np.random.default_rng(2).integers(1, 100, (3, 4, 5)).astype(np.float32)
+    for shape in ((3, 4, 5), (8, 4, 5), (3, 8, 6), (16, 5, 8)):
+        image = torch.from_numpy(volume).expand(*lead, -1, -1, -1)
+        padded = pad_at_end(image, shape, -1.0)
+        assert padded.shape == (*lead, *shape)
+        assert np.array_equal(padded.reshape(-1, *shape)[0], crop_padded(volume, VoxelBox((0, 0, 0), shape), -1.0))
 
 
 def test_the_body_box_holds_all_that_is_denser_than_air_and_a_margin() -> None:
