@@ -152,7 +152,12 @@ class SegmentationModule(pl.LightningModule):
             checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the average back, and hand the weights of the last step to Lightning."""
+        """Take the average back, and hand the weights of the last step to Lightning; count micro-batches as this run makes them."""
+        # A step may have another number of them now, and Lightning tells by their count where a step ends.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            shift = checkpoint["global_step"] * self.accumulate - counts["processed"]
+            counts.update({key: count + shift for key, count in counts.items()})
         if self.average is not None:
             weights = checkpoint["state_dict"]
             self.average.load({name.removeprefix(PREFIX): value for name, value in weights.items() if name.startswith(PREFIX)})

@@ -59,7 +59,7 @@ class Killed(BaseException):
 class Line(SegmentationModule):
     """One weight that each sample moves; its score is the weight that is validated, so that every validation is the best."""
 
-    def __init__(self, ema_decay: float | None, kill_at: int | None = None) -> None:
+    def __init__(self, ema_decay: float | None, kill_at: int | None = None, accumulate: int = 2) -> None:
         network = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(network.weight)
         super().__init__(
@@ -68,7 +68,7 @@ class Line(SegmentationModule):
             lambda parameters: torch.optim.Adam(parameters, lr=0.1),
             lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
             seed=1,
-            accumulate=2,
+            accumulate=accumulate,
             tile_size=None,
             overlap=0.5,
             ema_decay=ema_decay,
@@ -98,18 +98,19 @@ class Line(SegmentationModule):
         return batch
 
     def train_dataloader(self) -> DataLoader[Any]:
-        sampler = StepBatchSampler(STEPS, 2, 2, start_step=self.trainer.global_step)
+        sampler = StepBatchSampler(STEPS, 2, self.accumulate, start_step=self.trainer.global_step)
         return DataLoader([torch.tensor([float(n)]) for n in range(2 * STEPS)], batch_sampler=sampler)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader([torch.ones(1)])  # type: ignore[arg-type]
 
 
-def fit(folder: Path, ema_decay: float | None, kill_at: int | None = None) -> Line:
+def fit(folder: Path, ema_decay: float | None, kill_at: int | None = None, accumulate: int = 2) -> Line:
     """Train, from `last.ckpt` where there is one."""
-    module = Line(ema_decay, kill_at)
+    module = Line(ema_decay, kill_at, accumulate)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, accumulate_grad_batches=2, val_check_interval=EVERY * 2,
+        accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, accumulate_grad_batches=accumulate,
+        val_check_interval=EVERY * accumulate,
         check_val_every_n_epoch=None, num_sanity_val_steps=0, logger=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, callbacks=[Checkpoints(folder, EVERY, save_every=3)],
         default_root_dir=folder,
@@ -150,3 +151,15 @@ def test_a_killed_run_goes_on_with_its_average(kill_at: int, tmp_path: Path) -> 
     for key in ("state_dict", RAW_WEIGHTS):
         one, other = (loaded(tmp_path / name / "last.ckpt")[key]["network.weight"] for name in ("whole", "killed"))
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kill_at", [3, 4, 5, 7])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_micro_batches(before: int, after: int, kill_at: int, tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", None)
+    first = fit(tmp_path / "run", None, kill_at, before)
+    saved = loaded(tmp_path / "run" / "last.ckpt")["global_step"]
+    rest = fit(tmp_path / "run", None, accumulate=after)
+    assert saved == {3: 3, 4: 4, 5: 4, 7: 6}[kill_at]
+    torch.testing.assert_close(first.steps[:saved] + rest.steps, whole.steps)
+    assert len(rest.validated) == (3 if kill_at == 3 else 2)
