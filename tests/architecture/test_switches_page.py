@@ -1,0 +1,37 @@
+"""The page of switches names keys that exist, and proofs that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import hydra
+from omegaconf import OmegaConf
+
+from medseg.apps.entry import conf_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "SWITCHES.md").read_text(encoding="utf-8")
+
+
+def test_every_proof_is_a_test() -> None:
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    defined = {path.stem for path in files}
+    for path in files:
+        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\btest_\w+", PAGE))
+    assert len(named) > 30
+    assert not named - defined
+
+
+def test_every_key_is_one_of_the_configuration() -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = OmegaConf.to_container(hydra.compose("plan", ["run_dir=none"]))
+    named = {key for code in re.findall(r"`([^`]+)`", PAGE) for key in re.findall(r"(?:^| )([a-z_.]+)=", code)}
+    assert len(named) > 20
+    missing = {key for key in named - {"experiment"} if not has(composed, key.split("."))}
+    assert not missing
+
+
+def has(node: object, key: list[str]) -> bool:
+    return not key or (isinstance(node, dict) and key[0] in node and has(node[key[0]], key[1:]))
