@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -46,16 +47,17 @@ def plan(config: PlanConfig) -> int:
     Returns:
         0, or 1 when the step does not fit into the budget.
     """
+    if config.largest_batch and config.memory.budget_gib is None:
+        raise UserError("largest_batch=true: memory.budget_gib says what there is; give it")
     shape = input_shape(config)
     memory = count(config, shape, compute=config.compute)
     budget_gib = config.memory.budget_gib
     fits = budget_gib is None or memory.peak <= budget_gib * 2**30
     print("\n".join(describe(config, shape, memory)), flush=True)
     batch_size = None
-    if config.largest_batch:
-        if budget_gib is None:
-            raise UserError("largest_batch=true: memory.budget_gib says what there is; give it")
-        batch_size = num_shares(config) * largest_batch(lambda samples: peak_of(config, shape, samples), int(budget_gib * 2**30))
+    if config.largest_batch and budget_gib is not None:
+        peak = functools.cache(lambda samples: peak_of(config, shape, samples))
+        batch_size = num_shares(config) * largest_batch(peak, int(budget_gib * 2**30))
         print(
             f"largest batch within memory.budget_gib={budget_gib:g}: "
             + (f"stage.batch_size={batch_size}" if batch_size else "none")
