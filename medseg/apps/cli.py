@@ -16,6 +16,7 @@ COMMANDS = {
     "tune_loader": "measure which loader settings make batches fastest here",
     "plan": "count the memory of a training step before anything runs",
     "predict": "segment scans with two checkpoints",
+    "bench_inference": "measure predict beside the networks of others",
     "evaluate": "score label maps against a reference",
     "report": "compare runs on one page",
     "cross_validate": "train and score fold by fold, by patient",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Installed without their dependencies: torch and numpy are those that our own rows run with, and nothing else is needed.
-PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1")
+PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
 PEERS = {"nnunet": "nnU-Net's default network", "monai": "MONAI's UNet"}
 
 
