@@ -23,6 +23,7 @@ from torch import nn
 
 from medseg import __version__
 from medseg.cascade.stage import TrainedStage
+from medseg.config.check import strides_of
 from medseg.config.schema import (
     Accelerator,
     LrScaling,
@@ -36,6 +37,7 @@ from medseg.config.schema import (
 )
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
+from medseg.geometry.levels import level_strides
 from medseg.memory.apply import apply_switches
 from medseg.memory.layout import use_channels_last
 from medseg.memory.precision import HALF, inference_precision, lightning_precision, set_tf32
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
 # What brings the classes that medseg itself does not depend on.
 EXTRAS = {"pytorch_optimizer": "optimizers"}
+
+# What a card says in the place of a spacing; a missing value must not mean it.
+NATIVE = "native"
 
 
 def make_task(config: TaskConfig) -> Task:
@@ -126,6 +131,7 @@ def model_arguments(config: TrainConfig) -> dict[str, Any]:
         "stem": model.stem.value,
         "refine": model.refine,
         "norm": model.norm.value,
+        "strides": strides_of(config),
     }
 
 
@@ -404,7 +410,7 @@ def make_card(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, An
         "stage": stage.name.value,
         "task": task.to_dict(),
         "num_classes": task.num_classes if is_coarse else task.num_region_classes,
-        "spacing_mm": list(config.spacing.target_spacing_mm),
+        "spacing_mm": list(config.spacing.target_spacing_mm) if config.spacing.target_spacing_mm else NATIVE,
         "patch_size": list(stage.patch_size) if stage.patch_size else None,
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
@@ -437,7 +443,7 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
             network=network,
             name=stage,
             task=task,
-            spacing_mm=_triple(card["spacing_mm"]),
+            spacing_mm=None if card["spacing_mm"] == NATIVE else _triple(card["spacing_mm"]),
             patch_size=_triple(card["tile_size"]) if card["tile_size"] else None,
             region_margin_mm=float(card["region_margin_mm"]),
             region_mode=card["region_mode"],
@@ -526,11 +532,16 @@ def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a network: a card that is older than an argument means its default."""
     parameters = inspect.signature(UNet).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-    return {**defaults, **_tuples(model)}
+    full = {**defaults, **_tuples(model)}
+    full["strides"] = full["strides"] or level_strides(None, full["depth"] + (full["stem"] != "conv"))
+    return full
 
 
 def _tuples(model: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in model.items()}
+    def tupled(value: Any) -> Any:
+        return tuple(map(tupled, value)) if isinstance(value, list) else value
+
+    return {key: tupled(value) for key, value in model.items()}
 
 
 def _line(error: Exception) -> str:

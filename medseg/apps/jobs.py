@@ -23,7 +23,7 @@ from medseg.apps import entry
 from medseg.apps.ending import EXIT_RESUME, FAILURES, Status, exit_code_of, status_of
 from medseg.apps.launch import check_start, num_local_ranks, start_workers
 from medseg.apps.locks import holder
-from medseg.apps.runs import CONFIG_FILE, END_S, LOCK_FILE, is_busy, make_paths_absolute, open_run, read_summary, replace_text
+from medseg.apps.runs import CONFIG_FILE, END_S, LOCK_FILE, is_busy, open_run, read_summary, replace_text, settle
 from medseg.config.schema import TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.errors import UserError
@@ -98,7 +98,7 @@ def run_job(config: TrainConfig) -> int:
     """
     if config.resume not in (None, "auto"):
         raise UserError(f"resume={config.resume}: a multirun goes on by itself when it is given its folder as hydra.sweep.dir")
-    make_paths_absolute(config)
+    settle(config)
     sweep_dir, job_dir = _folders()
     job = Job(HydraConfig.get().job.num, Status.running, "", _overrides(), signature(plain(config)))
     earlier = find_job(sweep_dir, job)

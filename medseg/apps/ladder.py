@@ -22,7 +22,7 @@ from medseg.apps.peers import PEERS, make_environment
 from medseg.apps.plan import input_shape
 from medseg.apps.recipe import run_step, run_steps
 from medseg.apps.rung import MEASURED_FILE, REQUEST_FILE
-from medseg.apps.runs import CONFIG_FILE, SUMMARY_FILE, make_paths_absolute, replace_text
+from medseg.apps.runs import CONFIG_FILE, SUMMARY_FILE, replace_text, settle
 from medseg.config.check import to_config
 from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.config.signature import plain, signature
@@ -138,7 +138,7 @@ def compose(row: Row) -> TrainConfig:
         config = to_config(composed, TrainConfig)
     except UserError as error:
         raise UserError(f"rows.{row.name}: {error}") from error
-    make_paths_absolute(config)
+    settle(config)
     return config
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from medseg.apps import entry
 from medseg.apps.ending import EXIT_FAILED
 from medseg.apps.runs import replace_text
+from medseg.apps.spacing import find_spacing
+from medseg.config.check import divisor_of
 from medseg.config.schema import PlanConfig, Precision, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
 
@@ -49,6 +51,7 @@ def plan(config: PlanConfig) -> int:
     """
     if config.largest_batch and config.memory.budget_gib is None:
         raise UserError("largest_batch=true: memory.budget_gib says what there is; give it")
+    find_spacing(config.spacing, config.data)
     shape = input_shape(config)
     memory = count(config, shape, compute=config.compute)
     budget_gib = config.memory.budget_gib
@@ -157,14 +160,17 @@ def input_shape(config: PlanConfig) -> Shape:
     """Voxels (D, H, W) of the sample to plan for: `shape`, else the stage's patch, else `extent_mm` at its spacing."""
     if config.shape or config.stage.patch_size:
         return config.shape or config.stage.patch_size  # type: ignore[return-value]
+    spacing_mm = config.spacing.target_spacing_mm
+    if spacing_mm is None:
+        raise UserError(
+            "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for"
+        )
     extent_mm = config.extent_mm.coarse if config.stage.name is StageName.coarse else config.extent_mm.fine
-    depth, height, width = (
-        math.ceil(mm / spacing_mm) for mm, spacing_mm in zip(extent_mm, config.spacing.target_spacing_mm, strict=True)
-    )
+    depth, height, width = (math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True))
     if config.stage.max_voxels:
         depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
-    divisor = 2 ** (config.model.depth + (config.model.stem.value != "conv"))
-    depth, height, width = (math.ceil(size / divisor) * divisor for size in (depth, height, width))
+    steps = zip((depth, height, width), divisor_of(config), strict=True)
+    depth, height, width = (math.ceil(size / step) * step for size, step in steps)
     return depth, height, width
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from medseg.apps import entry
 from medseg.apps.ending import EXIT_FAILED
 from medseg.apps.runs import replace_text
+from medseg.apps.spacing import find_spacing
 from medseg.config.schema import PrepareConfig
 from medseg.data.audit.case import CaseAudit
 from medseg.data.audit.finding import Finding, Severity
@@ -50,6 +51,8 @@ def prepare(config: PrepareConfig) -> int:
     from medseg.build import make_task
 
     task = make_task(config.task)
+    for spacing in config.spacings.values():
+        find_spacing(spacing, config.data)
     cases = [(case, label_values) for group, label_values in find_cases(config.data) for case in group]
     prepared = []
     for case, label_values in track(cases, "prepare"):
@@ -87,7 +90,7 @@ def prepare_one(config: PrepareConfig, task: Task, case: Case, label_values: dic
             # The spacings differ in what they lose.
             findings = dict.fromkeys([*(audit.findings if audit else ()), *one.audit.findings])
             audit = replace(one.audit, findings=tuple(findings))
-            slices = slices or cut_slices(one.image_hu, one.labels, spacing_mm)
+            slices = slices or cut_slices(one.image_hu, one.labels, one.grid.spacing_mm)
     except CaseRefused as error:
         return Prepared(AuditedCase(case, error.audit), error.slices)
     except Exception as error:  # also a defect or a lack of memory costs one case only

@@ -14,6 +14,7 @@ from yaml import YAMLError
 from medseg.apps import entry
 from medseg.apps.ending import Status
 from medseg.apps.locks import is_locked, locked
+from medseg.apps.spacing import find_spacing
 from medseg.config.check import TARGET_WHITELIST, to_config
 from medseg.config.schema import TrainConfig
 from medseg.config.signature import decisive, flat, plain, signature
@@ -36,7 +37,7 @@ def open_run(config: TrainConfig) -> Path:
     Raises:
         UserError: If the folder holds a run already, or is none to go on with, or would become another one.
     """
-    make_paths_absolute(config)  # a run is resumed from anywhere
+    settle(config)  # a run is resumed from anywhere
     if config.resume is None:
         run_dir = Path(config.run_dir).absolute()
         if (run_dir / CONFIG_FILE).exists():
@@ -47,7 +48,7 @@ def open_run(config: TrainConfig) -> Path:
         return run_dir
     run_dir = _existing(config.resume)
     saved = load_config(run_dir)
-    make_paths_absolute(saved)
+    settle(saved)
     _move(config, run_dir)
     _check_change(config.resume, decisive(plain(saved)), decisive(plain(config)))
     if is_busy(run_dir):
@@ -99,7 +100,7 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     Returns:
         Folder and status of a run of the same signature; one that has finished only in the folder that is asked for. None = no such run.
     """
-    make_paths_absolute(config)
+    settle(config)
     wanted, own = signature(plain(config)), Path(config.run_dir).absolute()
     paths = sorted(own.parent.glob(f"*/{CONFIG_FILE}"), key=lambda path: (path.parent == own, path.stat().st_mtime), reverse=True)
     for run_dir in (path.parent for path in paths):
@@ -143,13 +144,17 @@ def load_config(run_dir: Path) -> TrainConfig:
     return config
 
 
-def make_paths_absolute(config: TrainConfig) -> None:
-    """Rewrite the paths that a run reads from, in place, so that they mean the same in every working directory."""
+def settle(config: TrainConfig) -> None:
+    """Write down, in place, what would mean something else in another place or another day.
+
+    Paths become absolute, and a spacing that is found in the cases becomes numbers.
+    """
     data, stage = config.data, config.stage
     data.cache, data.phantoms.folder = os.path.abspath(data.cache), os.path.abspath(data.phantoms.folder)
     data.cases = os.path.abspath(data.cases) if data.cases else None
     stage.coarse = os.path.abspath(stage.coarse) if stage.coarse else None
     config.init_from = os.path.abspath(config.init_from) if config.init_from else None
+    find_spacing(config.spacing, data)
 
 
 def write_end(run_dir: Path, status: Status, message: str) -> None:

@@ -19,10 +19,10 @@ from medseg.apps.launch import check_start, num_local_ranks, start_workers
 from medseg.apps.report import HISTORY_FILE, STUDY_FILE, read_history, read_run, report
 from medseg.apps.runs import (
     CONFIG_FILE,
-    make_paths_absolute,
     open_run,
     read_summary,
     replace_text,
+    settle,
     status_of_run,
     write_end,
 )
@@ -65,7 +65,7 @@ def search(config: SearchConfig) -> int:
         raise UserError(
             f"search needs {error.name}, which is not installed; install medseg with its extra: medseg[search]"
         ) from error
-    make_paths_absolute(config)
+    settle(config)
     folder = Path(hydra_config.runtime.output_dir).absolute()
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
@@ -112,7 +112,7 @@ def run_trial(study: Study, turn: Turn, compose: Compose) -> Status:
     status, message = Status.interrupted, ""  # unless it comes to an end
     try:
         config = to_config(compose({**turn.overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
-        make_paths_absolute(config)
+        settle(config)
         job = replace(job, signature=signature(plain(config)))
         job.write(job_dir)
         status, message = run_job(turn, job_dir, config)

@@ -97,7 +97,7 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
     history = History(run_dir / "history.csv", every=max(1, min(50, config.steps // 20)), steps=config.steps)
     callbacks: list[Any] = [
         history,
-        ValidationPictures(run_dir / "pictures", config.spacing.target_spacing_mm, views(config, task)),
+        ValidationPictures(run_dir / "pictures", views(config, task)),
         checkpoints,
     ]
     if config.logger:

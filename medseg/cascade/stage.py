@@ -75,7 +75,7 @@ class TrainedStage:
         network: Called as `network(image, region)`; image (N, 1, D, H, W), region (N,) long; has a `divisor`.
         name: `coarse` or `fine`.
         task: Labels, regions and window that it was trained for.
-        spacing_mm: Spacing of its input in mm, (z, y, x).
+        spacing_mm: Spacing of its input in mm, (z, y, x); None takes each scan as it is.
         patch_size: Tile size in voxels (z, y, x); None runs the whole volume or crop.
         region_margin_mm: Margin around the coarse region, in mm on every side.
         region_mode: `mirrored`, `separate` or `side_input`: how several regions share the network.
@@ -90,7 +90,7 @@ class TrainedStage:
     network: nn.Module
     name: str
     task: Task
-    spacing_mm: tuple[float, float, float]
+    spacing_mm: tuple[float, float, float] | None
     patch_size: tuple[int, int, int] | None
     region_margin_mm: float
     region_mode: str

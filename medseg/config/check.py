@@ -23,8 +23,11 @@ from medseg.config.schema import (
     Norm,
     Precision,
     PredictConfig,
+    PrepareConfig,
     RegionFrom,
     RegionMode,
+    SpacingConfig,
+    SpacingStrategy,
     StageName,
     Stem,
     Strategy,
@@ -34,6 +37,7 @@ from medseg.config.schema import (
 from medseg.config.search import SearchConfig, check_sweep
 from medseg.errors import UserError
 from medseg.errors import require as _require
+from medseg.geometry.levels import level_strides, total_strides
 
 T = TypeVar("T")
 
@@ -162,6 +166,9 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
     if isinstance(config, PredictConfig):
         for key in ("coarse", "fine"):
             setattr(config, key, _path_list(key, getattr(config, key)))
+    if isinstance(config, PrepareConfig):
+        for name, spacing in config.spacings.items():
+            _check_spacing(f"spacings.{name}", spacing)
     if isinstance(config, SearchConfig):
         check_sweep(config.sweep)
     if isinstance(getattr(config, "task", None), TaskConfig):
@@ -354,6 +361,41 @@ def notes(config: TrainConfig) -> list[str]:
     return found
 
 
+def _check_spacing(key: str, spacing: SpacingConfig) -> None:
+    """Refuse a target spacing that does not go with its strategy."""
+    target_mm, strategy = spacing.target_spacing_mm, spacing.strategy
+    if strategy is SpacingStrategy.native:
+        _require(
+            target_mm is None,
+            f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy=native takes each scan as it is; leave it null",
+        )
+    elif strategy is not SpacingStrategy.dataset_median:  # that one is found in the cases
+        _require(
+            target_mm is not None,
+            f"{key}.target_spacing_mm: {key}.strategy={strategy.value} needs three numbers in mm, (z, y, x)",
+        )
+    _require(
+        strategy is not SpacingStrategy.isotropic or len(set(target_mm or ())) == 1,
+        f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy=isotropic has one spacing for all axes; choose "
+        f"{key}.strategy=anisotropic",
+    )
+
+
+def divisor_of(config: TrainConfig) -> tuple[int, int, int]:
+    """Voxels per axis (z, y, x) of which the network's input must be a multiple.
+
+    A spacing that is not known yet counts as the same for all axes, which asks for the most.
+    """
+    return total_strides(strides_of(config))
+
+
+def strides_of(config: TrainConfig) -> tuple[tuple[int, int, int], ...]:
+    """What each level of the network divides an axis by, finest first; follows the spacing where the strategy says so."""
+    num_levels = config.model.depth + (config.model.stem is not Stem.conv)
+    follows = config.spacing.strategy in (SpacingStrategy.anisotropic, SpacingStrategy.dataset_median)
+    return level_strides(config.spacing.target_spacing_mm if follows else None, num_levels)
+
+
 def _check_train(config: TrainConfig) -> None:
     """Refuse switches that contradict each other, with the cure in the sentence."""
     stage, memory, trainer = config.stage, config.memory, config.trainer
@@ -382,11 +424,12 @@ def _check_train(config: TrainConfig) -> None:
         config.model.refine == 0 or config.model.stem is not Stem.conv,
         f"model.refine={config.model.refine}: with model.stem=conv the whole network works at full resolution; choose model.refine=0",
     )
-    divisor = 2 ** (config.model.depth + (config.model.stem is not Stem.conv))
+    _check_spacing("spacing", config.spacing)
+    divisor = divisor_of(config)
     for key, size in (("stage.patch_size", stage.patch_size), ("inference.tile_size", config.inference.tile_size)):
         _require(
-            size is None or all(voxels % divisor == 0 for voxels in size),
-            f"{key}: must be multiples of {divisor} (model.depth={config.model.depth}, model.stem={config.model.stem.value}), "
+            size is None or all(voxels % step == 0 for voxels, step in zip(size, divisor, strict=True)),
+            f"{key}: must be multiples of {divisor[0] if len(set(divisor)) == 1 else list(divisor)} (model.depth={config.model.depth}, model.stem={config.model.stem.value}), "
             f"but got {list(size or ())}",
         )
 

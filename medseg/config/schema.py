@@ -41,6 +41,15 @@ class Side(Enum):
     right = "right"
 
 
+class SpacingStrategy(Enum):
+    """What grid a stage works on; see docs/SPACING.md."""
+
+    isotropic = "isotropic"
+    anisotropic = "anisotropic"
+    dataset_median = "dataset_median"
+    native = "native"
+
+
 class Block(Enum):
     """The building block of the network; see `medseg.models.blocks`."""
 
@@ -133,9 +142,11 @@ class TaskConfig:
 
 @dataclass
 class SpacingConfig:
-    """The voxel spacing that a stage works at."""
+    """The grid that a stage works on."""
 
-    target_spacing_mm: tuple[float, float, float]
+    target_spacing_mm: tuple[float, float, float] | None
+    # Run folders from before there was a choice do not name it.
+    strategy: SpacingStrategy = SpacingStrategy.isotropic
 
 
 @dataclass

@@ -95,7 +95,7 @@ class CachedCase:
 def prepare_case(
     case: Case,
     cache_dir: Path,
-    spacing_mm: tuple[float, float, float],
+    spacing_mm: tuple[float, float, float] | None,
     task: Task,
     label_values: dict[int, str],
     *,
@@ -110,7 +110,7 @@ def prepare_case(
     Args:
         case: The case.
         cache_dir: Root of the cache; made if needed.
-        spacing_mm: Voxel spacing of the entry, (z, y, x).
+        spacing_mm: Voxel spacing of the entry, (z, y, x); None keeps that of the scan.
         task: Labels and regions; its HU window does not matter here.
         label_values: Value in the file to label name. Several values may share a name; a name that the task does not
             know becomes background.
@@ -155,7 +155,7 @@ def prepare_case(
 def open_case(
     case: Case,
     cache_dir: Path,
-    spacing_mm: tuple[float, float, float],
+    spacing_mm: tuple[float, float, float] | None,
     task: Task,
     label_values: dict[int, str],
 ) -> CachedCase:
@@ -171,7 +171,7 @@ def open_case(
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
-            f"{_spacing_text(spacing_mm)} mm; run scripts/prepare.py with the same data and task."
+            f"{spacing_text(spacing_mm)}; run scripts/prepare.py with the same data and task."
         )
     return _cached_case(case, *entry)
 
@@ -179,7 +179,7 @@ def open_case(
 def is_current(
     case: Case,
     cache_dir: Path,
-    spacing_mm: tuple[float, float, float],
+    spacing_mm: tuple[float, float, float] | None,
     task: Task,
     label_values: dict[int, str],
 ) -> bool:
@@ -190,20 +190,25 @@ def is_current(
 # --- where an entry lies and whether it is current ------------------------------------------------------------------
 
 
-def _spacing_text(spacing_mm: tuple[float, float, float]) -> str:
-    return "x".join(f"{value:g}" for value in spacing_mm)
+def spacing_text(spacing_mm: tuple[float, float, float] | None) -> str:
+    """Name a spacing for people, e.g. `2x2x2 mm`."""
+    return "native spacing" if spacing_mm is None else f"{_folder_text(spacing_mm)} mm"
+
+
+def _folder_text(spacing_mm: tuple[float, float, float] | None) -> str:
+    return "native" if spacing_mm is None else "x".join(f"{value:g}" for value in spacing_mm)
 
 
 def _entry_folder(
     case: Case,
     cache_dir: Path,
-    spacing_mm: tuple[float, float, float],
+    spacing_mm: tuple[float, float, float] | None,
     task: Task,
     label_values: dict[int, str],
 ) -> Path:
     content = {
         "format": FORMAT_VERSION,
-        "spacing_mm": [float(value) for value in spacing_mm],
+        "spacing_mm": spacing_mm and [float(value) for value in spacing_mm],
         "labels": dict(sorted(task.labels.items())),
         "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
         "label_values": sorted([int(value), name] for value, name in label_values.items()),
@@ -212,7 +217,7 @@ def _entry_folder(
     paths = {role: str(path.resolve()) for role, path in sources_of(case).items()}
     if case.series is not None:
         paths["series"] = case.series
-    return cache_dir / f"{_spacing_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest(paths)}"
+    return cache_dir / f"{_folder_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest(paths)}"
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -325,7 +330,7 @@ def _move_into_place(case: Case, temporary: Path, folder: Path) -> dict[str, Any
             return dict(record)
 
 
-def _build(folder: Path, source: SourceCase, case: Case, spacing_mm: tuple[float, float, float], task: Task) -> None:
+def _build(folder: Path, source: SourceCase, case: Case, spacing_mm: tuple[float, float, float] | None, task: Task) -> None:
     """Write the files of an entry."""
     from medseg.preprocess.resample import resample_image, resample_labels
 
@@ -337,7 +342,7 @@ def _build(folder: Path, source: SourceCase, case: Case, spacing_mm: tuple[float
     if source.labels is not None:
         labels = resample_labels(source.labels, source.grid, grid, task.num_classes).numpy()
         counts, boxes = _measure(labels, task)
-        vanished = audit_vanished(audit.volumes_ml, boxes, task, _spacing_text(spacing_mm))
+        vanished = audit_vanished(audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
         audit = replace(audit, findings=(*audit.findings, *vanished))
         files["labels.npy"] = labels
 

@@ -32,7 +32,7 @@ class Sample(TypedDict):
 
     image (1, D, H, W) float32 in [-1, 1]; target (D, H, W) uint8; inside (3, 2) int64: start and stop of the scan in the
     sample per axis (z, y, x), before any augmentation: beyond it there is nothing to be right or wrong about; region:
-    number of the region in the task (0 for the coarse stage); case: name of the case.
+    number of the region in the task (0 for the coarse stage); case: name of the case; spacing_mm: of the sample, (z, y, x).
     """
 
     image: Tensor
@@ -40,16 +40,18 @@ class Sample(TypedDict):
     inside: Tensor
     region: int
     case: str
+    spacing_mm: tuple[float, float, float]
 
 
 class Batch(TypedDict):
-    """Samples on one shape: image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64, case: names."""
+    """Samples on one shape: image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64, case: names, spacing_mm."""
 
     image: Tensor
     target: Tensor
     inside: Tensor
     region: Tensor
     case: list[str]
+    spacing_mm: list[tuple[float, float, float]]
 
 
 class CoarseSamples(Dataset[Sample]):
@@ -110,7 +112,8 @@ class CoarseSamples(Dataset[Sample]):
             target = torch.from_numpy(crop_padded(case.labels, box, 0))
             if self.augmentation is not None:
                 image, target = self.augmentation(image, target, rng, case.grid.spacing_mm)
-        return {"image": image, "target": target, "inside": _inside(case, box), "region": 0, "case": case.name}
+        inside, spacing_mm = _inside(case, box), case.grid.spacing_mm
+        return {"image": image, "target": target, "inside": inside, "region": 0, "case": case.name, "spacing_mm": spacing_mm}
 
     def _box(self, case: CachedCase, rng: np.random.Generator) -> VoxelBox:
         body = body_box(case.image_hu, case.grid.spacing_mm)
@@ -215,7 +218,7 @@ class FineSamples(Dataset[Sample]):
                 image, target = warp.apply(image, target, box.shape)
             if self.augmentation is not None:
                 image, target = self.augmentation.alter(image, target, rng, spacing_mm)
-        return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name}
+        return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name, "spacing_mm": spacing_mm}
 
     def _region_classes(self, region: Region) -> np.ndarray:
         """Table from a label value of the task to the class of the fine network."""
@@ -308,6 +311,7 @@ def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (
         "inside": torch.stack([sample["inside"] for sample in samples]),
         "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
         "case": [sample["case"] for sample in samples],
+        "spacing_mm": [sample["spacing_mm"] for sample in samples],
     }
 
 

@@ -148,11 +148,13 @@ class VoxelGrid:
             raise ValueError(f"cannot crop a grid to an empty box: {box}")
         return self._moved(box.shape, self.spacing_mm, self.index_to_world_xyz_mm(box.start), self.direction)
 
-    def resampled(self, target_spacing_mm: tuple[float, float, float]) -> VoxelGrid:
+    def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
         """Lay a grid of another spacing (z, y, x) over the same field of view: same direction, same centre.
 
-        The size follows `resampled_shape`, so the extent may change by half a target voxel per axis.
+        The size follows `resampled_shape`, so the extent may change by half a target voxel per axis. None: the grid as it is.
         """
+        if target_spacing_mm is None:
+            return self
         shape = resampled_shape(self.shape, self.spacing_mm, target_spacing_mm)
         centre = (np.array(self.shape) - 1) / 2
         ratio = np.array(target_spacing_mm, dtype=np.float64) / np.array(self.spacing_mm)

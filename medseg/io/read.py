@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
 from medseg.io.payload import DamagedError
 from medseg.io.stored import Stored, load_image, load_labels
@@ -57,6 +58,19 @@ def _volume(path: Path, load: Callable[[Stored], tuple[np.ndarray, tuple[str, ..
     stored = _open(path, series)
     array, remarks = load(stored)
     return Volume(array, stored.grid, stored.header, (*stored.remarks, *remarks))
+
+
+def read_grid(path: Path, series: str | None = None) -> VoxelGrid:
+    """Read where a scan lies, in the storage order of its file; its voxels are not looked at.
+
+    Args:
+        path: As for `read_image`.
+        series: As for `read_image`.
+
+    Raises:
+        UserError: If it cannot be read as one regular 3D volume.
+    """
+    return _explained(path, lambda known: _open(known, series).grid)
 
 
 def read_image(path: Path, series: str | None = None) -> Volume:

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 BLOCKS = ("plain", "residual", "bottleneck")
 NORMS = ("instance", "group", "batch")
 NEGATIVE_SLOPE = 0.01
+Shape = tuple[int, int, int]
+POINT = (1, 1, 1)
 GROUP_CHANNELS = 8
 # Torch's batch-norm kernel for channels-last tensors on CPU adds voxel by voxel in fp32; above this number the error of
 # the mean exceeds that of bf16.
@@ -93,10 +95,9 @@ class ConvNormAct(nn.Sequential):
     """Convolution without bias, norm and, unless `is_last`, activation; (N, C, D, H, W) to (N, C', D/s, H/s, W/s)."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel: int, *, norm: str, stride: int = 1, is_last: bool = False
+        self, in_channels: int, out_channels: int, kernel: Shape, *, norm: str, stride: Shape = (1, 1, 1), is_last: bool = False
     ) -> None:
-        # A kernel of 2 with stride 2 tiles the volume and needs no padding.
-        padding = kernel // 2 if kernel % 2 else 0
+        padding = padding_of(kernel)
         conv = Conv3d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
         nn.init.kaiming_normal_(conv.weight, a=NEGATIVE_SLOPE, nonlinearity="leaky_relu")
         layers = [conv, make_norm(norm, out_channels)]
@@ -128,7 +129,13 @@ class ResidualBlock(nn.Module):
         return self.activation(self.branch(features).add_(features))
 
 
-def make_block(block: str, channels: int, *, norm: str, reduction: int = 2) -> nn.Module:
+def padding_of(kernel: Shape) -> Shape:
+    """Padding that keeps the size; a kernel of 2 with stride 2 tiles the volume and needs none."""
+    z, y, x = (size // 2 if size % 2 else 0 for size in kernel)
+    return z, y, x
+
+
+def make_block(block: str, channels: int, *, norm: str, reduction: int = 2, kernel: Shape = (3, 3, 3)) -> nn.Module:
     """Make a block that keeps channels and size.
 
     Args:
@@ -136,37 +143,42 @@ def make_block(block: str, channels: int, *, norm: str, reduction: int = 2) -> n
         channels: Channels in and out.
         norm: Name of the norm.
         reduction: What a bottleneck divides its inner channels by.
+        kernel: What takes the place of 3x3x3 where an axis is coarse, (z, y, x).
 
     Raises:
         ValueError: If a name is unknown or `reduction` does not divide the channels.
     """
     if block == "plain":
-        return ConvNormAct(channels, channels, 3, norm=norm)
+        return ConvNormAct(channels, channels, kernel, norm=norm)
     if block == "residual":
         return ResidualBlock(
-            ConvNormAct(channels, channels, 3, norm=norm), ConvNormAct(channels, channels, 3, norm=norm, is_last=True)
+            ConvNormAct(channels, channels, kernel, norm=norm), ConvNormAct(channels, channels, kernel, norm=norm, is_last=True)
         )
     if block == "bottleneck":
         if reduction < 1 or channels % reduction:
             raise ValueError(f"reduction must divide the {channels} channels of a block, got {reduction}")
         inner = channels // reduction
         return ResidualBlock(
-            ConvNormAct(channels, inner, 1, norm=norm),
-            ConvNormAct(inner, inner, 3, norm=norm),
-            ConvNormAct(inner, channels, 1, norm=norm, is_last=True),
+            ConvNormAct(channels, inner, POINT, norm=norm),
+            ConvNormAct(inner, inner, kernel, norm=norm),
+            ConvNormAct(inner, channels, POINT, norm=norm, is_last=True),
         )
     raise ValueError(f"block must be one of {BLOCKS}, got {block!r}")
 
 
-def space_to_depth(image: Tensor) -> Tensor:
-    """Move each 2x2x2 cell into channels: (N, C, 2D, 2H, 2W) to (N, 8C, D, H, W), nothing lost."""
-    batch, channels, depth, height, width = image.shape
-    cells = image.reshape(batch, channels, depth // 2, 2, height // 2, 2, width // 2, 2)
-    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(batch, channels * 8, depth // 2, height // 2, width // 2)
+def space_to_depth(image: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
+    """Move each cell of a×b×c voxels into channels: (N, C, aD, bH, cW) to (N, abc·C, D, H, W), nothing lost."""
+    batch, channels = image.shape[:2]
+    a, b, c = cell
+    depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
+    cells = image.reshape(batch, channels, depth, a, height, b, width, c)
+    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(batch, channels * a * b * c, depth, height, width)
 
 
-def depth_to_space(features: Tensor) -> Tensor:
-    """Undo `space_to_depth`: (N, 8C, D, H, W) to (N, C, 2D, 2H, 2W)."""
+def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
+    """Undo `space_to_depth`: (N, abc·C, D, H, W) to (N, C, aD, bH, cW)."""
     batch, channels, depth, height, width = features.shape
-    cells = features.reshape(batch, channels // 8, 2, 2, 2, depth, height, width)
-    return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(batch, channels // 8, depth * 2, height * 2, width * 2)
+    a, b, c = cell
+    channels //= a * b * c
+    cells = features.reshape(batch, channels, a, b, c, depth, height, width)
+    return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(batch, channels, depth * a, height * b, width * c)

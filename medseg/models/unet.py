@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medseg.models.blocks import ConvNormAct, depth_to_space, make_activation, make_block, space_to_depth
+from medseg.geometry.levels import Strides, level_strides, total_strides
+from medseg.models.blocks import (
+    POINT,
+    ConvNormAct,
+    Shape,
+    depth_to_space,
+    make_activation,
+    make_block,
+    padding_of,
+    space_to_depth,
+)
 
 STEMS = ("conv", "strided", "space_to_depth")
 
@@ -15,15 +26,15 @@ STEMS = ("conv", "strided", "space_to_depth")
 class Stem(nn.Module):
     """First unit: image (N, C, D, H, W) to `width` channels, at half resolution unless the stem is `conv`."""
 
-    def __init__(self, in_channels: int, width: int, *, stem: str, norm: str) -> None:
+    def __init__(self, in_channels: int, width: int, *, stem: str, norm: str, kernel: Shape, cell: Shape) -> None:
         super().__init__()
-        self.gathers_cells = stem == "space_to_depth"
-        stride = 2 if stem == "strided" else 1
-        self.unit = ConvNormAct(in_channels * (8 if self.gathers_cells else 1), width, 3, norm=norm, stride=stride)
+        self.cell = cell if stem == "space_to_depth" else POINT
+        stride = cell if stem == "strided" else POINT
+        self.unit = ConvNormAct(in_channels * math.prod(self.cell), width, kernel, norm=norm, stride=stride)
 
     def forward(self, image: Tensor) -> Tensor:
         """Make the first features of an image (N, C, D, H, W)."""
-        return self.unit(space_to_depth(image) if self.gathers_cells else image)
+        return self.unit(image if self.cell == POINT else space_to_depth(image, self.cell))
 
 
 class Up(nn.Module):
@@ -34,28 +45,29 @@ class Up(nn.Module):
     follows.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *, norm: str) -> None:
+    def __init__(self, in_channels: int, out_channels: int, *, norm: str, stride: Shape) -> None:
         super().__init__()
-        self.unit = ConvNormAct(in_channels, out_channels, 1, norm=norm)
+        self.unit = ConvNormAct(in_channels, out_channels, POINT, norm=norm)
+        self.scale_factor = tuple(map(float, stride))
 
     def forward(self, features: Tensor, skip: Tensor) -> Tensor:
-        """Join features (N, 2C, D, H, W) and skip (N, C, 2D, 2H, 2W) to (N, C, 2D, 2H, 2W)."""
-        return F.interpolate(self.unit(features), scale_factor=2.0, mode="nearest").add_(skip)
+        """Join features (N, 2C, D, H, W) and skip (N, C, 2D, 2H, 2W) to (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
+        return F.interpolate(self.unit(features), scale_factor=self.scale_factor, mode="nearest").add_(skip)
 
 
 class Head(nn.Module):
     """Logits at the resolution of the image: from half resolution each feature voxel predicts its eight voxels."""
 
-    def __init__(self, width: int, num_classes: int, *, scatters_cells: bool) -> None:
+    def __init__(self, width: int, num_classes: int, *, cell: Shape) -> None:
         super().__init__()
-        self.scatters_cells = scatters_cells
-        self.conv = nn.Conv3d(width, num_classes * (8 if scatters_cells else 1), 1)
+        self.cell = cell
+        self.conv = nn.Conv3d(width, num_classes * math.prod(cell), 1)
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
 
     def forward(self, features: Tensor, image: Tensor) -> Tensor:
         """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is not looked at again."""
         logits = self.conv(features)
-        return depth_to_space(logits) if self.scatters_cells else logits
+        return logits if self.cell == POINT else depth_to_space(logits, self.cell)
 
 
 class RefiningHead(nn.Module):
@@ -65,18 +77,20 @@ class RefiningHead(nn.Module):
     sees across the borders of the cells. There is no norm: the features come from one, and the image is normalised.
     """
 
-    def __init__(self, in_channels: int, width: int, refine: int, num_classes: int) -> None:
+    def __init__(self, in_channels: int, width: int, refine: int, num_classes: int, *, kernel: Shape, cell: Shape) -> None:
         super().__init__()
-        self.cells = nn.Conv3d(width, 8 * refine, 1)
-        self.detail = nn.Conv3d(in_channels, refine, 3, padding=1, bias=False)
+        self.cell = cell
+        padding = padding_of(kernel)
+        self.cells = nn.Conv3d(width, math.prod(cell) * refine, 1)
+        self.detail = nn.Conv3d(in_channels, refine, kernel, padding=padding, bias=False)
         self.activation = make_activation()
-        self.conv = nn.Conv3d(refine, num_classes, 3, padding=1)
+        self.conv = nn.Conv3d(refine, num_classes, kernel, padding=padding)
         for conv in (self.cells, self.conv):
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
 
     def forward(self, features: Tensor, image: Tensor) -> Tensor:
         """Predict logits (N, K, D, H, W) from features (N, width, D/2, H/2, W/2) and image (N, C, D, H, W)."""
-        voxels = depth_to_space(self.cells(features))  # (N, refine, D, H, W)
+        voxels = depth_to_space(self.cells(features), self.cell)  # (N, refine, D, H, W)
         return self.conv(self.activation(voxels.add_(self.detail(image))))
 
 
@@ -106,6 +120,7 @@ class UNet(nn.Module):
         norm: str = "instance",
         reduction: int = 2,
         max_width: int = 256,
+        strides: Strides | None = None,
     ) -> None:
         """Build the network.
 
@@ -122,6 +137,8 @@ class UNet(nn.Module):
             norm: `instance`, `group` or `batch`.
             reduction: What a bottleneck divides its inner channels by.
             max_width: Channels that no level exceeds.
+            strides: What the stem (where it halves the resolution) and each downsampling divide z, y and x by, 1 or 2
+                (`level_strides`); None = 2 everywhere. While an axis is not divided, no kernel reaches along it.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -146,31 +163,43 @@ class UNet(nn.Module):
         halves = stem != "conv"
         self.in_channels = in_channels
         self.num_classes = num_classes
-        self.divisor: tuple[int, int, int] = (2 ** (depth + halves),) * 3
-        self.stem = Stem(in_channels, width, stem=stem, norm=norm)
+        strides = level_strides(None, depth + halves) if strides is None else strides
+        if len(strides) != depth + halves or any(len(one) != 3 or not set(one) <= {1, 2} for one in strides):
+            raise ValueError(f"strides must be {depth + halves} times 1 or 2 for z, y and x, got {strides}")
+        self.divisor: tuple[int, int, int] = total_strides(strides)
+        # One per resolution, the image's first; at the lowest one all axes count.
+        kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
+        cell = strides[0] if halves else POINT
+        stem_kernel = kernels[1] if stem == "space_to_depth" else kernels[0]
+        self.stem = Stem(in_channels, width, stem=stem, norm=norm, kernel=stem_kernel, cell=cell)
+        downs, level_kernels = strides[halves:], kernels[halves:]
         self.encoder = nn.ModuleList()
         for level, count in enumerate(counts):
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             if level > 0:
                 # 2x2x2 with stride 2 takes a third of the time of 3x3x3 with stride 2; the blocks see the neighbours.
-                layers["down"] = ConvNormAct(widths[level - 1], widths[level], 2, norm=norm, stride=2)
+                layers["down"] = ConvNormAct(
+                    widths[level - 1], widths[level], downs[level - 1], norm=norm, stride=downs[level - 1]
+                )
             for index in range(count):
-                layers[f"block{index}"] = make_block(block, widths[level], norm=norm, reduction=reduction)
+                layers[f"block{index}"] = make_block(
+                    block, widths[level], norm=norm, reduction=reduction, kernel=level_kernels[level]
+                )
             self.encoder.append(nn.Sequential(layers))
         self.decoder = nn.ModuleList(
             nn.ModuleDict(
                 {
-                    "up": Up(widths[level + 1], widths[level], norm=norm),
-                    "block0": make_block(block, widths[level], norm=norm, reduction=reduction),
+                    "up": Up(widths[level + 1], widths[level], norm=norm, stride=downs[level]),
+                    "block0": make_block(block, widths[level], norm=norm, reduction=reduction, kernel=level_kernels[level]),
                 }
             )
             for level in range(depth)
         )
         self.head: Head | RefiningHead
         if refine:
-            self.head = RefiningHead(in_channels, width, refine, num_classes)
+            self.head = RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=cell)
         else:
-            self.head = Head(width, num_classes, scatters_cells=halves)
+            self.head = Head(width, num_classes, cell=cell)
 
     def forward(self, image: Tensor) -> Tensor:
         """Predict class logits.
@@ -213,3 +242,9 @@ class UNet(nn.Module):
             if level < len(self.decoder):
                 named |= {f"decoder.{level}.{name}": block for name, block in self.decoder[level].named_children()}
         return named
+
+
+def _kernel(stride: Shape) -> Shape:
+    """The kernel at a resolution: neighbours along an axis that is not divided yet are too far away to be mixed."""
+    z, y, x = (3 if step == 2 else 1 for step in stride)
+    return z, y, x

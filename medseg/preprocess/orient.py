@@ -57,6 +57,12 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
     return Orientation((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]))
 
 
+def oriented_grid(grid: VoxelGrid) -> VoxelGrid:
+    """The grid that a scan has once it is oriented."""
+    orientation = orientation_of(grid)
+    return grid.reoriented(orientation.order, orientation.flips)
+
+
 def orient(array: np.ndarray, grid: VoxelGrid) -> tuple[np.ndarray, VoxelGrid, Orientation]:
     """Bring a volume into the order in which everything is computed.
 

@@ -174,14 +174,12 @@ class ValidationPictures(pl.Callback):
 
     Args:
         folder: Where the pictures go.
-        spacing_mm: Voxel spacing of the stage, (z, y, x).
         views: One per region; a single one for the coarse stage.
         num_cases: Cases drawn at each validation.
     """
 
-    def __init__(self, folder: Path, spacing_mm: tuple[float, float, float], views: Sequence[View], num_cases: int = 2) -> None:
+    def __init__(self, folder: Path, views: Sequence[View], num_cases: int = 2) -> None:
         self.folder = folder
-        self.spacing_mm = spacing_mm
         self.views = views
         self.num_cases = num_cases
 
@@ -207,7 +205,7 @@ class ValidationPictures(pl.Callback):
                 image,
                 pred,
                 target,
-                self.spacing_mm,
+                batch["spacing_mm"][0],
                 path,
                 title=f"{batch['case'][0]}, step {trainer.global_step}",
                 label_names=view.label_names,

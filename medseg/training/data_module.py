@@ -18,7 +18,7 @@ from medseg.cascade.localise import localise, region_box
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.audit.table import DUPLICATE
 from medseg.data.augment import Augmentation
-from medseg.data.cache import CachedCase, is_current, open_case, prepare_case
+from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, spacing_text
 from medseg.data.case_table import Case
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded, init_worker
@@ -34,7 +34,7 @@ class StageInput:
 
     Attributes:
         is_coarse: Whole volume (True) or one crop per region (False).
-        spacing_mm: Voxel spacing, (z, y, x).
+        spacing_mm: Voxel spacing, (z, y, x); None takes each scan as it is.
         divisor: What the network's input must be a multiple of, (z, y, x).
         patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
         max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
@@ -48,7 +48,7 @@ class StageInput:
     """
 
     is_coarse: bool
-    spacing_mm: tuple[float, float, float]
+    spacing_mm: tuple[float, float, float] | None
     divisor: tuple[int, int, int]
     patch_size: tuple[int, int, int] | None
     max_voxels: int | None
@@ -131,7 +131,7 @@ class CasesDataModule(pl.LightningDataModule):
             return
         from rich.progress import track
 
-        for case, source in track(missing, f"cache at {'x'.join(f'{mm:g}' for mm in self.stage_input.spacing_mm)} mm"):
+        for case, source in track(missing, f"cache at {spacing_text(self.stage_input.spacing_mm)}"):
             prepare_case(case, self.cache_dir, self.stage_input.spacing_mm, self.task, source.label_values)
 
     def setup(self, stage: str) -> None:
@@ -231,7 +231,7 @@ class CasesDataModule(pl.LightningDataModule):
         given = self.stage_input
         tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
         if rng is not None:
-            tight = jittered(tight, given.box_jitter_mm, given.spacing_mm, rng)
+            tight = jittered(tight, given.box_jitter_mm, case.grid.spacing_mm, rng)
         patch_size = given.patch_size if rng is not None else given.tile_size
         return region_box(tight, case.grid, case.grid, given.region_margin_mm, patch_size, given.divisor)
 

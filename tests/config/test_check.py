@@ -87,6 +87,14 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["lr_scaling=linear"], "the steps of AdamW do not grow with the gradient; choose lr_scaling=sqrt"),
         (["memory.cudnn_benchmark=true", "trainer.accelerator=cpu"], "choose memory.cudnn_benchmark=false"),
         (["data.pin_memory=true", "trainer.accelerator=cpu"], "choose data.pin_memory=null"),
+        (["spacing.target_spacing_mm=[3.0,1.0,1.0]"], "isotropic has one spacing for all axes; choose spacing.strategy=anisotropic"),
+        (["spacing.target_spacing_mm=null"], "spacing.strategy=isotropic needs three numbers in mm"),
+        (["spacing=native", "spacing.target_spacing_mm=[1.0,1.0,1.0]"], "native takes each scan as it is; leave it null"),
+        (["spacing.strategy=mean"], "expected one of [isotropic, anisotropic, dataset_median, native]"),
+        (
+            ["stage=fine", "spacing=anisotropic", "spacing.target_spacing_mm=[4.0,1.0,1.0]", "stage.patch_size=[6,96,96]"],
+            "stage.patch_size: must be multiples of [4, 16, 16]",
+        ),
         (["+logger.inner={_target_: os.system}"], "nested targets are not allowed"),
     ],
 )  # fmt: skip

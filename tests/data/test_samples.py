@@ -271,6 +271,7 @@ def test_collation_fills_at_the_end_as_prediction_does() -> None:
             "image": torch.ones(1, *shape),
             "target": torch.ones(shape, dtype=torch.uint8),
             "inside": torch.tensor([(0, size) for size in shape]),
+            "spacing_mm": (1.0, 1.0, 1.0),
             "region": n,
             "case": f"c{n}",
         }

@@ -215,3 +215,37 @@ def test_learns_two_blobs() -> None:
     for k in (1, 2):
         dice = 2 * ((labels == k) & (target == k)).sum() / ((labels == k).sum() + (target == k).sum())
         assert dice > 0.95
+
+
+COARSE_Z = ((1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("stem", "block", "refine"), [("conv", "plain", 0), ("strided", "residual", 2), ("space_to_depth", "bottleneck", 2)]
+)
+def test_a_coarse_axis_is_divided_later_and_its_slices_are_not_mixed_before(stem: str, block: str, refine: int) -> None:
+    strides = COARSE_Z[(stem == "conv") :]
+    network = make(stem=stem, block=block, refine=refine, norm="batch", strides=strides).eval()
+    assert network.divisor == tuple(int(n) for n in torch.tensor(strides).prod(0))
+    inputs = torch.randn(1, 1, 8, 32, 48)
+    assert network(inputs).shape == (1, 3, 8, 32, 48)
+    assert len(gradients(network, torch.cat([inputs, inputs]))) == len(list(network.parameters()))
+    reaches = {
+        name: (conv.kernel_size[0], conv.stride[0]) for name, conv in network.named_modules() if isinstance(conv, nn.Conv3d)
+    }
+    near = [name for name in reaches if not name.startswith(("encoder.2", "encoder.3", "decoder.2"))]
+    near = [name for name in near if not name.startswith(("encoder.1", "decoder.1"))]  # where z is divided next, it counts
+    assert all(reaches[name] == (1, 1) for name in near)
+    assert reaches[f"encoder.{3 - (stem == 'conv')}.down.0"] == (2, 2)
+
+
+def test_strides_of_two_everywhere_are_the_plain_network() -> None:
+    for stem in STEMS:
+        same = make(stem=stem, strides=((2, 2, 2),) * (3 + (stem != "conv")))
+        assert torch.equal(same(image()), make(stem=stem)(image()))
+
+
+@pytest.mark.parametrize("strides", [((2, 2, 2),), ((2, 2, 3),) * 4, ((2, 2),) * 4])
+def test_strides_that_do_not_fit_are_refused(strides: object) -> None:
+    with pytest.raises(ValueError, match="strides must be 4 times 1 or 2"):
+        make(strides=strides)

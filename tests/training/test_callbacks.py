@@ -20,7 +20,8 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     labels = torch.zeros(6, 7, 8, dtype=torch.uint8)
     labels[2:4, 2:5, 3:6] = 1
     batch = {"image": torch.zeros(1, 1, 6, 7, 8), "target": labels[None], "region": torch.tensor([0]), "case": ["Doe, John"]}
-    pictures = ValidationPictures(tmp_path, (2.0, 1.0, 1.5), [View({1: "left_lung"}, False)])
+    batch["spacing_mm"] = [(2.0, 1.0, 1.5)]
+    pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False)])
     pictures.on_validation_batch_end(trainer, None, labels, batch, 0)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007_0.png"]
 

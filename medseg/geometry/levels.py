@@ -1,0 +1,44 @@
+"""How a network divides its axes, level by level, where they are not equally fine."""
+
+from __future__ import annotations
+
+import math
+
+Strides = tuple[tuple[int, int, int], ...]
+
+
+def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int) -> Strides:
+    """Choose what each level divides an axis by, the finest level first.
+
+    An axis that is at least twice as coarse as the finest one waits until the others have come near it (nnU-Net's rule).
+
+    Args:
+        spacing_mm: Spacing of the input, (z, y, x); None: all axes alike.
+        num_levels: How often the input is divided.
+
+    Returns:
+        Per level 1 or 2 for z, y and x.
+
+    Example:
+        >>> level_strides((5.0, 1.0, 1.0), 4)
+        ((1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2))
+    """
+    current_mm = list(spacing_mm or (1.0, 1.0, 1.0))
+    strides = []
+    for _ in range(num_levels):
+        least_mm = min(current_mm)
+        z, y, x = (2 if mm < 2 * least_mm else 1 for mm in current_mm)
+        strides.append((z, y, x))
+        current_mm = [mm * stride for mm, stride in zip(current_mm, strides[-1], strict=True)]
+    return tuple(strides)
+
+
+def total_strides(strides: Strides) -> tuple[int, int, int]:
+    """Multiply the strides of all levels, per axis (z, y, x).
+
+    Example:
+        >>> total_strides(((1, 2, 2), (2, 2, 2)))
+        (2, 4, 4)
+    """
+    z, y, x = (math.prod(level[axis] for level in strides) for axis in range(3))
+    return z, y, x
