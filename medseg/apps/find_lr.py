@@ -10,6 +10,7 @@ from pathlib import Path
 from medseg.apps import entry
 from medseg.apps.ending import EXIT_FAILED
 from medseg.apps.runs import replace_text
+from medseg.apps.spacing import find_spacing
 from medseg.config.schema import FindLrConfig
 from medseg.errors import UserError
 
@@ -41,6 +42,7 @@ def find_lr(config: FindLrConfig) -> int:
     from medseg.pictures.lr_range import draw_lr_range
     from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 
+    find_spacing(config.spacing, config.data)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     # The rates are the test's own, and nothing is left behind but its result.

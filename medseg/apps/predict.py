@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,12 +63,16 @@ class Cascade(NamedTuple):
         fine: Trained fine stage.
         options: How the networks are run.
         settings: All that the result follows from beside the scan and how it is read, in plain types.
+        name: Name of the range of `by_spacing`; empty where there is one cascade for all scans.
+        range_mm: Coarsest spacing of the scans that it is for, from the first number to below the second.
     """
 
     coarse: Any
     fine: Any
     options: Any
     settings: dict[str, Any]
+    name: str = ""
+    range_mm: tuple[float, float] = (0.0, math.inf)
 
 
 def main() -> None:
@@ -92,6 +98,10 @@ def predict(config: PredictConfig) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    if config.by_spacing and is_under_torchrun():
+        raise UserError(
+            "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun"
+        )
     if is_helper():
         help_first(load_cascade(config))
         return 0
@@ -100,18 +110,21 @@ def predict(config: PredictConfig) -> int:
     is_one_scan = len(cases) == 1 and cases[0].path == source
     paths = output_paths(Path(config.output), [scan.name for scan in cases], is_one_scan=is_one_scan)
     check_outputs(paths, known)
-    cascade = load_cascade(config)
+    cascades = load_cascades(config)
     for folder in {path.parent for path in paths}:
         check_writable(folder)
 
     codes: list[int] = []
     num_finished = 0
     console = Console(stderr=True)
-    with shared(cascade), Progress(console=console, disable=len(cases) == 1 or not console.is_terminal) as progress:
+    with shared(cascades[0]), Progress(console=console, disable=len(cases) == 1 or not console.is_terminal) as progress:
         task = progress.add_task("", total=len(cases))
         for scan, output in zip(cases, paths, strict=True):
             progress.update(task, description=scan.name)
-            if not config.overwrite and is_case_finished(scan, output, cascade):
+            cascade = pick_cascade(scan, cascades)
+            if cascade is None:
+                codes.append(EXIT_USER_ERROR)
+            elif not config.overwrite and is_case_finished(scan, output, cascade):
                 num_finished += 1
                 print(f"{output}: finished before, skipped", flush=True)
             elif code := try_case(scan, output, cascade, is_alone=len(cases) == 1):
@@ -124,6 +137,52 @@ def predict(config: PredictConfig) -> int:
         # A single input that fails is the user's whole request.
         return codes[0] if len(cases) == 1 else EXIT_FAILED
     return 0
+
+
+def load_cascades(config: PredictConfig) -> list[Cascade]:
+    """Load both stages, those of each range where the scan's spacing decides.
+
+    Raises:
+        UserError: If the device, the precision or a checkpoint is not usable.
+    """
+    if not config.by_spacing:
+        return [load_cascade(config)]
+    return [
+        load_cascade(replace(config, coarse=one.coarse, fine=one.fine))._replace(name=name, range_mm=one.range_mm)
+        for name, one in config.by_spacing.items()
+    ]
+
+
+def pick_cascade(scan: Scan, cascades: list[Cascade]) -> Cascade | None:
+    """Choose the cascade of a scan and say which and why; None, and said as well, where no range holds it."""
+    from medseg.io.read import read_grid
+
+    if not cascades[0].name:
+        return cascades[0]
+    try:
+        # Headers store float32: 5 mm must not fall below a range that begins there.
+        spacing_mm = round(max(read_grid(scan.path, scan.series).spacing_mm), 3)
+    except UserError as error:
+        entry.say(f"{scan.name}: {error}")
+        return None
+    for cascade in cascades:
+        low_mm, high_mm = cascade.range_mm
+        if low_mm <= spacing_mm < high_mm:
+            entry.say(
+                f"{scan.name}: {cascade.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {_range_text(cascade)}"
+            )
+            return cascade
+    known = ", ".join(f"{cascade.name} {_range_text(cascade)}" for cascade in cascades)
+    entry.say(
+        f"{scan.name}: its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({known}); give checkpoints for it, "
+        "or widen a range"
+    )
+    return None
+
+
+def _range_text(cascade: Cascade) -> str:
+    low_mm, high_mm = cascade.range_mm
+    return f"{low_mm:g} … {high_mm:g} mm"
 
 
 def load_cascade(config: PredictConfig) -> Cascade:
@@ -280,6 +339,7 @@ def predict_case(scan: Scan, output: Path, cascade: Cascade) -> dict[str, Any]:
         "peak_resident_bytes": peak_resident_bytes(),
         "memory_gb_s": meter.curve.area_gb_s,
         "checkpoints": {stage.name: stage.checkpoints for stage in (cascade.coarse, cascade.fine)},
+        "by_spacing": {"name": cascade.name, "range_mm": cascade.range_mm} if cascade.name else None,
         "version": __version__,
         "settings": {**cascade.settings, **scan.reading()},
         "source": source,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from medseg.apps import entry
+from medseg.apps.spacing import find_spacing
 from medseg.config.schema import TuneLoaderConfig
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def tune_loader(config: TuneLoaderConfig) -> int:
     from medseg import build
     from medseg.apps.worker import make_data_module
 
+    find_spacing(config.spacing, config.data)
     device = build.pick_device(config.trainer.accelerator)
     tried = settings(config.workers or default_workers(os.cpu_count() or 1), config.prefetches, has_gpu=device.type == "cuda")
     longest = max(setting.num_workers * setting.prefetch for setting in tried)

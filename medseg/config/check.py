@@ -166,6 +166,7 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
     if isinstance(config, PredictConfig):
         for key in ("coarse", "fine"):
             setattr(config, key, _path_list(key, getattr(config, key)))
+        _check_by_spacing(config)
     if isinstance(config, PrepareConfig):
         for name, spacing in config.spacings.items():
             _check_spacing(f"spacings.{name}", spacing)
@@ -174,6 +175,22 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
     if isinstance(getattr(config, "task", None), TaskConfig):
         _check_task(typing.cast(Any, config).task)
     return config
+
+
+def _check_by_spacing(config: PredictConfig) -> None:
+    """Bring the checkpoints of each range to lists; refuse ranges that are empty or overlap."""
+    earlier = ("", 0.0)
+    for name, one in sorted((config.by_spacing or {}).items(), key=lambda item: item[1].range_mm):
+        key, (low_mm, high_mm) = f"by_spacing.{name}", one.range_mm
+        _require(0 <= low_mm < high_mm, f"{key}.range_mm: two rising numbers from 0 on are needed, but got {list(one.range_mm)}")
+        _require(
+            low_mm >= earlier[1],
+            f"{key}.range_mm={list(one.range_mm)} overlaps that of {earlier[0]}; let one end where the other begins",
+        )
+        earlier = (name, high_mm)
+        for stage in ("coarse", "fine"):
+            paths = _path_list(f"{key}.{stage}", getattr(one, stage)) or getattr(config, stage)
+            setattr(one, stage, paths)
 
 
 def _path_list(key: str, value: Any) -> list[str]:

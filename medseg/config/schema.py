@@ -412,6 +412,15 @@ class PrepareConfig:
 
 
 @dataclass
+class RangeConfig:
+    """The checkpoints for scans whose coarsest spacing lies in a range; null takes those of `predict`."""
+
+    range_mm: tuple[float, float]
+    coarse: Any = None
+    fine: Any = None
+
+
+@dataclass
 class PredictConfig:
     """Root of `predict`."""
 
@@ -419,6 +428,7 @@ class PredictConfig:
     output: str
     coarse: Any
     fine: Any
+    by_spacing: dict[str, RangeConfig] | None
     split: str | None
     series: str | None
     hu_slope: float
