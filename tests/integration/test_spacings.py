@@ -1,0 +1,36 @@
+"""Every spacing strategy goes the whole way: both stages trained, a scan predicted from the checkpoints alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medseg.apps.segmenter import LungSegmenter
+from medseg.io.read import read_grid, read_image
+
+from .conftest import train
+
+STRATEGIES = {
+    "anisotropic": ["spacing=anisotropic", "spacing.target_spacing_mm=[8.0,3.0,3.0]"],
+    "dataset_median": ["spacing=dataset_median"],
+    "native": ["spacing=native"],
+}
+SPACINGS_MM = {"anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "native": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", [[], ["stage.patch_size=[16,32,32]", "inference=tiles", "inference.tile_size=[16,32,32]"]])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_trains_and_predicts_both_stages(strategy: str, patch: list[str], tiny_table: Path, tmp_path: Path) -> None:
+    few = ["steps=2", "model.width=4", *STRATEGIES[strategy]]
+    coarse = train(tmp_path / "coarse", tiny_table, "stage=coarse", *few)
+    fine = train(tmp_path / "fine", tiny_table, "stage=fine", *few, *patch)
+    segmenter = LungSegmenter([coarse], [fine], accelerator="cpu")
+    assert segmenter.coarse.spacing_mm == segmenter.fine.spacing_mm == SPACINGS_MM[strategy]
+    scan = tiny_table.parent / "c3.nii.gz"
+    result = segmenter.segment(scan)
+    assert result.labels.array.shape == read_image(scan).array.shape
+    assert result.labels.grid.is_close(read_grid(scan))
+    for box in result.boxes.values():
+        assert box.grid.spacing_mm == (SPACINGS_MM[strategy] or read_grid(scan).spacing_mm)
