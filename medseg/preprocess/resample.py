@@ -15,6 +15,7 @@ do not depend on the number of threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,13 +83,18 @@ def axis_taps(num_outputs: int, num_inputs: int, scale: float, offset: float, *,
         num_inputs: Voxels of the source.
         scale: Source voxels per target voxel.
         offset: Source position of target voxel 0.
-        goes_on: Whether the outermost voxels go on without end, so that every output lies inside.
+        goes_on: Whether the outermost outputs inside the field of view stand for all beyond it.
 
     Returns:
         Taps of the outputs inside the field of view; none if the target lies outside.
     """
-    position = np.round(scale * np.arange(num_outputs) + offset, POSITION_DECIMALS)
-    inside = np.flatnonzero(goes_on | ((position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE)))
+    number = np.arange(num_outputs)
+    if goes_on:
+        # The target's lattice beyond the target: its outermost voxels inside the field of view stand for those beyond.
+        low, high = ((end - offset) / scale for end in (-0.5 - EDGE_TOLERANCE, num_inputs - 0.5 + EDGE_TOLERANCE))
+        number = np.clip(number, math.ceil(low), max(math.ceil(low), math.floor(high)))
+    position = np.round(scale * number + offset, POSITION_DECIMALS)
+    inside = np.flatnonzero((position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE))
     start = int(inside[0]) if inside.size else 0
     position = position[inside, None]
     radius = max(1.0, scale)
@@ -199,7 +205,7 @@ def resample_image(
         source: Grid of the image.
         target: Wanted grid; its axes must be the source's.
         outside: Value for voxels whose centre lies outside the source's field of view.
-        slices_go_on: Whether the first and the last slice go on beyond it, as in `crop_padded`.
+        slices_go_on: Whether the first and the last slice of the result that lie inside go on beyond it, as in `crop_padded`.
 
     Returns:
         Resampled image (D', H', W'), float32, on the image's device (CPU for an array).

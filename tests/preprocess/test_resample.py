@@ -39,9 +39,13 @@ def test_a_crop_gets_the_numbers_of_the_whole(spacing_mm: tuple[float, float, fl
     rng = np.random.default_rng(1)
     for _ in range(25):
         box = random_box(rng, target.shape)
-        crop = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU).numpy()
-        expected = crop_padded(whole, box, OUTSIDE_HU)
-        np.testing.assert_allclose(crop, expected, rtol=0, atol=1e-4)
+        crop = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU, slices_go_on=True).numpy()
+        np.testing.assert_allclose(crop, crop_padded(whole, box, OUTSIDE_HU), rtol=0, atol=1e-4)
+        cut = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU).numpy()
+        start, stop = (min(max(end, 0), whole.shape[0]) - box.start[0] for end in (box.start[0], box.stop[0]))
+        np.testing.assert_array_equal(cut[start:stop], crop[start:stop])
+        assert (cut[: max(start, 0)] == OUTSIDE_HU).all()
+        assert (cut[max(stop, 0) :] == OUTSIDE_HU).all()
 
 
 def test_the_slab_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +64,7 @@ def test_the_same_grid_is_the_identity() -> None:
     result = resample_image(image_hu, SOURCE, SOURCE, OUTSIDE_HU)
     np.testing.assert_array_equal(result.numpy(), image_hu)
     box = VoxelBox((-3, 5, 40), (20, 90, 61))
-    result = resample_image(image_hu, SOURCE, SOURCE.crop(box), OUTSIDE_HU)
+    result = resample_image(image_hu, SOURCE, SOURCE.crop(box), OUTSIDE_HU, slices_go_on=True)
     np.testing.assert_array_equal(result.numpy(), crop_padded(image_hu, box, int(OUTSIDE_HU)))
 
 
