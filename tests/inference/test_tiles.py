@@ -38,7 +38,7 @@ def test_tiles_equal_the_whole(shape: tuple[int, int, int], tile_shape: tuple[in
 
 
 @pytest.mark.parametrize("tile_shape", [None, (6, 12, 16), (40, 40, 40)])
-def test_the_network_gets_multiples_and_air_behind_the_image(tile_shape: tuple[int, int, int] | None) -> None:
+def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile_shape: tuple[int, int, int] | None) -> None:
     divisor, shape = (4, 8, 8), (5, 17, 20)
     seen: list[Tensor] = []
 
@@ -54,7 +54,8 @@ def test_the_network_gets_multiples_and_air_behind_the_image(tile_shape: tuple[i
         (image,) = seen
         inside = (image[0, 0] == 0.5).nonzero()
         assert tuple(image.shape[2:]) == (40, 40, 40)
-        assert (inside.max(0).values - inside.min(0).values + 1).tolist() == list(shape)
+        # The last slice goes on; in plane lies air.
+        assert (inside.max(0).values - inside.min(0).values + 1).tolist() == [40, *shape[1:]]
         # At the end, where training pads: the cells of the network lie on the same voxels.
         assert inside.min(0).values.tolist() == [0, 0, 0]
 
