@@ -12,7 +12,7 @@ from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.postprocess import fill_holes, keep_large_parts
+from medseg.inference.postprocess import fill_holes, gas_parts, keep_large_parts
 from medseg.preprocess.resample import resample_image
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
@@ -20,7 +20,13 @@ RegionResult = tuple[Region, Tensor, VoxelGrid]
 SLAB_VOXELS = 2**22
 
 
-def join(regions: list[RegionResult], grid: VoxelGrid, task: Task, options: CascadeOptions | None = None) -> np.ndarray:
+def join(
+    regions: list[RegionResult],
+    grid: VoxelGrid,
+    task: Task,
+    options: CascadeOptions | None = None,
+    image_hu: np.ndarray | None = None,
+) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
     Beside the crops and the result it needs at most 100 MB for a slab, and while a label is cleaned about 10 bytes a
@@ -31,11 +37,14 @@ def join(regions: list[RegionResult], grid: VoxelGrid, task: Task, options: Casc
         grid: Oriented native grid of the scan.
         task: Labels and regions.
         options: Thresholds of the clean-up; the defaults where None.
+        image_hu: The scan on that grid; None where `task.least_hu` cannot be asked.
 
     Returns:
         Label map (D, H, W) on the oriented native grid, uint8.
     """
     labels = merge(regions, grid, task)
+    if task.least_hu is not None and image_hu is not None:
+        clear_gas(labels, tuple(task.labels.values()), image_hu, task.least_hu)
     clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction)
     return labels
 
@@ -87,6 +96,22 @@ def paste_spread(spreads: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
                 view = percent[part.slices()]
                 np.maximum(view, values.mul_(100.0).round_().to(torch.uint8).numpy(), out=view)
     return percent
+
+
+def clear_gas(labels: np.ndarray, values: tuple[int, ...], image_hu: np.ndarray, least_hu: float) -> None:
+    """Remove the parts of each label whose median lies below a bound, in place.
+
+    Args:
+        labels: Label map (D, H, W).
+        values: Label values.
+        image_hu: The scan on the same grid.
+        least_hu: The bound.
+    """
+    for value in values:
+        box = VoxelBox.from_mask(labels == value)
+        if box is not None:
+            inner = labels[box.slices()]
+            inner[gas_parts(inner == value, image_hu[box.slices()] < least_hu)] = 0
 
 
 def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float) -> None:

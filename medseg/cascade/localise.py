@@ -14,7 +14,7 @@ from medseg.data.task import Region, Task, is_side_pair
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.passes import Pass
-from medseg.inference.postprocess import keep_large_parts
+from medseg.inference.postprocess import gas_parts, keep_large_parts
 from medseg.inference.tiles import most_probable
 from medseg.preprocess.crop import body_box
 from medseg.preprocess.intensity import normalise_hu
@@ -173,20 +173,16 @@ def _remove_gas(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task:
     if task.least_hu is None:
         return []
     warnings = []
+    is_gas = image_hu < task.least_hu
     for name, value in task.labels.items():
-        parts, _ = ndimage.label(labels == value)
-        for number, slices in enumerate(ndimage.find_objects(parts), start=1):
-            part = parts[slices] == number
-            median_hu = float(np.median(image_hu[slices][part]))
-            if median_hu >= task.least_hu:
-                continue
-            labels[slices][part] = 0
-            volume_ml = float(part.sum()) * math.prod(grid.spacing_mm) / 1000.0
-            if volume_ml >= SAID_ML:
-                warnings.append(
-                    f"{volume_ml:.0f} ml that the coarse stage called {name} were left out: their median of {median_hu:.0f} HU is "
-                    f"that of gas, below {task.least_hu:g} HU"
-                )
+        gone = gas_parts(labels == value, is_gas)
+        labels[gone] = 0
+        volume_ml = float(gone.sum()) * math.prod(grid.spacing_mm) / 1000.0
+        if volume_ml >= SAID_ML:
+            warnings.append(
+                f"{volume_ml:.0f} ml that the coarse stage called {name} were left out: the median of such a part lies below "
+                f"{task.least_hu:g} HU, so it is gas"
+            )
     return warnings
 
 

@@ -111,7 +111,7 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
         if refined.spread is not None:
             spreads.append((refined.spread, crop_grid))
     with _timed(durations_s, "join"):
-        labels = join(results, grid, fine.task, options)
+        labels = join(results, grid, fine.task, options, image_hu)
         volumes_ml = label_volumes_ml(labels, grid, fine.task)
     for region, _, _ in results:
         if not any(volumes_ml[name] for name in region.labels):

@@ -32,7 +32,7 @@ class Task:
         labels: Label name to value in every label map that medseg writes; values are 1, 2, … without a gap.
         regions: Regions of interest, one fine crop each.
         window_hu: Lower and upper HU that are mapped to [-1, 1].
-        least_hu: A part that the coarse stage finds is no organ where its median lies below; None where any may be one.
+        least_hu: A part that hangs together is no organ where its median lies below; None where any may be one.
     """
 
     name: str

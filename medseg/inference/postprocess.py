@@ -34,6 +34,21 @@ def keep_large_parts(mask: np.ndarray, min_fraction: float = 1.0) -> np.ndarray:
     return result
 
 
+def gas_parts(mask: np.ndarray, is_gas: np.ndarray) -> np.ndarray:
+    """Find the parts more than half of whose voxels are gas: their median lies below the bound of gas.
+
+    Args:
+        mask: Boolean mask (D, H, W).
+        is_gas: Boolean (D, H, W): which voxels lie below the bound.
+
+    Returns:
+        New boolean mask of those parts.
+    """
+    parts, sizes = _parts(mask)
+    num_gas = _sizes(parts, len(sizes), where=is_gas)
+    return (2 * num_gas > sizes)[parts]
+
+
 def fill_holes(mask: np.ndarray) -> np.ndarray:
     """Fill cavities that the mask encloses on all sides, in 3D; a cavity open to the volume's border stays open.
 
@@ -62,9 +77,16 @@ def fill_holes(mask: np.ndarray) -> np.ndarray:
 def _parts(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number the parts of a mask from 1; their sizes by number, 0 for the background."""
     parts, num_parts = ndimage.label(mask)
-    sizes = np.zeros(num_parts + 1, dtype=np.int64)
-    # Piece by piece: `bincount` makes eight bytes of each voxel.
-    for start in range(0, parts.size, COUNTED_AT_ONCE):
-        sizes += np.bincount(parts.reshape(-1)[start : start + COUNTED_AT_ONCE], minlength=num_parts + 1)
+    return parts, _sizes(parts, num_parts + 1)
+
+
+def _sizes(parts: np.ndarray, num: int, where: np.ndarray | None = None) -> np.ndarray:
+    """Voxels of each part, of all or of those `where` is true; 0 for the background."""
+    sizes = np.zeros(num, dtype=np.int64)
+    # Slice by slice: `bincount` makes eight bytes of each voxel.
+    step = max(1, COUNTED_AT_ONCE // max(1, parts[0].size)) if len(parts) else 1
+    for start in range(0, len(parts), step):
+        numbers = parts[start : start + step]
+        sizes += np.bincount((numbers if where is None else numbers[where[start : start + step]]).reshape(-1), minlength=num)
     sizes[0] = 0
-    return parts, sizes
+    return sizes

@@ -94,6 +94,20 @@ def test_clean_up_drops_crumbs_and_fills_holes_but_no_other_label() -> None:
     np.testing.assert_array_equal(labels, expected)
 
 
+def test_gas_is_no_organ_where_the_task_says_so() -> None:
+    probs = np.zeros((2, *GRID.shape), dtype=np.float32)
+    probs[1, 2:5, 4:8, 5:10] = 1.0  # parenchyma
+    probs[1, 2:6, 12:20, 14:24] = 1.0  # gas, and more of it
+    probs[0] = 1.0 - probs[1]
+    image_hu = np.full(GRID.shape, -1000, dtype=np.int16)
+    image_hu[2:5, 4:8, 5:10] = -900
+    region = Region("lung", ("lung",))
+    results = [(region, torch.from_numpy(probs), GRID)]
+    for least_hu, expected in ((-980.0, 60), (None, 380)):
+        task = Task("lung", {"lung": 1}, (region,), (-1000.0, 400.0), least_hu)
+        assert int((join(results, GRID, task, image_hu=image_hu) > 0).sum()) == expected
+
+
 def test_a_fine_ball_returns_to_an_anisotropic_grid() -> None:
     native = VoxelGrid((15, 60, 70), (5.0, 0.8, 0.7), (-11.0, 20.0, 300.0), OBLIQUE)
     fine = native.resampled((1.0, 1.0, 1.0))

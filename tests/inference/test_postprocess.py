@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.inference.postprocess import fill_holes, keep_large_parts
+from medseg.inference import postprocess
+from medseg.inference.postprocess import fill_holes, gas_parts, keep_large_parts
 
 DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
 
@@ -53,3 +54,20 @@ def test_a_hole_is_filled_and_a_bay_is_not() -> None:
     filled = fill_holes(mask)
     assert filled[3, 3, 3]
     assert not filled[4:8, 5, 5].any()
+
+
+@pytest.mark.parametrize("counted_at_once", [1, 10**9])
+def test_a_part_is_gas_where_its_median_lies_below(counted_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postprocess, "COUNTED_AT_ONCE", counted_at_once)
+    rng = np.random.default_rng(5)
+    mask = ndimage.gaussian_filter(rng.random((20, 30, 40)), 1.5) > 0.51
+    image_hu = ndimage.gaussian_filter(rng.normal(-980, 60, mask.shape), 2.0)
+    parts, num_parts = ndimage.label(mask)
+    medians = ndimage.median(image_hu, parts, np.arange(1, num_parts + 1))
+    bound_hu = float(np.median(medians)) + 1e-9
+    expected = np.isin(parts, 1 + np.flatnonzero(medians < bound_hu))
+    # A median between two values may lie on either side of the bound.
+    sure = np.isin(parts, 1 + np.flatnonzero(np.abs(medians - bound_hu) > 1e-3)) | ~mask
+    assert num_parts >= 5
+    assert 0 < expected.sum() < mask.sum()
+    np.testing.assert_array_equal(gas_parts(mask, image_hu < bound_hu)[sure], expected[sure])
