@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -72,6 +73,8 @@ def meet(backend: str, patience: timedelta = MEET_WITHIN) -> None:
         word = store.get(f"medseg/word/{word}").decode()
         store.add(f"medseg/here/{word}", 1)
     dist.init_process_group(backend, store=dist.PrefixStore(word, store), rank=rank(), world_size=num_ranks, timeout=patience)
+    # A process that ends while its group's threads still run may be aborted (std::terminate), with an exit code of failure.
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def is_under_torchrun() -> bool:
