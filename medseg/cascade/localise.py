@@ -23,6 +23,10 @@ from medseg.preprocess.resample import resample_image
 
 # Below this share of the larger side a part is not mixed: a few voxels beyond the middle are no doubt about the sides.
 MIXED_SHARE = 0.05
+# Organs with a lower median are full of air. Share of a lung's voxels at either end, and how far back the upper end may lie.
+AIRY_HU = -500.0
+END_SHARE = 0.05
+UPSIDE_DOWN_SHIFT = -0.03
 # Less that was left out is no news.
 SAID_ML = 5.0
 # Bone at 2 mm; how far from the middle it is looked for; share of the slices that are denser at the back. Eleven real scans: 1.0, with contrast
@@ -83,7 +87,10 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
     labels[body.slices()] = most_probable(prediction.probs).numpy()
     gas = _remove_gas(labels[body.slices()], resampled[body.slices()].numpy(), coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
-    turned = turned_warnings(resampled.numpy(), found, stage.task)
+    turned = [
+        *turned_warnings(resampled.numpy(), found, stage.task),
+        *upside_down_warnings(resampled.numpy(), found, stage.task),
+    ]
     return replace(found, warnings=[*prediction.remarks, *gas, *found.warnings, *turned], how=prediction.how)
 
 
@@ -162,6 +169,39 @@ def turned_warnings(image_hu: np.ndarray, found: Localisation, task: Task) -> li
                 "round than the header says, left and right are exchanged"
             )
     return warnings
+
+
+def upside_down_warnings(image_hu: np.ndarray, found: Localisation, task: Task) -> list[str]:
+    """Say where lungs seem to stand on their heads, so that left and right are exchanged.
+
+    A lung reaches farthest down at the back, beside the diaphragm's dome. Over the height of a lung the difference is 0.07 to 0.24 of its depth
+    on the scans and phantoms at hand. Only lungs that the scan does not cut are asked, and only organs full of air are lungs.
+
+    Args:
+        image_hu: Image (D, H, W) in HU on the coarse grid.
+        found: What was found in it.
+        task: Labels and regions.
+
+    Returns:
+        A sentence, or nothing.
+    """
+    shifts = []
+    for region in task.regions:
+        box = found.boxes.get(region.name)
+        if region.side is None or box is None or box.start[0] == 0 or box.stop[0] == found.grid.shape[0]:
+            continue
+        mask = np.isin(found.labels[box.slices()], task.region_values(region))
+        if np.median(image_hu[box.slices()][mask]) > AIRY_HU:
+            continue
+        z, y, _ = np.nonzero(mask)
+        low, high = np.quantile(z, [END_SHARE, 1.0 - END_SHARE])
+        shifts.append(float(y[z <= low].mean() - y[z >= high].mean()) / box.shape[1])
+    if not shifts or np.mean(shifts) > UPSIDE_DOWN_SHIFT:
+        return []
+    return [
+        "the upper ends of the lungs lie farther back than their lower ends: if the patient lay the other way round than the header "
+        "says, left and right are exchanged"
+    ]
 
 
 def _remove_gas(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:

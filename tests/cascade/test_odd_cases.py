@@ -90,11 +90,9 @@ def test_every_lung_lies_in_its_crop(odd: dict[str, Any], stages: list[TrainedSt
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", TURNED.values(), ids=TURNED)
 def test_a_patient_who_lies_otherwise_than_the_header_says_is_reported(axes: tuple[int, int], stages: list[TrainedStage]) -> None:
-    image_hu, labels, grid = phantom(lambda array: np.flip(array, axes))
+    image_hu, _, grid = phantom(lambda array: np.flip(array, axes))
     found = localise(image_hu, grid, stages[0])
-    shares = shares_inside(found, labels, grid, stages[1])
-    assert found.warnings or set(shares.values()) == {1.0}
-    assert any("exchanged" in warning for warning in found.warnings) == (1 in axes), found.warnings
+    assert any("exchanged" in warning for warning in found.warnings), found.warnings
 
 
 @pytest.mark.slow
