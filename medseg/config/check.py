@@ -559,6 +559,10 @@ def _check_train(config: TrainConfig) -> None:
             _require(getattr(stage, key) is None, f"stage.{key}: only the fine stage has it; leave it out with stage=coarse")
     else:
         _require(stage.max_voxels is None, "stage.max_voxels: only the coarse stage has it; bound crops with stage.patch_size")
+        _require(
+            stage.slab_share is None,
+            "stage.slab_share: only the coarse stage has it; the fine one has augment.truncate_probability",
+        )
         for key in ("region_mode", "region_margin_mm", "region_from", "box_jitter_mm"):
             _require(getattr(stage, key) is not None, f"stage.{key}: the fine stage needs a value")
         _require(

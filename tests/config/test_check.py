@@ -63,6 +63,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage has it"),
         (["stage=coarse", "stage.patch_size=[64,64,64]"], "stage.max_voxels"),
         (["stage=fine", "stage.max_voxels=10"], "stage.patch_size"),
+        (["stage=fine", "stage.slab_share=0.3"], "augment.truncate_probability"),
         (["stage=fine", "stage.region_from=coarse"], "go together"),
         (["stage=fine", "augment.flip_axes=[2]"], "swaps the sides"),
         (["stage=coarse", "augment.flip_axes=[0]"], "flips make sides undecidable"),
