@@ -30,6 +30,7 @@ from medseg.config.schema import (
     Precision,
     Profiler,
     RegionMode,
+    SpacingConfig,
     StageName,
     Strategy,
     TaskConfig,
@@ -37,6 +38,7 @@ from medseg.config.schema import (
 )
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
+from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.geometry.levels import level_strides
 from medseg.memory.apply import apply_switches
 from medseg.memory.layout import use_channels_last
@@ -68,6 +70,11 @@ def make_task(config: TaskConfig) -> Task:
         Region(name, tuple(region.labels), region.side.value if region.side else None) for name, region in config.regions.items()
     )
     return Task(config.name, dict(config.labels), regions, config.window_hu, config.least_hu)
+
+
+def make_grid_rule(spacing: SpacingConfig) -> GridRule:
+    """What a strategy does about the size of crops."""
+    return GridRule(size=spacing.size)
 
 
 def make_network(model: dict[str, Any], task: Task, region_mode: str) -> RegionalNetwork:
@@ -411,6 +418,7 @@ def make_card(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, An
         "task": task.to_dict(),
         "num_classes": task.num_classes if is_coarse else task.num_region_classes,
         "spacing_mm": list(config.spacing.target_spacing_mm) if config.spacing.target_spacing_mm else NATIVE,
+        "grid_rule": make_grid_rule(config.spacing).to_dict(),
         "patch_size": list(stage.patch_size) if stage.patch_size else None,
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
@@ -449,6 +457,8 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
             region_mode=card["region_mode"],
             precision=precision,
             device=device,
+            # Cards from before there was a choice do not have it.
+            rule=GridRule.from_dict(card["grid_rule"]) if "grid_rule" in card else PLAIN,
             checkpoints={str(path): checksum(path)},
         )
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
@@ -480,7 +490,7 @@ def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precisi
     """
     first, *others = (load_stage(path, stage, device, precision) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
-        for name in ("task", "spacing_mm", "patch_size", "region_margin_mm", "region_mode", "precision"):
+        for name in ("task", "spacing_mm", "rule", "patch_size", "region_margin_mm", "region_mode", "precision"):
             ours, theirs = getattr(first, name), getattr(other, name)
             if ours != theirs:
                 raise UserError(

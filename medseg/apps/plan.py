@@ -157,9 +157,10 @@ def num_shares(config: TrainConfig) -> int:
 
 
 def input_shape(config: PlanConfig) -> Shape:
-    """Voxels (D, H, W) of the sample to plan for: `shape`, else the stage's patch, else `extent_mm` at its spacing."""
-    if config.shape or config.stage.patch_size:
-        return config.shape or config.stage.patch_size  # type: ignore[return-value]
+    """Voxels (D, H, W) of the sample to plan for: `shape`, the stage's patch, the size of all crops, or `extent_mm` at its spacing."""
+    known = config.shape or config.stage.patch_size or config.spacing.size
+    if known is not None:
+        return known
     spacing_mm = config.spacing.target_spacing_mm
     if spacing_mm is None:
         raise UserError(

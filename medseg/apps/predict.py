@@ -329,6 +329,7 @@ def predict_case(scan: Scan, output: Path, cascade: Cascade) -> dict[str, Any]:
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},
         "passes": result.passes,
+        "distortions": result.distortions,
         "warnings": result.warnings,
         "durations_s": {
             "read": read_s,

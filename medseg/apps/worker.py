@@ -20,7 +20,7 @@ from medseg.apps.locks import locked
 from medseg.apps.ranks import fit_to_ranks, meet, rank, redirect_output, watch_parent
 from medseg.apps.runs import END_S, LOCK_FILE, SUMMARY_FILE, load_config, replace_text, write_end
 from medseg.config.check import notes
-from medseg.config.schema import Profiler, RegionMode, StageName, TrainConfig
+from medseg.config.schema import Profiler, RegionMode, SpacingStrategy, StageName, TrainConfig
 from medseg.config.signature import plain
 from medseg.data.task import Task
 from medseg.training.preemption import StopRequest
@@ -73,7 +73,7 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
     from lightning.pytorch.callbacks import LearningRateMonitor
 
     from medseg import build
-    from medseg.training.callbacks import History, ValidationPictures, peak_bytes
+    from medseg.training.callbacks import Distortions, History, ValidationPictures, peak_bytes
     from medseg.training.checkpoints import Checkpoints
     from medseg.weights.checkpoint import load_checkpoint
 
@@ -100,6 +100,9 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
         ValidationPictures(run_dir / "pictures", views(config, task)),
         checkpoints,
     ]
+    if config.spacing.strategy is SpacingStrategy.fixed_size:
+        is_coarse = config.stage.name is StageName.coarse
+        callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions)))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
     best, last = checkpoints.folder / "best.ckpt", checkpoints.folder / "last.ckpt"
@@ -152,6 +155,7 @@ def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, i
     stage_input = StageInput(
         is_coarse=stage.name is StageName.coarse,
         spacing_mm=config.spacing.target_spacing_mm,
+        rule=build.make_grid_rule(config.spacing),
         divisor=divisor,
         max_voxels=stage.max_voxels,
         slab_share=stage.slab_share or 0.0,

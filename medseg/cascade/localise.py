@@ -13,10 +13,11 @@ from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.task import Region, Task, is_side_pair
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import Crop
 from medseg.inference.passes import Pass
 from medseg.inference.postprocess import gas_parts, keep_large_parts
 from medseg.inference.tiles import most_probable
-from medseg.preprocess.crop import body_box
+from medseg.preprocess.crop import body_box, cut
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.orient import FACES
 from medseg.preprocess.resample import resample_image
@@ -46,6 +47,7 @@ class Localisation:
         boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions are missing.
         warnings: Sentences for a person about what is missing or does not look plausible.
         how: How the volume went through the network; None where labels were given.
+        crop_grid: Grid of what the network saw; None likewise.
     """
 
     labels: np.ndarray
@@ -53,6 +55,7 @@ class Localisation:
     boxes: dict[str, VoxelBox]
     warnings: list[str]
     how: Pass | None = None
+    crop_grid: VoxelGrid | None = None
 
 
 @dataclass(frozen=True)
@@ -79,19 +82,26 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.
     """
     options = options or CascadeOptions()
-    coarse_grid = grid.resampled(stage.spacing_mm)
-    resampled = resample_image(image_hu, grid, coarse_grid, stage.air_hu)
-    body = body_box(resampled.numpy(), coarse_grid.spacing_mm)
-    prediction = stage.predict_probs(normalise_hu(resampled[body.slices()], stage.task.window_hu), 0, options)
+    lattice = grid.resampled(stage.spacing_mm)
+    resampled = resample_image(image_hu, grid, lattice, stage.air_hu)
+    # A body is filled at its end where the network needs more: it does not grow.
+    crop = stage.rule.crop(body_box(resampled.numpy(), lattice.spacing_mm), lattice, (1, 1, 1), stage.divisor)
+    seen = cut(resampled, lattice, crop, stage.air_hu)
+    prediction = stage.predict_probs(normalise_hu(seen, stage.task.window_hu), 0, options)
+    # Its labels on the scan, and no more than that: what lies beyond was made up.
+    scanned = crop.lattice.centres_within(lattice)
+    coarse_grid, part = crop.lattice.crop(scanned), crop.box.intersect(scanned)
+    inner, in_crop = (part.shifted([-start for start in box.start]).slices() for box in (scanned, crop.box))
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
-    labels[body.slices()] = most_probable(prediction.probs).numpy()
-    gas = _remove_gas(labels[body.slices()], resampled[body.slices()].numpy(), coarse_grid, stage.task)
+    labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
+    resampled = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.air_hu)
+    gas = _remove_gas(labels[inner], resampled.numpy()[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
     turned = [
         *turned_warnings(resampled.numpy(), found, stage.task),
         *upside_down_warnings(resampled.numpy(), found, stage.task),
     ]
-    return replace(found, warnings=[*prediction.remarks, *gas, *found.warnings, *turned], how=prediction.how)
+    return replace(found, warnings=[*prediction.remarks, *gas, *found.warnings, *turned], how=prediction.how, crop_grid=crop.grid)
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: CascadeOptions) -> Localisation:
@@ -264,38 +274,6 @@ def _reach_across(left: np.ndarray, right: np.ndarray) -> bool:
     (left_x, left_n), (right_x, right_n) = ((np.arange(mask.shape[2]), mask.sum((0, 1))) for mask in (left, right))
     centres = [float(np.average(x, weights=n)) for x, n in ((left_x, left_n), (right_x, right_n))]
     return bool(np.flatnonzero(left_n)[0] < centres[1] or np.flatnonzero(right_n)[-1] > centres[0])
-
-
-def region_box(
-    tight_box: VoxelBox,
-    from_grid: VoxelGrid,
-    to_grid: VoxelGrid,
-    margin_mm: float,
-    patch_size: tuple[int, int, int] | None,
-    divisor: tuple[int, int, int],
-) -> VoxelBox:
-    """Choose the crop of a region: the one function for training and for prediction.
-
-    The box covers the region and the margin, its centre within half a voxel of the region's centre. Where an axis must
-    grow by an odd number of voxels, the odd voxel goes to the high end. It lies on the lattice of `to_grid` and may
-    reach outside the volume, so that the region stays in the middle.
-
-    Args:
-        tight_box: Tight box of the region in voxels of `from_grid`.
-        from_grid: Grid of the coarse result (or of the reference labels in training).
-        to_grid: Grid of the fine stage for this case; same axes.
-        margin_mm: Added on every side, in mm, rounded up to whole voxels.
-        patch_size: The box grows to at least this size (z, y, x); None: to multiples of the divisor.
-        divisor: What a whole crop must be a multiple of, (z, y, x).
-
-    Returns:
-        Box in voxels of `to_grid`.
-    """
-    box = to_grid.box_from(from_grid, tight_box)
-    # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
-    z, y, x = (math.ceil(margin_mm / spacing - 1e-6) for spacing in to_grid.spacing_mm)
-    box = box.expanded((z, y, x))
-    return box.to_multiple(divisor) if patch_size is None else box.at_least(patch_size)
 
 
 def _measure(region: Region, mask: np.ndarray, volume_ml: float, grid: VoxelGrid) -> FoundRegion:

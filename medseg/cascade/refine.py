@@ -8,10 +8,10 @@ from torch import Tensor
 
 from medseg.cascade.stage import CascadeOptions, Prediction, TrainedStage
 from medseg.data.task import Region
-from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import Crop
+from medseg.preprocess.crop import resample_crop
 from medseg.preprocess.intensity import normalise_hu
-from medseg.preprocess.resample import resample_image
 
 X_AXIS = -1
 
@@ -24,27 +24,26 @@ def is_mirrored(region: Region, region_mode: str) -> bool:
 def refine(
     image_hu: np.ndarray,
     grid: VoxelGrid,
-    box: VoxelBox,
+    crop: Crop,
     region: Region,
     stage: TrainedStage,
     options: CascadeOptions | None = None,
 ) -> Prediction:
-    """Segment one region; only its box is resampled.
+    """Segment one region; only its crop is resampled.
 
     Args:
         image_hu: Oriented volume (D, H, W) in HU, clipped (`clip_hu`).
         grid: Its grid, oriented.
-        box: Crop of the region in voxels of `grid.resampled(stage.spacing_mm)`; may reach outside.
+        crop: Crop of the region, see `region_crop`; may reach outside.
         region: The region, one of the stage's task.
         stage: The fine stage.
         options: Overlap of tiles; the defaults where None.
 
     Returns:
-        Probabilities (K, D, H, W) of background and the region's labels on the box, and how they came about.
+        Probabilities (K, D, H, W) of background and the region's labels on the crop, and how they came about.
     """
     options = options or CascadeOptions()
-    crop_grid = grid.resampled(stage.spacing_mm).crop(box)
-    resampled = resample_image(image_hu, grid, crop_grid, stage.air_hu, slices_go_on=True)
+    resampled = resample_crop(image_hu, grid, grid.resampled(stage.spacing_mm), crop, stage.air_hu)
     image = normalise_hu(resampled, stage.task.window_hu)
     mirrored = is_mirrored(region, stage.region_mode)
     if mirrored:

@@ -13,16 +13,20 @@ import numpy as np
 from torch import Tensor
 
 from medseg.cascade.join import RegionResult, join, paste_spread
-from medseg.cascade.localise import localise, region_box
+from medseg.cascade.localise import localise
 from medseg.cascade.refine import refine
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import distortion, region_crop
 from medseg.io.volume import Volume
 from medseg.preprocess.intensity import clip_hu
 from medseg.preprocess.orient import orient
+
+# A crop of fixed size that is bent by more than this is told.
+MAX_DISTORTION = 2.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class RegionBox:
     """The crop in which a region was refined.
 
     Attributes:
-        voxels: Box on the fine grid of the oriented scan; may reach outside the scan.
+        voxels: Box on the fine grid of the oriented scan, which it may leave; from zero on where the crop has a grid of its own.
         grid: Grid of the crop: places it in the world.
     """
 
@@ -53,6 +57,7 @@ class Segmentation:
         warnings: Sentences for a person.
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         passes: How the volume and each crop went through the networks: `whole`, or in what tiles; by the same steps.
+        distortions: By step, how much the crop of a fixed size bends the anatomy, see `distortion`; empty where crops keep it.
         disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
             in the order of `labels`; else None.
     """
@@ -63,6 +68,7 @@ class Segmentation:
     warnings: list[str]
     durations_s: dict[str, float]
     passes: dict[str, str]
+    distortions: dict[str, float]
     disagreement: np.ndarray | None = None
 
 
@@ -91,6 +97,10 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
     with _timed(durations_s, "localise"):
         found = localise(image_hu, grid, coarse, options)
     passes, warnings = {"localise": str(found.how)}, [*found.warnings]
+    distortions: dict[str, float] = {}
+    if coarse.rule.size is not None and found.crop_grid is not None:
+        distortions["localise"] = distortion(found.crop_grid.spacing_mm)
+        warnings += distortion_warnings("whole scan", found.crop_grid)
     fine_grid = grid.resampled(fine.spacing_mm)
     boxes: dict[str, RegionBox] = {}
     results: list[RegionResult] = []
@@ -101,11 +111,14 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
         step = f"refine_{region.name}"
         with _timed(durations_s, step):
             tight_box = found.boxes[region.name]
-            box = region_box(tight_box, found.grid, fine_grid, fine.region_margin_mm, fine.patch_size, fine.divisor)
-            boxes[region.name] = RegionBox(box, fine_grid.crop(box))
-            refined = refine(image_hu, grid, box, region, fine, options)
-        crop_grid = boxes[region.name].grid
+            crop = region_crop(tight_box, found.grid, fine_grid, fine.region_margin_mm, fine.patch_size, fine.divisor, fine.rule)
+            crop_grid = crop.grid
+            boxes[region.name] = RegionBox(crop.box, crop_grid)
+            refined = refine(image_hu, grid, crop, region, fine, options)
         passes[step] = str(refined.how)
+        if fine.rule.size is not None:
+            distortions[step] = distortion(crop_grid.spacing_mm)
+            warnings += distortion_warnings(region.name, crop_grid)
         warnings += [f"{region.name}: {remark}" for remark in refined.remarks]
         results.append((region, refined.probs, crop_grid))
         if refined.spread is not None:
@@ -124,8 +137,28 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
         warnings,
         durations_s,
         passes,
+        distortions,
         None if disagreement is None else np.ascontiguousarray(orientation.from_lps(disagreement)),
     )
+
+
+def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
+    """Say where a crop of fixed size bends what it shows by more than `MAX_DISTORTION`.
+
+    Args:
+        name: What the crop shows.
+        grid: Its grid.
+    """
+    bent = distortion(grid.spacing_mm)
+    if bent <= MAX_DISTORTION:
+        return []
+    voxels, extent = (
+        "×".join(f"{number:.0f}" for number in numbers) for numbers in (grid.shape, np.multiply(grid.shape, grid.spacing_mm))
+    )
+    return [
+        f"{name}: {extent} mm were resized to {voxels} voxels, which bends them by {bent:.1f}; above {MAX_DISTORTION:g} the network may "
+        "not know the shape again"
+    ]
 
 
 def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:

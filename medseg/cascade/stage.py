@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from medseg.data.task import Task
 from medseg.errors import UserError
+from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.passes import Pass, plan_pass
 from medseg.inference.team import Team
 from medseg.inference.tiles import predict_probs
@@ -75,12 +76,13 @@ class TrainedStage:
         network: Called as `network(image, region)`; image (N, 1, D, H, W), region (N,) long; has a `divisor`.
         name: `coarse` or `fine`.
         task: Labels, regions and window that it was trained for.
-        spacing_mm: Spacing of its input in mm, (z, y, x); None takes each scan as it is.
+        spacing_mm: Spacing of its lattice in mm, (z, y, x); None takes each scan as it is.
         patch_size: Tile size in voxels (z, y, x); None runs the whole volume or crop.
         region_margin_mm: Margin around the coarse region, in mm on every side.
         region_mode: `mirrored`, `separate` or `side_input`: how several regions share the network.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Where the network lies and runs.
+        rule: How its input is laid on the lattice.
         others: Networks of further checkpoints of the same kind; the result is the mean of all.
         bytes_per_voxel: What a network needs per voxel of its input, see `count_memory`; 0 where nobody has counted.
         checkpoints: SHA-256 of each file that the networks come from, by its path.
@@ -96,6 +98,7 @@ class TrainedStage:
     region_mode: str
     precision: str
     device: torch.device
+    rule: GridRule = PLAIN
     others: tuple[nn.Module, ...] = ()
     bytes_per_voxel: float = 0.0
     checkpoints: dict[str, str] = field(default_factory=dict)

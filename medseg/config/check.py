@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -53,6 +54,9 @@ CHAINABLE_SCHEDULES = ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "Line
 # Optimisers whose step does not grow with the gradient: the noise of a batch shrinks with its root (Malladi et al. 2022).
 ADAPTIVE_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "NAdam", "RAdam", "RMSprop")
 
+# Keys of `spacing` that belong to one strategy.
+OWN_SPACING_KEYS = {"size": SpacingStrategy.fixed_size}
+
 # Where a number may lie, as an interval; each number of a tuple or list. Keys that a root does not have are skipped.
 RANGES: dict[str, str] = {
     "seed": "[0, inf)",
@@ -82,6 +86,7 @@ RANGES: dict[str, str] = {
     "stage.validate_every": "[1, inf)",
     "stage.patience": "[1, inf)",
     "spacing.target_spacing_mm": "(0, inf)",
+    "spacing.size": "[1, inf)",
     "data.hu_slope": "(0, inf)",
     "data.hu_offset": "(-inf, inf)",
     "data.num_folds": "[2, inf)",
@@ -373,7 +378,7 @@ def notes(config: TrainConfig) -> list[str]:
             for key, looks in is_looking.items()
             if looks
         ]
-    if memory.cudnn_benchmark and stage.patch_size is None:
+    if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
         found.append("memory.cudnn_benchmark=true searches anew at each new shape, and without stage.patch_size they vary")
     return found
 
@@ -386,7 +391,10 @@ def _check_spacing(key: str, spacing: SpacingConfig) -> None:
             target_mm is None,
             f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy=native takes each scan as it is; leave it null",
         )
-    elif strategy is not SpacingStrategy.dataset_median:  # that one is found in the cases
+    elif strategy not in (
+        SpacingStrategy.dataset_median,  # found in the cases
+        SpacingStrategy.fixed_size,  # null: resized from the scan's own grid
+    ):
         _require(
             target_mm is not None,
             f"{key}.target_spacing_mm: {key}.strategy={strategy.value} needs three numbers in mm, (z, y, x)",
@@ -396,6 +404,13 @@ def _check_spacing(key: str, spacing: SpacingConfig) -> None:
         f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy=isotropic has one spacing for all axes; choose "
         f"{key}.strategy=anisotropic",
     )
+    for name, owner in OWN_SPACING_KEYS.items():
+        value = getattr(spacing, name)
+        _require(
+            value is None or strategy is owner,
+            f"{key}.{name}: only {key}.strategy={owner.value} has it, but {key}.strategy={strategy.value}; leave it out",
+        )
+        _require(value is not None or strategy is not owner, f"{key}.{name}: {key}.strategy={owner.value} needs a value")
 
 
 def divisor_of(config: TrainConfig) -> tuple[int, int, int]:
@@ -443,12 +458,27 @@ def _check_train(config: TrainConfig) -> None:
     )
     _check_spacing("spacing", config.spacing)
     divisor = divisor_of(config)
-    for key, size in (("stage.patch_size", stage.patch_size), ("inference.tile_size", config.inference.tile_size)):
+    fixed_size = config.spacing.size
+    sizes = {
+        "spacing.size": fixed_size,
+        "stage.patch_size": stage.patch_size,
+        "inference.tile_size": config.inference.tile_size,
+    }
+    for key, size in sizes.items():
         _require(
             size is None or all(voxels % step == 0 for voxels, step in zip(size, divisor, strict=True)),
             f"{key}: must be multiples of {divisor[0] if len(set(divisor)) == 1 else list(divisor)} (model.depth={config.model.depth}, model.stem={config.model.stem.value}), "
             f"but got {list(size or ())}",
         )
+        _require(
+            fixed_size is None or size is None or all(part <= whole for part, whole in zip(size, fixed_size, strict=True)),
+            f"{key}={list(size or ())} is larger than the whole crop, spacing.size={list(fixed_size or ())}; choose less, or null",
+        )
+    _require(
+        fixed_size is None or stage.max_voxels is None or math.prod(fixed_size) <= stage.max_voxels,
+        f"spacing.size={list(fixed_size or ())} has more voxels than stage.max_voxels={stage.max_voxels} lets through; choose less, or "
+        "stage.max_voxels=null",
+    )
 
     # After fewer steps the weights of the first one would be a third of the average, or more.
     _require(

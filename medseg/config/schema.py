@@ -48,6 +48,7 @@ class SpacingStrategy(Enum):
     anisotropic = "anisotropic"
     dataset_median = "dataset_median"
     native = "native"
+    fixed_size = "fixed_size"
 
 
 class Block(Enum):
@@ -145,8 +146,9 @@ class SpacingConfig:
     """The grid that a stage works on."""
 
     target_spacing_mm: tuple[float, float, float] | None
-    # Run folders from before there was a choice do not name it.
+    # Run folders from before there was a choice name none of these.
     strategy: SpacingStrategy = SpacingStrategy.isotropic
+    size: tuple[int, int, int] | None = None
 
 
 @dataclass

@@ -17,10 +17,13 @@ from medseg.data.cache import AIR_HU, CachedCase
 from medseg.data.randomness import ORDER, sample_rng
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import PLAIN, Crop, GridRule
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
 from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.resample import resample_image, resample_labels
 
-BoxOf = Callable[[CachedCase, Region, np.random.Generator | None], VoxelBox]
+CropOf = Callable[[CachedCase, Region, np.random.Generator | None], Crop]
 # Slices that are searched for a boundary of the region before any place is taken.
 BOUNDARY_TRIES = 8
 # Smallest part of a volume that is taken for a scan of its own.
@@ -65,6 +68,7 @@ class CoarseSamples(Dataset[Sample]):
         task: What is segmented.
         seed: Seed of the run.
         divisor: The shape is filled at its end to multiples of it, (z, y, x).
+        rule: How the network's grid is laid on the cache's.
         augmentation: None for validation.
         max_voxels: Upper bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
         slab_probability: How often a volume is cut to a random range of slices, as if no more had been scanned.
@@ -81,6 +85,7 @@ class CoarseSamples(Dataset[Sample]):
         *,
         seed: int,
         divisor: tuple[int, int, int],
+        rule: GridRule = PLAIN,
         augmentation: Augmentation | None = None,
         max_voxels: int | None = None,
         slab_probability: float = 0.0,
@@ -90,6 +95,7 @@ class CoarseSamples(Dataset[Sample]):
         self.task = task
         self.seed = seed
         self.divisor = divisor
+        self.rule = rule
         self.augmentation = augmentation
         self.max_voxels = max_voxels
         self.slab_probability = slab_probability
@@ -104,19 +110,28 @@ class CoarseSamples(Dataset[Sample]):
         case = self.cases[draw_from_pass(self.seed, n, self.weights)]
         rng = sample_rng(self.seed, n)
         with one_thread():
-            box = self._box(case, rng)
+            crop = self._crop(case, rng)
+            spacing_mm = crop.lattice.spacing_mm
             window_hu = self.task.window_hu
             if self.augmentation is not None:
                 window_hu = self.augmentation.draw_window(rng, window_hu)
-            image = _read_image(case, box, window_hu)
-            target = torch.from_numpy(crop_padded(case.labels, box, 0))
+            image = _read_image(case, crop, window_hu)
+            target = torch.from_numpy(_read_labels(case, crop, self.task))
             if self.augmentation is not None:
-                image, target = self.augmentation(image, target, rng, case.grid.spacing_mm)
-        inside, spacing_mm = _inside(case, box), case.grid.spacing_mm
+                image, target = self.augmentation(image, target, rng, spacing_mm)
+        inside = _inside(case, crop)
         return {"image": image, "target": target, "inside": inside, "region": 0, "case": case.name, "spacing_mm": spacing_mm}
 
-    def _box(self, case: CachedCase, rng: np.random.Generator) -> VoxelBox:
+    def _crop(self, case: CachedCase, rng: np.random.Generator) -> Crop:
         body = body_box(case.image_hu, case.grid.spacing_mm)
+        if self.rule.size is not None:
+            # A slab is stretched to the size that all crops have, as a scan of as few slices is in prediction.
+            z, depth = body.start[0], body.shape[0]
+            if rng.random() < self.slab_probability:
+                depth = max(1, int(depth * rng.uniform(LEAST_SLAB, 1.0)))
+                z += int(rng.integers(0, body.shape[0] - depth, endpoint=True))
+            slab = VoxelBox((z, *body.start[1:]), (z + depth, *body.stop[1:]))
+            return self.rule.crop(slab, case.grid, None, self.divisor)
         depth, height, width = (math.ceil(size / step) * step for size, step in zip(body.shape, self.divisor, strict=True))
         z, y, x = body.start
         step, num_slices = self.divisor[0], body.shape[0]
@@ -126,7 +141,7 @@ class CoarseSamples(Dataset[Sample]):
         if self.max_voxels is not None and depth * height * width > self.max_voxels:
             depth = max(step, self.max_voxels // (height * width) // step * step)
         z += int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
-        return VoxelBox((z, y, x), (z + depth, y + height, x + width))
+        return Crop(case.grid, VoxelBox((z, y, x), (z + depth, y + height, x + width)))
 
 
 class FineSamples(Dataset[Sample]):
@@ -139,7 +154,7 @@ class FineSamples(Dataset[Sample]):
         cases: Cases with labels.
         task: What is segmented.
         seed: Seed of the run.
-        boxes: Gives the crop of a region, as prediction would cut it; jittered when it gets a generator.
+        crops: Gives the crop of a region, as prediction would cut it; jittered when it gets a generator.
         patch_size: Shape of a sample, (D, H, W); None takes the whole crop.
         augmentation: None for validation.
         jitter: Whether `boxes` gets the generator of the sample.
@@ -158,7 +173,7 @@ class FineSamples(Dataset[Sample]):
         task: Task,
         *,
         seed: int,
-        boxes: BoxOf,
+        crops: CropOf,
         patch_size: tuple[int, int, int] | None,
         augmentation: Augmentation | None = None,
         jitter: bool = True,
@@ -169,7 +184,7 @@ class FineSamples(Dataset[Sample]):
     ) -> None:
         self.task = task
         self.seed = seed
-        self.boxes = boxes
+        self.crops = crops
         self.patch_size = patch_size
         self.augmentation = augmentation
         self.jitter = jitter
@@ -196,21 +211,21 @@ class FineSamples(Dataset[Sample]):
         region = self.task.regions[number]
         rng = sample_rng(self.seed, n)
         with one_thread():
-            box = self.boxes(case, region, rng if self.jitter else None)
+            grid, box = self.crops(case, region, rng if self.jitter else None)
             if rng.random() < self.elsewhere_probability:
-                box = _random_box(self.patch_size or box.shape, case.grid.shape, rng)
+                box = _random_box(self.patch_size or box.shape, grid.centres_within(case.grid), rng)
             elif self.patch_size is not None:
-                box = self._patch_box(case, region, box, rng)
-            window_hu, warp, spacing_mm = self.task.window_hu, None, case.grid.spacing_mm
+                box = self._patch_box(case, region, Crop(grid, box), rng)
+            window_hu, warp, spacing_mm = self.task.window_hu, None, grid.spacing_mm
             if self.augmentation is not None:
                 window_hu = self.augmentation.draw_window(rng, window_hu)
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
             # A warp sees beyond the patch: what is there is read, so that no false air comes in at the corners.
             source_box = box if warp is None else box.expanded(warp.margin(box.shape))
 
-            image = _read_image(case, source_box, window_hu)
-            target = torch.from_numpy(self._region_classes(region)[crop_padded(case.labels, source_box, 0)])
-            inside = _inside(case, box)
+            image = _read_image(case, Crop(grid, source_box), window_hu)
+            target = torch.from_numpy(self._region_classes(region)[_read_labels(case, Crop(grid, source_box), self.task)])
+            inside = _inside(case, Crop(grid, box))
             if self.mirror and region.side == "right":
                 image, target = image.flip(3), target.flip(2)
                 inside[2] = box.shape[2] - inside[2].flip(0)
@@ -227,15 +242,15 @@ class FineSamples(Dataset[Sample]):
             classes[value] = index + 1
         return classes
 
-    def _patch_box(self, case: CachedCase, region: Region, box: VoxelBox, rng: np.random.Generator) -> VoxelBox:
-        """Place a patch in the crop; where the crop is shorter than the patch, about its centre."""
+    def _patch_box(self, case: CachedCase, region: Region, crop: Crop, rng: np.random.Generator) -> VoxelBox:
+        """Place a patch in the crop, in voxels of its lattice; where the crop is shorter than the patch, about its centre."""
         assert self.patch_size is not None
         # Drawn in any case, so that the place does not depend on whether a boundary is found.
         place = rng.random(3)
         wants_boundary = rng.random() < self.boundary_probability
-        voxel = self._boundary_voxel(case, region, box, rng) if wants_boundary else None
+        voxel = self._boundary_voxel(case, region, crop, rng) if wants_boundary else None
         start: list[int] = []
-        for axis, (low, stop, size) in enumerate(zip(box.start, box.stop, self.patch_size, strict=True)):
+        for axis, (low, stop, size) in enumerate(zip(crop.box.start, crop.box.stop, self.patch_size, strict=True)):
             high = stop - size
             if high < low:
                 start.append((low + high) // 2)
@@ -249,10 +264,14 @@ class FineSamples(Dataset[Sample]):
         return VoxelBox((z, y, x), (z + depth, y + height, x + width))
 
     def _boundary_voxel(
-        self, case: CachedCase, region: Region, box: VoxelBox, rng: np.random.Generator
+        self, case: CachedCase, region: Region, crop: Crop, rng: np.random.Generator
     ) -> tuple[int, int, int] | None:
-        """Find a voxel of the region inside the crop with a neighbour in its slice that is not of the region."""
-        inner = case.region_boxes[region.name].intersect(box)
+        """Find a voxel of the region inside the crop with a neighbour in its slice that is not of the region.
+
+        Returns:
+            The voxel of the crop's lattice that holds its centre; None where none was found.
+        """
+        inner = case.region_boxes[region.name].intersect(case.grid.box_from(*crop))
         if inner.is_empty:
             return None
         labels, classes = case.labels, self._region_classes(region)
@@ -265,7 +284,12 @@ class FineSamples(Dataset[Sample]):
             places = np.argwhere(mask[1:-1, 1:-1] & ~around)
             if len(places):
                 y, x = places[rng.integers(len(places))]
-                return (z, inner.start[1] + int(y), inner.start[2] + int(x))
+                centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
+                z, y, x = (
+                    round(scale * index + offset)
+                    for index, (scale, offset) in zip(centre, case.grid.axis_map_to(crop.lattice), strict=True)
+                )
+                return z, y, x
         return None
 
 
@@ -334,28 +358,38 @@ def init_worker(_: int) -> None:
     torch.set_num_threads(1)
 
 
-def _random_box(size: tuple[int, int, int], shape: tuple[int, int, int], rng: np.random.Generator) -> VoxelBox:
-    """Place a box of a size anywhere in a volume; about the centre of an axis that is shorter."""
+def _random_box(size: tuple[int, int, int], within: VoxelBox, rng: np.random.Generator) -> VoxelBox:
+    """Place a box of a size anywhere in another; about the centre of an axis that is shorter."""
     z, y, x = (
-        int(rng.integers(0, whole - part, endpoint=True)) if whole >= part else (whole - part) // 2
-        for whole, part in zip(shape, size, strict=True)
+        start + (int(rng.integers(0, whole - part, endpoint=True)) if whole >= part else (whole - part) // 2)
+        for start, whole, part in zip(within.start, within.shape, size, strict=True)
     )
     depth, height, width = size
     return VoxelBox((z, y, x), (z + depth, y + height, x + width))
 
 
-def _inside(case: CachedCase, box: VoxelBox) -> Tensor:
-    """Start and stop of the scan in a box, (3, 2)."""
-    part = box.intersect(VoxelBox.full(case.grid.shape))
+def _inside(case: CachedCase, crop: Crop) -> Tensor:
+    """Start and stop of the scan in a crop, (3, 2)."""
+    part = crop.box.intersect(crop.lattice.centres_within(case.grid))
     bounds = [
-        (start - origin, stop - origin) for start, stop, origin in zip(part.start, part.stop, box.start, strict=True)
+        (start - origin, stop - origin) for start, stop, origin in zip(part.start, part.stop, crop.box.start, strict=True)
     ]
     return torch.tensor(bounds, dtype=torch.int64)
 
 
-def _read_image(case: CachedCase, box: VoxelBox, window_hu: tuple[float, float]) -> Tensor:
-    """Read and normalise a box of the image, (1, D, H, W)."""
-    return torch.from_numpy(normalise_hu(crop_padded(case.image_hu, box, AIR_HU), window_hu))[None]
+def _read_image(case: CachedCase, crop: Crop, window_hu: tuple[float, float]) -> Tensor:
+    """Read and normalise a crop of the image, (1, D, H, W); only what it needs is read of the cache."""
+    if crop.lattice == case.grid:
+        return torch.from_numpy(normalise_hu(crop_padded(case.image_hu, crop.box, AIR_HU), window_hu))[None]
+    resampled = resample_image(case.image_hu, case.grid, crop.grid, AIR_HU, slices_go_on=True)
+    return normalise_hu(resampled, window_hu)[None]
+
+
+def _read_labels(case: CachedCase, crop: Crop, task: Task) -> np.ndarray:
+    """Read a crop of the labels, (D, H, W) uint8."""
+    if crop.lattice == case.grid:
+        return crop_padded(case.labels, crop.box, 0)
+    return resample_labels(case.labels, case.grid, crop.grid, task.num_classes, slices_go_on=True).numpy()
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:

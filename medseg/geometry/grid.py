@@ -161,6 +161,13 @@ class VoxelGrid:
         first = centre - (np.array(shape) - 1) / 2 * ratio
         return self._moved(shape, target_spacing_mm, self.index_to_world_xyz_mm(first), self.direction)
 
+    def resized(self, shape: tuple[int, int, int]) -> VoxelGrid:
+        """Lay a grid of another shape (D, H, W) over exactly the same field of view; its spacing follows."""
+        ratio = np.array(self.shape) / np.array(shape)
+        # The outer face of the first voxel stays where it is.
+        first = ratio / 2 - 0.5
+        return self._moved(shape, ratio * np.array(self.spacing_mm), self.index_to_world_xyz_mm(first), self.direction)
+
     def reoriented(self, order: tuple[int, int, int], flips: tuple[bool, bool, bool]) -> VoxelGrid:
         """Follow an array through `array.transpose(order)` and then a flip of each new axis where `flips` says so.
 
@@ -231,6 +238,22 @@ class VoxelGrid:
             starts.append(math.floor(scale * (low - 0.5) + offset + 0.5 + INDEX_TOLERANCE))
             stop = math.ceil(scale * (high - 0.5) + offset + 0.5 - INDEX_TOLERANCE)
             stops.append(starts[-1] if high == low else max(stop, starts[-1] + 1))
+        return VoxelBox((starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2]))
+
+    def centres_within(self, other: VoxelGrid) -> VoxelBox:
+        """Find the voxels of this grid's lattice whose centres lie in the field of view of another grid with the same axes.
+
+        Args:
+            other: Grid with the same axes.
+
+        Returns:
+            Box in voxels of this grid, which may reach outside it; empty where no centre lies there.
+        """
+        starts: list[int] = []
+        stops: list[int] = []
+        for (scale, offset), size in zip(other.axis_map_to(self), other.shape, strict=True):
+            starts.append(math.ceil(offset - 0.5 * scale - INDEX_TOLERANCE))
+            stops.append(max(starts[-1], math.floor(offset + (size - 0.5) * scale + INDEX_TOLERANCE) + 1))
         return VoxelBox((starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2]))
 
     def to_dict(self) -> dict[str, Any]:

@@ -222,17 +222,20 @@ def resample_image(
 
 
 @torch.no_grad()
-def resample_labels(labels: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, num_classes: int) -> Tensor:
+def resample_labels(
+    labels: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, num_classes: int, *, slices_go_on: bool = False
+) -> Tensor:
     """Resample a label map: each class with the filter of images, then the class that weighs most.
 
     Classes are visited one after the other, slab by slab; a one-hot volume never exists. Values of `num_classes` and
-    above count as background, and so does everything outside the source.
+    above count as background, and so does what lies outside the source.
 
     Args:
         labels: Label map (D, H, W), integers.
         source: Its grid.
         target: Wanted grid with the same axes; may reach outside.
         num_classes: Number of classes with the background, at most 256.
+        slices_go_on: See `resample_image`.
 
     Returns:
         Resampled labels (D', H', W'), uint8.
@@ -243,7 +246,7 @@ def resample_labels(labels: np.ndarray | Tensor, source: VoxelGrid, target: Voxe
     _check_shape(labels.shape, source)
     device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
     result = torch.zeros(target.shape, dtype=torch.uint8, device=device)
-    for slab in plan_slabs(source, target):
+    for slab in plan_slabs(source, target, slices_go_on=slices_go_on):
         values = _read(labels, slab.source, torch.uint8 if labels.itemsize == 1 else torch.float32)
         present = _present_classes(values, num_classes)
         if present:

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from medseg.errors import NotFiniteError
+from medseg.geometry.grid_rule import distortion
 from medseg.pictures.overlay import overlay_montage
 from medseg.training.watch import Watch
 
@@ -221,6 +222,43 @@ class ValidationPictures(pl.Callback):
 
                 pixels = np.asarray(imread(path))[..., :3]
                 logger.experiment.add_image(f"validation/{batch_idx}", pixels, trainer.global_step, dataformats="HWC")
+
+
+class Distortions(pl.Callback):
+    """Say by how much crops of fixed size bend each case, when it is first seen; each rank in its own log.
+
+    Args:
+        names: Name of each region; of the whole scan for the coarse stage.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.said: set[tuple[str, int]] = set()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at a training batch."""
+        self._look(batch)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Look at a validation case."""
+        self._look(batch)
+
+    def _look(self, batch: Any) -> None:
+        for case, region, spacing_mm in zip(batch["case"], batch["region"].tolist(), batch["spacing_mm"], strict=True):
+            if (case, region) not in self.said:
+                self.said.add((case, region))
+                voxel = "×".join(f"{mm:.3g}" for mm in spacing_mm)
+                print(f"{case}, {self.names[region]}: distortion {distortion(spacing_mm):.2f}, voxels of {voxel} mm", flush=True)
 
 
 def peak_bytes() -> int:

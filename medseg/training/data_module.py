@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from medseg.cascade.localise import localise, region_box
+from medseg.cascade.localise import localise
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.audit.table import DUPLICATE
 from medseg.data.augment import Augmentation
@@ -26,6 +26,7 @@ from medseg.data.sources import CaseSource
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid_rule import Crop, GridRule, region_crop
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class StageInput:
 
     Attributes:
         is_coarse: Whole volume (True) or one crop per region (False).
-        spacing_mm: Voxel spacing, (z, y, x); None takes each scan as it is.
+        spacing_mm: Voxel spacing of the cache, (z, y, x); None takes each scan as it is.
+        rule: How the network's grid is laid on it.
         divisor: What the network's input must be a multiple of, (z, y, x).
         patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
         max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
@@ -49,6 +51,7 @@ class StageInput:
 
     is_coarse: bool
     spacing_mm: tuple[float, float, float] | None
+    rule: GridRule
     divisor: tuple[int, int, int]
     patch_size: tuple[int, int, int] | None
     max_voxels: int | None
@@ -177,6 +180,7 @@ class CasesDataModule(pl.LightningDataModule):
                 self.task,
                 seed=self.seed,
                 divisor=given.divisor,
+                rule=given.rule,
                 augmentation=self.augmentation,
                 max_voxels=given.max_voxels,
                 slab_probability=given.slab_share,
@@ -186,7 +190,7 @@ class CasesDataModule(pl.LightningDataModule):
             self.train_cases,
             self.task,
             seed=self.seed,
-            boxes=self.crop_box,
+            crops=self.crop,
             patch_size=given.patch_size,
             augmentation=self.augmentation,
             mirror=given.is_mirrored,
@@ -215,25 +219,25 @@ class CasesDataModule(pl.LightningDataModule):
         """Whole volumes, or the crops that prediction would cut, neither augmented nor jittered."""
         given = self.stage_input
         if given.is_coarse:
-            return CoarseSamples(self.val_cases, self.task, seed=self.seed, divisor=given.divisor)
+            return CoarseSamples(self.val_cases, self.task, seed=self.seed, divisor=given.divisor, rule=given.rule)
         return FineSamples(
             self.val_cases,
             self.task,
             seed=self.seed,
-            boxes=self.crop_box,
+            crops=self.crop,
             patch_size=None,
             jitter=False,
             mirror=given.is_mirrored,
         )
 
-    def crop_box(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
+    def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
         """The crop of a region; with a generator its faces are jittered as the coarse stage errs."""
         given = self.stage_input
         tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
         if rng is not None:
             tight = jittered(tight, given.box_jitter_mm, case.grid.spacing_mm, rng)
         patch_size = given.patch_size if rng is not None else given.tile_size
-        return region_box(tight, case.grid, case.grid, given.region_margin_mm, patch_size, given.divisor)
+        return region_crop(tight, case.grid, case.grid, given.region_margin_mm, patch_size, given.divisor, given.rule)
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""

@@ -16,6 +16,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig, TrainConfig
 from medseg.config.signature import plain
 from medseg.errors import UserError
+from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.weights.files import write_weights
 
 
@@ -40,16 +41,27 @@ def test_the_median_of_the_cases_that_are_trained_on_is_written_into_the_run(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "spacing_mm", "divisor"),
+    ("overrides", "spacing_mm", "rule", "divisor"),
     [
-        (["spacing=isotropic_2mm"], (2.0, 2.0, 2.0), (16, 16, 16)),
-        (["spacing=anisotropic"], (2.5, 1.0, 1.0), (8, 16, 16)),
-        (["spacing=dataset_median", "spacing.target_spacing_mm=[5.0,0.8,0.8]"], (5.0, 0.8, 0.8), (4, 16, 16)),
-        (["spacing=native"], None, (16, 16, 16)),
+        (["spacing=isotropic_2mm"], (2.0, 2.0, 2.0), PLAIN, (16, 16, 16)),
+        (["spacing=anisotropic"], (2.5, 1.0, 1.0), PLAIN, (8, 16, 16)),
+        (["spacing=dataset_median", "spacing.target_spacing_mm=[5.0,0.8,0.8]"], (5.0, 0.8, 0.8), PLAIN, (4, 16, 16)),
+        (["spacing=native"], None, PLAIN, (16, 16, 16)),
+        (["spacing=fixed_size"], None, GridRule(size=(128, 128, 128)), (16, 16, 16)),
+        (
+            ["spacing=fixed_size", "spacing.size=[64,96,80]", "spacing.target_spacing_mm=[2.0,1.0,1.0]"],
+            (2.0, 1.0, 1.0),
+            GridRule(size=(64, 96, 80)),
+            (16, 16, 16),
+        ),
     ],
 )
 def test_a_checkpoint_tells_prediction_its_grid_and_its_network(
-    overrides: list[str], spacing_mm: tuple[float, float, float] | None, divisor: tuple[int, int, int], tmp_path: Path
+    overrides: list[str],
+    spacing_mm: tuple[float, float, float] | None,
+    rule: GridRule,
+    divisor: tuple[int, int, int],
+    tmp_path: Path,
 ) -> None:
     config = compose("stage=fine", "model.width=4", *overrides)
     network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
@@ -57,11 +69,22 @@ def test_a_checkpoint_tells_prediction_its_grid_and_its_network(
     write_weights(path, build.make_card(config, plain(config)), network.state_dict())
     trained = build.load_stage(path, "fine", torch.device("cpu"))
     assert trained.spacing_mm == spacing_mm
+    assert trained.rule == rule
     assert trained.divisor == network.divisor == divisor
+
+
+def test_a_card_from_before_there_were_rules_means_the_lattice(tmp_path: Path) -> None:
+    config = compose("stage=fine", "model.width=4")
+    network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
+    card = build.make_card(config, plain(config))
+    del card["grid_rule"]
+    write_weights(tmp_path / "w.safetensors", card, network.state_dict())
+    assert build.load_stage(tmp_path / "w.safetensors", "fine", torch.device("cpu")).rule == PLAIN
 
 
 def test_a_plan_counts_what_the_strategy_asks_for() -> None:
     thick = compose("stage=fine", "spacing=anisotropic", "extent_mm.fine=[100.0,100.0,100.0]", root="plan")
     assert input_shape(thick) == (40, 112, 112)  # type: ignore[arg-type]
+    assert input_shape(compose("stage=fine", "spacing=fixed_size", root="plan")) == (128, 128, 128)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"native has no spacing to count voxels with; give shape=\[D,H,W\]"):
         input_shape(compose("spacing=native", root="plan"))  # type: ignore[arg-type]

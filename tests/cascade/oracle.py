@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from medseg.cascade.stage import TrainedStage
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import GridRule
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
 
@@ -23,6 +24,12 @@ TASK = Task(
     (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
     (-1000.0, 0.0),
 )
+
+# Lattices and rules of a stage. The blocks are about 37 x 36 x 32 mm, the scan 81 x 81 x 104 mm.
+RULES: dict[str, tuple[tuple[float, float, float] | None, GridRule]] = {
+    "fixed size, from the scan's own grid": (None, GridRule(size=(56, 64, 48))),
+    "fixed size, from a lattice": ((1.0, 0.8, 0.9), GridRule(size=(56, 48, 64))),
+}
 
 
 class CoarseOracle(nn.Module):

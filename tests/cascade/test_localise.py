@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from oracle import OBLIQUE, TASK
 
-from medseg.cascade.localise import Localisation, locate_regions, region_box
+from medseg.cascade.localise import Localisation, locate_regions
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, is_side_pair
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import region_crop
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
 LEFT = (slice(10, 30), slice(20, 40), slice(55, 75))  # 64 ml
@@ -108,7 +109,7 @@ def test_the_crop_holds_region_and_margin_with_the_region_in_the_middle(
     for _ in range(50):
         start = rng.integers(0, np.array(coarse.shape) - 1)
         tight = VoxelBox(tuple(start), tuple(start + rng.integers(1, 30, 3)))
-        box = region_box(tight, coarse, fine, margin_mm, patch_size, (8, 8, 16))
+        box = region_crop(tight, coarse, fine, margin_mm, patch_size, (8, 8, 16)).box
         faces = np.array([tight.start, tight.stop]) - 0.5
         low, high = (fine.world_to_index_zyx(coarse.index_to_world_xyz_mm(face)) for face in faces)
         margin = margin_mm / np.array(fine.spacing_mm)
@@ -124,7 +125,7 @@ def test_the_crop_holds_region_and_margin_with_the_region_in_the_middle(
 
 def test_an_odd_voxel_goes_to_the_high_end() -> None:
     grid = VoxelGrid((50, 50, 50), (1.0, 1.0, 1.0))
-    box = region_box(VoxelBox((10, 10, 10), (15, 16, 17)), grid, grid, 2.0, (10, 11, 12), (1, 1, 1))
+    box = region_crop(VoxelBox((10, 10, 10), (15, 16, 17)), grid, grid, 2.0, (10, 11, 12), (1, 1, 1)).box
     assert box == VoxelBox((8, 8, 8), (18, 19, 20))
 
 

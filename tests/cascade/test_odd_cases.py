@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from medseg.build import load_stage
-from medseg.cascade.localise import Localisation, localise, region_box
+from medseg.cascade.localise import Localisation, localise
 from medseg.cascade.stage import TrainedStage
 from medseg.data.phantom.scan import make_phantom
 from medseg.data.phantom.spec import PhantomSpec
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import region_crop
 from medseg.preprocess.intensity import clip_hu
 from medseg.preprocess.orient import orient
 from medseg.weights.files import shipped_weights
@@ -68,7 +69,7 @@ def shares_inside(found: Localisation, labels: np.ndarray, grid: VoxelGrid, fine
         shares[name] = 0.0
         if name in found.boxes:
             fine_grid = grid.resampled(fine.spacing_mm)
-            box = region_box(found.boxes[name], found.grid, fine_grid, fine.region_margin_mm, fine.patch_size, fine.divisor)
+            box = region_crop(found.boxes[name], found.grid, fine_grid, fine.region_margin_mm, fine.patch_size, fine.divisor).box
             native = grid.box_from(fine_grid.crop(box), VoxelBox.full(box.shape))
             shares[name] = float(((voxels >= native.start) & (voxels < native.stop)).all(1).mean())
     return shares

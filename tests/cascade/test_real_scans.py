@@ -11,8 +11,9 @@ import torch
 from oracle import TASK, dice
 
 from medseg.cascade.join import join
-from medseg.cascade.localise import locate_regions, region_box
+from medseg.cascade.localise import locate_regions
 from medseg.cascade.stage import CascadeOptions
+from medseg.geometry.grid_rule import region_crop
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
 from medseg.preprocess.resample import resample_labels
@@ -31,7 +32,7 @@ def test_reference_lungs_come_back_on_the_scanners_grid(shared_ct: Path) -> None
         assert not any("wrong sides" in warning for warning in found.warnings)
         results = []
         for region in TASK.regions:
-            box = region_box(found.boxes[region.name], coarse, fine, 10.0, None, (16, 16, 16))
+            box = region_crop(found.boxes[region.name], coarse, fine, 10.0, None, (16, 16, 16)).box
             (value,) = TASK.region_values(region)
             mask = resample_labels(labels == value, grid, fine.crop(box), 2)
             results.append((region, torch.stack([1 - mask, mask]).float(), fine.crop(box)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from medseg.cascade.refine import refine, region_classes
 from medseg.data.task import Region
 from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image
 
@@ -37,6 +38,7 @@ class Watching(FineOracle):
 
 
 BOX = VoxelBox((5, -3, 20), (29, 29, 60))
+FINE = GRID.resampled((1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ BOX = VoxelBox((5, -3, 20), (29, 29, 60))
 def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tuple[bool, bool]) -> None:
     volume, _ = scan()
     for region, low in zip(TASK.regions, is_low, strict=True):
-        probs = refine(volume.array, volume.grid, BOX, region, stage(LowHalf(), "fine", region_mode=mode)).probs
+        probs = refine(volume.array, volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine", region_mode=mode)).probs
         assert probs.shape == (2, *BOX.shape)
         halves = probs[1, :, :, :20] > 0.5, probs[1, :, :, 20:] > 0.5
         assert [bool(half.all()) for half in halves] == [low, not low]
@@ -53,13 +55,12 @@ def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tupl
 
 def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
     image_hu = np.random.default_rng(0).integers(-1200, 200, GRID.shape).astype(np.int16)
-    fine_grid = GRID.resampled((1.0, 1.0, 1.0))
-    whole = normalise_hu(resample_image(image_hu, GRID, fine_grid, -1000.0), TASK.window_hu)
+    whole = normalise_hu(resample_image(image_hu, GRID, FINE, -1000.0), TASK.window_hu)
     inner = VoxelBox((8, 8, 16), (32, 40, 64))
     expected = whole[inner.slices()]
     for number, region in enumerate(TASK.regions):
         network = Watching()
-        refine(image_hu, GRID, inner, region, stage(network, "fine"))
+        refine(image_hu, GRID, Crop(FINE, inner), region, stage(network, "fine"))
         ((image, indices),) = network.seen
         assert indices == [number]
         seen = image[0, 0].flip(-1) if region.side == "right" else image[0, 0]
@@ -68,7 +69,7 @@ def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
 
 def test_beyond_the_volume_the_network_sees_air() -> None:
     network = Watching()
-    refine(np.full(GRID.shape, 0, dtype=np.int16), GRID, BOX, TASK.regions[0], stage(network, "fine"))
+    refine(np.full(GRID.shape, 0, dtype=np.int16), GRID, Crop(FINE, BOX), TASK.regions[0], stage(network, "fine"))
     image = network.seen[0][0][0, 0]
     assert (image[:, :3] == -1).all()
     assert (image[:, 3:] == 1).all()
@@ -102,7 +103,7 @@ def test_a_network_runs_in_the_stages_precision_and_probabilities_in_float32() -
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         network = Conv().train()
         fine = stage(network, "fine", precision=precision)
-        probs = refine(volume.array, volume.grid, BOX, TASK.regions[0], fine).probs
+        probs = refine(volume.array, volume.grid, Crop(FINE, BOX), TASK.regions[0], fine).probs
         assert network.dtypes == [dtype]
         assert probs.dtype == torch.float32
         torch.testing.assert_close(probs.sum(0), torch.ones(BOX.shape), rtol=0, atol=1e-5)

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from oracle import GRID, TASK, CoarseOracle, FineOracle, scan, stage
+from oracle import GRID, RULES, TASK, CoarseOracle, FineOracle, scan, stage
 from torch import Tensor, nn
 
 from medseg.cascade.segment import segment
 from medseg.data.cache import prepare_case
 from medseg.data.case_table import Case
-from medseg.data.samples import CoarseSamples, FineSamples
+from medseg.data.samples import CoarseSamples, FineSamples, collate_padded
+from medseg.data.sources import CaseSource
+from medseg.data.splits import Split
+from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
+from medseg.training.data_module import CasesDataModule, StageInput
 
 LOW_HU, HIGH_HU = TASK.window_hu
 ONE_HU = 2.0 / (HIGH_HU - LOW_HU)  # the cache holds whole HU
@@ -34,16 +39,21 @@ class Watching(nn.Module):
         return self.oracle(image, region)
 
 
-def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(tmp_path: Path) -> None:
+def written(folder: Path) -> Case:
+    """A scan with padding that is no HU, and metal."""
     volume, labels = scan()
     image_hu = volume.array.copy()
     image_hu[:, :20] = -3024  # through the boxes of both regions, beside their blocks
     image_hu[:, 20:26] = -400
     image_hu[12:14, 40:44, 90:94] = 30000
-    write_image(tmp_path / "ct.nii.gz", image_hu, GRID)
-    write_labels(tmp_path / "labels.nii.gz", labels, GRID)
+    write_image(folder / "ct.nii.gz", image_hu, GRID)
+    write_labels(folder / "labels.nii.gz", labels, GRID)
     # An oracle's scan has the values of no tissue.
-    case = Case("a", tmp_path / "ct.nii.gz", tmp_path / "labels.nii.gz", "a", ignored=frozenset({"hu_range"}))
+    return Case("a", folder / "ct.nii.gz", folder / "labels.nii.gz", "a", ignored=frozenset({"hu_range"}))
+
+
+def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(tmp_path: Path) -> None:
+    case = written(tmp_path)
     coarse, fine = Watching(CoarseOracle()), Watching(FineOracle())
     stages = stage(coarse, "coarse"), stage(fine, "fine", region_margin_mm=15.0)
     result = segment(read_image(case.image), *stages)
@@ -55,7 +65,7 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(t
         entries[1:],
         TASK,
         seed=0,
-        boxes=lambda _, region, __: result.boxes[region.name].voxels,
+        crops=lambda case, region, _: Crop(case.grid, result.boxes[region.name].voxels),
         patch_size=None,
         mirror=True,
     )
@@ -63,3 +73,36 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(t
     assert np.ptp(crops[0].numpy()) == 2.0
     for number, seen in enumerate(fine.seen):
         torch.testing.assert_close(seen[0], crops[number], rtol=0, atol=ONE_HU)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rule: str, tmp_path: Path) -> None:
+    case = written(tmp_path)
+    spacing_mm, how = RULES[rule]
+    watching = Watching(CoarseOracle()), Watching(FineOracle())
+    coarse = stage(watching[0], "coarse", spacing_mm=spacing_mm, rule=how)
+    fine = stage(watching[1], "fine", region_margin_mm=15.0, spacing_mm=spacing_mm, rule=how)
+    result = segment(read_image(case.image), coarse, fine)
+    seen = [watching[0].seen, watching[1].seen]
+    source = CaseSource(Split((case,), (case,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
+    for one, coarse_boxes, images in ((coarse, None, seen[0]), (fine, coarse, seen[1])):
+        given = StageInput(
+            is_coarse=one is coarse, spacing_mm=spacing_mm, rule=how, divisor=(8, 8, 8), max_voxels=None, slab_share=0.0,
+            patch_size=None, boundary_share=0.0, elsewhere_share=0.0, region_margin_mm=15.0, box_jitter_mm=4.0, is_mirrored=True,
+            tile_size=None,
+        )  # fmt: skip
+        data = CasesDataModule(
+            [source], TASK, given, cache_dir=tmp_path, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
+            num_workers=0, overfit=False, coarse=coarse_boxes,
+        )  # fmt: skip
+        data.prepare_data()
+        watched = [image[0] for image in images]
+        data.setup("fit")
+        samples = sorted((data.val_samples()[n] for n in range(len(watched))), key=lambda sample: sample["region"])
+        for sample, image in zip(samples, watched, strict=True):
+            batch = collate_padded([sample], (8, 8, 8))
+            # The cache holds whole HU, which resampling mixes.
+            torch.testing.assert_close(batch["image"][0], image, rtol=0, atol=ONE_HU)
+        if one is fine:
+            for sample, region in zip(samples, TASK.regions, strict=True):
+                assert sample["spacing_mm"] == result.boxes[region.name].grid.spacing_mm

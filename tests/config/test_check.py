@@ -90,8 +90,14 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["data.pin_memory=true", "trainer.accelerator=cpu"], "choose data.pin_memory=null"),
         (["spacing.target_spacing_mm=[3.0,1.0,1.0]"], "isotropic has one spacing for all axes; choose spacing.strategy=anisotropic"),
         (["spacing.target_spacing_mm=null"], "spacing.strategy=isotropic needs three numbers in mm"),
+        (["spacing=fixed_size", "spacing.size=[64,72,64]"], "spacing.size: must be multiples of 16"),
+        (["spacing=fixed_size", "spacing.size=null"], "spacing.size: spacing.strategy=fixed_size needs a value"),
+        (["spacing=native", "+spacing.size=[64,64,64]"], "only spacing.strategy=fixed_size has it, but spacing.strategy=native"),
+        (["stage=fine", "spacing=fixed_size", "stage.patch_size=[144,64,64]"], "stage.patch_size=[144, 64, 64] is larger than"),
+        (["spacing=fixed_size", "inference.tile_size=[144,64,64]"], "inference.tile_size=[144, 64, 64] is larger than the whole"),
+        (["spacing=fixed_size", "stage.max_voxels=2000000"], "has more voxels than stage.max_voxels=2000000 lets through"),
         (["spacing=native", "spacing.target_spacing_mm=[1.0,1.0,1.0]"], "native takes each scan as it is; leave it null"),
-        (["spacing.strategy=mean"], "expected one of [isotropic, anisotropic, dataset_median, native]"),
+        (["spacing.strategy=mean"], "expected one of [isotropic, anisotropic, dataset_median, native, "),
         (
             ["stage=fine", "spacing=anisotropic", "spacing.target_spacing_mm=[4.0,1.0,1.0]", "stage.patch_size=[6,96,96]"],
             "stage.patch_size: must be multiples of [4, 16, 16]",
@@ -164,6 +170,8 @@ def test_every_range_names_a_key_that_exists() -> None:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = hydra.compose(name, ["sweep=fine_basics"] if name == "search" else [])
         known |= keys_of(OmegaConf.to_container(composed))
+    for path in (conf_dir() / "spacing").glob("*.yaml"):  # strategies have keys of their own
+        known |= {f"spacing.{key}" for key in OmegaConf.load(path)}
     assert set(RANGES) <= known
 
 

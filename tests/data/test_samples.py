@@ -24,6 +24,7 @@ from medseg.data.samples import (
 )
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise_hu
 
@@ -38,8 +39,13 @@ def wide_box(case: CachedCase, region: Region, rng: np.random.Generator | None) 
     return case.region_boxes[region.name].expanded((3, 3, 3)).shifted(offset).at_least((16, 16, 16)).to_multiple((8, 8, 8))
 
 
+def on_the_cache(box_of: Callable[..., VoxelBox]) -> Callable[..., Crop]:
+    return lambda case, region, rng: Crop(case.grid, box_of(case, region, rng))
+
+
 def fine(cases: list[CachedCase], task: Task, **arguments: object) -> FineSamples:
-    options: dict = {"seed": 3, "boxes": wide_box, "patch_size": (8, 16, 8), "augmentation": AUGMENTATION} | arguments
+    options: dict = {"seed": 3, "crops": on_the_cache(wide_box), "patch_size": (8, 16, 8), "augmentation": AUGMENTATION}
+    options |= arguments
     return FineSamples(cases, task, **options)
 
 
@@ -197,7 +203,7 @@ def test_a_patch_larger_than_its_box_is_centred_on_it(cached_cases: list[CachedC
     def tight(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return case.region_boxes[region.name]
 
-    samples = fine(cached_cases, task, augmentation=None, boxes=tight, patch_size=(32, 32, 32), boundary_probability=1.0)
+    samples = fine(cached_cases, task, augmentation=None, crops=on_the_cache(tight), patch_size=(32, 32, 32), boundary_probability=1.0)
     by_name = {case.name: case for case in cached_cases}
     for n in range(5):
         sample = samples[n]
@@ -227,7 +233,7 @@ def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cac
     def whole(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return VoxelBox.full(case.grid.shape)
 
-    options: dict = {"boxes": whole, "patch_size": None, "jitter": False, "mirror": True, "augmentation": AUGMENTATION}
+    options: dict = {"crops": on_the_cache(whole), "patch_size": None, "jitter": False, "mirror": True, "augmentation": AUGMENTATION}
     body = cached_cases[2]  # has a right lung alone
     right = [FineSamples([body], task, seed=1, **options)[n] for n in range(6)]
 
@@ -260,7 +266,7 @@ def test_a_warped_patch_holds_tissue_where_the_scan_goes_on(cached_cases: list[C
     options: dict[str, Any] = {name: 0.0 for name in vars(AUGMENTATION) if name.endswith("_probability")}
     options |= {"affine_probability": 1.0, "translation_mm": (3.0, 3.0, 3.0)}
     warp_alone = Augmentation(**options)
-    samples = FineSamples([case], task, seed=0, boxes=middle, patch_size=None, augmentation=warp_alone)
+    samples = FineSamples([case], task, seed=0, crops=on_the_cache(middle), patch_size=None, augmentation=warp_alone)
     for n in range(10):
         assert float(samples[n]["image"].min()) > 0
 
@@ -302,7 +308,7 @@ def test_inside_marks_where_the_scan_is(is_mirrored: bool, cached_cases: list[Ca
     def box_beyond(case: CachedCase, region: Region, rng: object) -> VoxelBox:
         return case.region_boxes[region.name].expanded((40, 30, 20))
 
-    samples = fine(cached_cases, task, boxes=box_beyond, patch_size=None, augmentation=None, jitter=False, mirror=is_mirrored)
+    samples = fine(cached_cases, task, crops=on_the_cache(box_beyond), patch_size=None, augmentation=None, jitter=False, mirror=is_mirrored)
     for n in range(len(samples)):
         sample = samples[n]
         inside = torch.zeros_like(sample["target"], dtype=torch.bool)

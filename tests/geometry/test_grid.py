@@ -196,3 +196,28 @@ def test_resampled_shape_rounds_halves_up_despite_noise() -> None:
     assert resampled_shape((5, 3, 1), (0.1, 0.1, 0.1), (0.2, 0.2, 3.0)) == (3, 2, 1)
     with pytest.raises(ValueError, match="positive"):
         resampled_shape((5, 3, 1), (0.1, 0.1, 0.1), (0.2, 0.0, 3.0))
+
+
+@pytest.mark.parametrize("shape", [(11, 17, 23), (5, 40, 23), (64, 1, 7)])
+def test_another_shape_keeps_the_field_of_view(shape: tuple[int, int, int]) -> None:
+    grid = make_grid()
+    resized = grid.resized(shape)
+    assert resized.shape == shape
+    for corner in itertools.product((0, 1), repeat=3):
+        ends = [np.array(corner) * one.shape - 0.5 for one in (grid, resized)]
+        points = [one.index_to_world_xyz_mm(end) for one, end in zip((grid, resized), ends, strict=True)]
+        assert np.allclose(*points, atol=1e-9)
+    assert grid.resized(grid.shape).is_close(grid, 1e-9)
+
+
+def test_centres_within_another_grid_are_found_one_by_one() -> None:
+    grid = make_grid()
+    for other in (grid, grid.resampled((1.1, 1.3, 0.7)), grid.crop(VoxelBox((-3, 4, 20), (4, 9, 40))).resized((9, 2, 31))):
+        box = other.centres_within(grid)
+        around = box.expanded((2, 2, 2))
+        index = np.stack(np.meshgrid(*map(np.arange, around.start, around.stop), indexing="ij"), -1)
+        place = grid.world_to_index_zyx(other.index_to_world_xyz_mm(index))
+        is_in = ((place > -0.5 - 1e-6) & (place < np.array(grid.shape) - 0.5 + 1e-6)).all(-1)
+        assert VoxelBox.from_mask(is_in).shifted(around.start) == box  # type: ignore[union-attr]
+    between = make_grid(shape=(1, 1, 1), spacing_mm=(0.1, 0.1, 0.1), origin_xyz_mm=grid.index_to_world_xyz_mm((0.5, 2, 3)))
+    assert grid.centres_within(between).is_empty

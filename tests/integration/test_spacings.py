@@ -15,8 +15,9 @@ STRATEGIES = {
     "anisotropic": ["spacing=anisotropic", "spacing.target_spacing_mm=[8.0,3.0,3.0]"],
     "dataset_median": ["spacing=dataset_median"],
     "native": ["spacing=native"],
+    "fixed_size": ["spacing=fixed_size", "spacing.size=[32,48,32]"],
 }
-SPACINGS_MM = {"anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "native": None}
+SPACINGS_MM = {"anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "native": None, "fixed_size": None}
 
 
 @pytest.mark.slow
@@ -33,4 +34,7 @@ def test_a_strategy_trains_and_predicts_both_stages(strategy: str, patch: list[s
     assert result.labels.array.shape == read_image(scan).array.shape
     assert result.labels.grid.is_close(read_grid(scan))
     for box in result.boxes.values():
-        assert box.grid.spacing_mm == (SPACINGS_MM[strategy] or read_grid(scan).spacing_mm)
+        if strategy == "fixed_size":
+            assert box.grid.shape == (32, 48, 32)
+        else:
+            assert box.grid.spacing_mm == (SPACINGS_MM[strategy] or read_grid(scan).spacing_mm)

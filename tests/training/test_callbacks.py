@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medseg.training import callbacks
-from medseg.training.callbacks import ValidationPictures, View
+from medseg.training.callbacks import Distortions, ValidationPictures, View
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
@@ -32,3 +32,14 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     pictures.on_validation_batch_end(trainer, None, labels, batch, 1)  # type: ignore[arg-type]
     said = "medseg: no picture of Doe, John (ValueError: Invalid affine transformation matrix)\n"
     assert capsys.readouterr().err == said
+
+
+def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = Distortions(["left_lung", "right_lung"])
+    batch = {"case": ["a", "b"], "region": torch.tensor([0, 1]), "spacing_mm": [(3.0, 1.5, 2.0), (1.0, 1.0, 1.0)]}
+    said.on_train_batch_end(None, None, None, batch, 0)  # type: ignore[arg-type]
+    said.on_validation_batch_end(None, None, None, batch, 0)  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines() == [
+        "a, left_lung: distortion 2.00, voxels of 3×1.5×2 mm",
+        "b, right_lung: distortion 1.00, voxels of 1×1×1 mm",
+    ]

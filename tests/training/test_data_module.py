@@ -12,6 +12,7 @@ from medseg.data.sources import CaseSource
 from medseg.data.splits import Split
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
+from medseg.geometry.grid_rule import PLAIN
 from medseg.training.data_module import CasesDataModule, StageInput
 
 TASK = Task(
@@ -21,7 +22,7 @@ TASK = Task(
     (-1000.0, 400.0),
 )
 INPUT = StageInput(
-    is_coarse=True, spacing_mm=(6.0, 6.0, 6.0), divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=0.0,
+    is_coarse=True, spacing_mm=(6.0, 6.0, 6.0), rule=PLAIN, divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=0.0,
     elsewhere_share=0.0, region_margin_mm=0.0, box_jitter_mm=0.0, is_mirrored=False, tile_size=None,
 )  # fmt: skip
 

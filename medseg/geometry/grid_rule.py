@@ -1,0 +1,114 @@
+"""How a stage lays the grid that its network works on over a case: the one rule for training, validation and prediction.
+
+A case has a lattice for each stage: its own grid, or that grid at the stage's spacing (`VoxelGrid.resampled`). What the network looks at is
+a crop: a box on a grid with the same axes, which is the lattice itself, or laid anew over the region or the scan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+
+
+class Crop(NamedTuple):
+    """What a network looks at.
+
+    Attributes:
+        lattice: Grid whose voxels the box counts; goes on beyond its own ends.
+        box: Crop in voxels of it; may reach outside.
+    """
+
+    lattice: VoxelGrid
+    box: VoxelBox
+
+    @property
+    def grid(self) -> VoxelGrid:
+        """Grid of the crop alone."""
+        return self.lattice.crop(self.box)
+
+
+@dataclass(frozen=True)
+class GridRule:
+    """What a stage does about the size of its crops.
+
+    Attributes:
+        size: Each crop is resized to this shape, (D, H, W), whatever it measures; None keeps the lattice.
+    """
+
+    size: tuple[int, int, int] | None = None
+
+    def crop(
+        self, box: VoxelBox, lattice: VoxelGrid, patch_size: tuple[int, int, int] | None, divisor: tuple[int, int, int]
+    ) -> Crop:
+        """Lay the grid of the network over a box.
+
+        Args:
+            box: What must be seen, margin included, in voxels of the lattice.
+            lattice: The stage's lattice for this case.
+            patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the divisor.
+            divisor: What a whole crop must be a multiple of, (z, y, x).
+
+        Returns:
+            Crop that holds the box; a crop of fixed size measures what the box does.
+        """
+        if self.size is not None:
+            return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
+        return Crop(lattice, box.to_multiple(divisor) if patch_size is None else box.at_least(patch_size))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for the card of a checkpoint."""
+        return {"size": list(self.size) if self.size else None}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> GridRule:
+        """Read what `to_dict` wrote."""
+        size = data["size"]
+        return cls((int(size[0]), int(size[1]), int(size[2])) if size else None)
+
+
+PLAIN = GridRule()
+"""Crops lie on the lattice, and are as large as what they must hold."""
+
+
+def region_crop(
+    tight_box: VoxelBox,
+    from_grid: VoxelGrid,
+    lattice: VoxelGrid,
+    margin_mm: float,
+    patch_size: tuple[int, int, int] | None,
+    divisor: tuple[int, int, int],
+    rule: GridRule = PLAIN,
+) -> Crop:
+    """Choose the crop of a region: the one function for training and for prediction.
+
+    The crop covers the region and the margin, its centre within half a voxel of the region's centre. Where an axis must
+    grow by an odd number of voxels, the odd voxel goes to the high end. Its faces are faces of the lattice's voxels. It may
+    reach outside the volume, so that the region stays in the middle.
+
+    Args:
+        tight_box: Tight box of the region in voxels of `from_grid`.
+        from_grid: Grid of the coarse result (or of the reference labels in training).
+        lattice: Lattice of the fine stage for this case; same axes.
+        margin_mm: Added on every side, in mm, rounded up to whole voxels.
+        patch_size: See `GridRule.crop`.
+        divisor: See `GridRule.crop`.
+        rule: What the stage does about the size of its crops.
+    """
+    box = lattice.box_from(from_grid, tight_box)
+    # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
+    z, y, x = (math.ceil(margin_mm / spacing - 1e-6) for spacing in lattice.spacing_mm)
+    return rule.crop(box.expanded((z, y, x)), lattice, patch_size, divisor)
+
+
+def distortion(spacing_mm: tuple[float, float, float]) -> float:
+    """Say by how much a grid bends the anatomy: the ratio of its largest spacing to its smallest; 1 keeps every shape.
+
+    Example:
+        >>> distortion((3.0, 1.5, 2.0))
+        2.0
+    """
+    return max(spacing_mm) / min(spacing_mm)

@@ -1,0 +1,142 @@
+"""Samples whose grid is not that of the cache: the cache resampled, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from medseg.data.augment import Augmentation
+from medseg.data.cache import CachedCase
+from medseg.data.samples import CoarseSamples, CropOf, FineSamples, Sample, collate_padded
+from medseg.data.task import Region, Task
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid_rule import Crop, GridRule, region_crop
+from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.resample import resample_image, resample_labels
+
+SIZE = (24, 32, 16)
+AUGMENTATION = Augmentation(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
+
+
+def crops_of(rule: GridRule, margin_mm: float = 9.0) -> CropOf:
+    """Crops as the data module cuts them, jittered by up to a voxel."""
+
+    def crop(case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
+        offset = (0, 0, 0) if rng is None else tuple(int(v) for v in rng.integers(-1, 2, size=3))
+        tight = case.region_boxes[region.name].shifted(offset)
+        return region_crop(tight, case.grid, case.grid, margin_mm, None, (8, 8, 8), rule)
+
+    return crop
+
+
+def fine(cases: list[CachedCase], task: Task, crops: CropOf, **arguments: object) -> FineSamples:
+    return FineSamples(cases, task, **({"seed": 3, "crops": crops, "patch_size": None} | arguments))  # type: ignore[arg-type]
+
+
+def expected(case: CachedCase, region: Region, crop: Crop, task: Task) -> tuple[np.ndarray, np.ndarray]:
+    """Image and target of a crop, resampled from the cache; beyond the scan's ends its slices go on."""
+    image = resample_image(np.array(case.image_hu), case.grid, crop.grid, -1024.0, slices_go_on=True)
+    labels = resample_labels(np.array(case.labels), case.grid, crop.grid, task.num_classes, slices_go_on=True)
+    return normalise_hu(image, task.window_hu).numpy(), (labels == task.labels[region.name]).numpy()
+
+
+def is_same(first: Sample, second: Sample) -> bool:
+    tensors = all(torch.equal(first[key], second[key]) for key in ("image", "target", "inside"))
+    return tensors and first["case"] == second["case"] and first["region"] == second["region"]
+
+
+@pytest.mark.parametrize("margin_mm", [3.0, 40.0])
+def test_a_sample_of_fixed_size_is_the_region_resized(margin_mm: float, cached_cases: list[CachedCase], task: Task) -> None:
+    by_name = {case.name: case for case in cached_cases}
+    crops = crops_of(GridRule(size=SIZE), margin_mm)
+    samples = fine(cached_cases, task, crops, jitter=False)
+    for n in range(5):
+        sample = samples[n]
+        case, region = by_name[sample["case"]], task.regions[sample["region"]]
+        crop = crops(case, region, None)
+        image, target = expected(case, region, crop, task)
+        assert sample["target"].shape == SIZE
+        assert sample["spacing_mm"] == crop.grid.spacing_mm
+        assert np.array_equal(sample["image"][0], image)
+        assert np.array_equal(sample["target"], target)
+        if margin_mm < 10:  # fine enough to measure a volume with
+            volume_mm3 = float(target.sum()) * np.prod(crop.grid.spacing_mm)
+            assert volume_mm3 == pytest.approx(case.label_counts[region.name] * np.prod(case.grid.spacing_mm), rel=0.08)
+        # Voxel by voxel: which centres lie in the scan.
+        middle = (np.array(case.grid.shape) - 1) / 2
+        index = np.stack(np.meshgrid(*map(np.arange, SIZE), indexing="ij"), -1)
+        place = case.grid.world_to_index_zyx(crop.grid.index_to_world_xyz_mm(index))
+        inside = np.zeros(SIZE, dtype=bool)
+        inside[tuple(slice(int(start), int(stop)) for start, stop in sample["inside"])] = True
+        assert np.array_equal(inside, (np.abs(place - middle) <= middle + 0.5 + 1e-6).all(-1))
+
+
+def test_samples_of_one_size_stack_without_filling(cached_cases: list[CachedCase], task: Task) -> None:
+    samples = fine(cached_cases, task, crops_of(GridRule(size=SIZE)), augmentation=AUGMENTATION, elsewhere_probability=0.3)
+    batch = collate_padded([samples[n] for n in range(6)], (8, 8, 8))
+    assert batch["image"].shape == (6, 1, *SIZE)
+    assert batch["target"].shape == (6, *SIZE)
+    assert len(set(batch["spacing_mm"])) > 3, "each region has a spacing of its own"
+
+
+def test_a_patch_is_cut_out_of_the_resized_crop_and_meets_the_boundary(cached_cases: list[CachedCase], task: Task) -> None:
+    by_name = {case.name: case for case in cached_cases}
+    crops, patch = crops_of(GridRule(size=SIZE)), (8, 12, 10)
+    samples = fine(cached_cases, task, crops, patch_size=patch, jitter=False, boundary_probability=1.0)
+    places = set()
+    for n in range(20):
+        sample = samples[n]
+        case, region = by_name[sample["case"]], task.regions[sample["region"]]
+        image, target = expected(case, region, crops(case, region, None), task)
+        windows = np.lib.stride_tricks.sliding_window_view(image, patch)
+        (place,) = np.argwhere(np.isclose(windows, sample["image"][0].numpy(), rtol=0, atol=1e-5).all((3, 4, 5)))
+        box = VoxelBox(tuple(place), tuple(place + patch))
+        assert np.array_equal(sample["target"], target[box.slices()])
+        assert sample["target"].any()
+        places.add((n % 5, tuple(place)))
+    assert len(places) > 15
+
+
+@pytest.mark.parametrize("slab_probability", [0.0, 1.0])
+def test_a_coarse_sample_of_fixed_size_is_the_body_or_a_slab_of_it_resized(
+    slab_probability: float, cached_cases: list[CachedCase], task: Task
+) -> None:
+    by_name = {case.name: case for case in cached_cases}
+    options: dict = {"seed": 3, "divisor": (8, 8, 8), "rule": GridRule(size=SIZE), "slab_probability": slab_probability}
+    samples, fresh = CoarseSamples(cached_cases, task, **options), CoarseSamples(cached_cases, task, **options)
+    extents = set()
+    for n in range(12):
+        sample = samples[n]
+        assert is_same(sample, fresh[n])
+        case = by_name[sample["case"]]  # tissue from end to end: the body is the scan
+        assert sample["target"].shape == SIZE
+        assert sample["inside"].tolist() == [[0, size] for size in SIZE]
+        extent_mm = np.multiply(SIZE, sample["spacing_mm"])
+        whole_mm = np.multiply(case.grid.shape, case.grid.spacing_mm)
+        np.testing.assert_allclose(extent_mm[1:], whole_mm[1:])
+        num_slices = extent_mm[0] / case.grid.spacing_mm[0]
+        assert num_slices == pytest.approx(round(num_slices))
+        extents.add((case.name, round(num_slices)))
+        matches = []
+        for start in range(case.grid.shape[0] - round(num_slices) + 1):
+            box = VoxelBox((start, 0, 0), (start + round(num_slices), *case.grid.shape[1:]))
+            target = resample_labels(np.array(case.labels), case.grid, case.grid.crop(box).resized(SIZE), task.num_classes)
+            matches.append(torch.equal(target, sample["target"]))
+        assert any(matches)
+    lengths = {by_name[name].grid.shape[0] == length for name, length in extents}
+    assert lengths == {slab_probability == 0} or (slab_probability == 1 and False in lengths and len(extents) > 4)
+
+
+@pytest.mark.parametrize("patch_size", [None, (8, 16, 8)])
+def test_a_sample_depends_on_seed_and_number_alone(
+    patch_size: tuple[int, int, int] | None, cached_cases: list[CachedCase], task: Task
+) -> None:
+    options = {"augmentation": AUGMENTATION, "patch_size": patch_size, "mirror": True, "elsewhere_probability": 0.3}
+    samples, fresh, other = (
+        fine(cached_cases, task, crops_of(GridRule(size=SIZE)), **options, seed=seed) for seed in (3, 3, 4)
+    )
+    in_order = [samples[n] for n in range(8)]
+    backwards = [fresh[n] for n in reversed(range(8))][::-1]
+    assert all(is_same(a, b) for a, b in zip(in_order, backwards, strict=True))
+    assert not any(is_same(a, other[n]) for n, a in enumerate(in_order))

@@ -1,0 +1,43 @@
+"""What a stage's rule makes of a box: sizes to the voxel, the same piece of the body."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import PLAIN, GridRule, distortion, region_crop
+
+OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
+LATTICE = VoxelGrid((40, 60, 90), (2.5, 0.7, 0.8), (-30.0, 15.0, 400.0), OBLIQUE)
+COARSE = LATTICE.resampled((4.0, 4.0, 4.0))
+
+
+def faces_xyz_mm(grid: VoxelGrid, box: VoxelBox) -> np.ndarray:
+    """World points of the two outer corners of a box."""
+    return grid.index_to_world_xyz_mm(np.array([box.start, box.stop]) - 0.5)
+
+
+def random_boxes(num: int) -> list[VoxelBox]:
+    rng = np.random.default_rng(0)
+    starts = rng.integers(-2, 15, (num, 3))
+    return [VoxelBox(tuple(start), tuple(start + rng.integers(1, 15, 3))) for start in starts]
+
+
+def test_a_crop_of_fixed_size_has_that_size_and_measures_what_the_region_does() -> None:
+    rule = GridRule(size=(32, 48, 40))
+    for tight in random_boxes(30):
+        crop = region_crop(tight, COARSE, LATTICE, 6.0, (96, 96, 96), (16, 16, 16), rule)
+        assert crop.grid.shape == crop.box.shape == (32, 48, 40), "neither the patch nor the divisor is asked"
+        same = region_crop(tight, COARSE, LATTICE, 6.0, None, (1, 1, 1), PLAIN)
+        np.testing.assert_allclose(faces_xyz_mm(*crop), faces_xyz_mm(*same), atol=1e-9)
+        extent_mm = np.multiply(same.box.shape, LATTICE.spacing_mm)
+        spacing_mm = extent_mm / (32, 48, 40)
+        np.testing.assert_allclose(crop.grid.spacing_mm, spacing_mm, rtol=1e-12)
+        assert distortion(crop.grid.spacing_mm) == pytest.approx(spacing_mm.max() / spacing_mm.min())
+
+
+@pytest.mark.parametrize("rule", [PLAIN, GridRule(size=(32, 48, 40))])
+def test_a_rule_comes_back_from_the_card(rule: GridRule) -> None:
+    assert GridRule.from_dict(rule.to_dict()) == rule
