@@ -31,6 +31,7 @@ from medseg.config.schema import (
     Profiler,
     RegionMode,
     SpacingConfig,
+    SpacingStrategy,
     StageName,
     Strategy,
     TaskConfig,
@@ -74,7 +75,7 @@ def make_task(config: TaskConfig) -> Task:
 
 def make_grid_rule(spacing: SpacingConfig) -> GridRule:
     """What a strategy does about the size of crops."""
-    return GridRule(size=spacing.size)
+    return GridRule(spacing.size, is_cube=spacing.strategy is SpacingStrategy.fixed_resolution)
 
 
 def make_network(model: dict[str, Any], task: Task, region_mode: str) -> RegionalNetwork:

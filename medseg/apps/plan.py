@@ -15,7 +15,7 @@ from medseg.apps.ending import EXIT_FAILED
 from medseg.apps.runs import replace_text
 from medseg.apps.spacing import find_spacing
 from medseg.config.check import divisor_of
-from medseg.config.schema import PlanConfig, Precision, StageName, Strategy, TrainConfig
+from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def input_shape(config: PlanConfig) -> Shape:
         )
     extent_mm = config.extent_mm.coarse if config.stage.name is StageName.coarse else config.extent_mm.fine
     depth, height, width = (math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True))
+    if config.spacing.strategy is SpacingStrategy.fixed_resolution:
+        depth = height = width = max(depth, height, width)
     if config.stage.max_voxels:
         depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
     steps = zip((depth, height, width), divisor_of(config), strict=True)

@@ -400,8 +400,8 @@ def _check_spacing(key: str, spacing: SpacingConfig) -> None:
             f"{key}.target_spacing_mm: {key}.strategy={strategy.value} needs three numbers in mm, (z, y, x)",
         )
     _require(
-        strategy is not SpacingStrategy.isotropic or len(set(target_mm or ())) == 1,
-        f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy=isotropic has one spacing for all axes; choose "
+        strategy not in (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution) or len(set(target_mm or ())) == 1,
+        f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy={strategy.value} has one spacing for all axes; choose "
         f"{key}.strategy=anisotropic",
     )
     for name, owner in OWN_SPACING_KEYS.items():

@@ -49,6 +49,7 @@ class SpacingStrategy(Enum):
     dataset_median = "dataset_median"
     native = "native"
     fixed_size = "fixed_size"
+    fixed_resolution = "fixed_resolution"
 
 
 class Block(Enum):

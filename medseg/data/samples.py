@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -55,6 +55,30 @@ class Batch(TypedDict):
     region: Tensor
     case: list[str]
     spacing_mm: list[tuple[float, float, float]]
+
+
+class _Scan(NamedTuple):
+    """What counts as scanned: a case of the cache, or a slab of one.
+
+    Attributes:
+        image_hu: Memory map (D, H, W), int16.
+        labels: Memory map (D, H, W), uint8.
+        grid: Grid of both.
+    """
+
+    image_hu: np.ndarray
+    labels: np.ndarray
+    grid: VoxelGrid
+
+    @classmethod
+    def of(cls, case: CachedCase) -> _Scan:
+        """All of a case."""
+        return cls(case.image_hu, case.labels, case.grid)
+
+    def slab(self, first: int, stop: int) -> _Scan:
+        """Some of the slices, as if no more had been scanned; nothing is read."""
+        box = VoxelBox((first, 0, 0), (stop, *self.grid.shape[1:]))
+        return _Scan(self.image_hu[first:stop], self.labels[first:stop], self.grid.crop(box))
 
 
 class CoarseSamples(Dataset[Sample]):
@@ -110,29 +134,30 @@ class CoarseSamples(Dataset[Sample]):
         case = self.cases[draw_from_pass(self.seed, n, self.weights)]
         rng = sample_rng(self.seed, n)
         with one_thread():
-            crop = self._crop(case, rng)
+            scan, crop = self._look(case, rng)
             spacing_mm = crop.lattice.spacing_mm
             window_hu = self.task.window_hu
             if self.augmentation is not None:
                 window_hu = self.augmentation.draw_window(rng, window_hu)
-            image = _read_image(case, crop, window_hu)
-            target = torch.from_numpy(_read_labels(case, crop, self.task))
+            image = _read_image(scan, crop, window_hu)
+            target = torch.from_numpy(_read_labels(scan, crop, self.task))
             if self.augmentation is not None:
                 image, target = self.augmentation(image, target, rng, spacing_mm)
-        inside = _inside(case, crop)
+        inside = _inside(scan, crop)
         return {"image": image, "target": target, "inside": inside, "region": 0, "case": case.name, "spacing_mm": spacing_mm}
 
-    def _crop(self, case: CachedCase, rng: np.random.Generator) -> Crop:
-        body = body_box(case.image_hu, case.grid.spacing_mm)
-        if self.rule.size is not None:
-            # A slab is stretched to the size that all crops have, as a scan of as few slices is in prediction.
-            z, depth = body.start[0], body.shape[0]
+    def _look(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
+        """Choose what counts as scanned, and the crop of it."""
+        scan = _Scan.of(case)
+        body = body_box(scan.image_hu, scan.grid.spacing_mm)
+        if self.rule != PLAIN:
             if rng.random() < self.slab_probability:
-                depth = max(1, int(depth * rng.uniform(LEAST_SLAB, 1.0)))
-                z += int(rng.integers(0, body.shape[0] - depth, endpoint=True))
-            slab = VoxelBox((z, *body.start[1:]), (z + depth, *body.stop[1:]))
-            return self.rule.crop(slab, case.grid, None, self.divisor)
-        depth, height, width = (math.ceil(size / step) * step for size, step in zip(body.shape, self.divisor, strict=True))
+                num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
+                first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
+                scan = scan.slab(first, first + num_slices)
+                body = body_box(scan.image_hu, scan.grid.spacing_mm)
+            return scan, self._cut_to_bound(self.rule.crop(body, scan.grid, (1, 1, 1), self.divisor), body, rng)
+        depth, height, width = self._filled(body.shape)
         z, y, x = body.start
         step, num_slices = self.divisor[0], body.shape[0]
         if rng.random() < self.slab_probability:
@@ -141,7 +166,23 @@ class CoarseSamples(Dataset[Sample]):
         if self.max_voxels is not None and depth * height * width > self.max_voxels:
             depth = max(step, self.max_voxels // (height * width) // step * step)
         z += int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
-        return Crop(case.grid, VoxelBox((z, y, x), (z + depth, y + height, x + width)))
+        return scan, Crop(scan.grid, VoxelBox((z, y, x), (z + depth, y + height, x + width)))
+
+    def _cut_to_bound(self, crop: Crop, body: VoxelBox, rng: np.random.Generator) -> Crop:
+        """Keep a random range of slices where a crop has more voxels than it may; of the body, where that has enough of them."""
+        depth, height, width = self._filled(crop.box.shape)
+        if self.max_voxels is None or depth * height * width <= self.max_voxels:
+            return crop
+        step = self.divisor[0]
+        depth = max(step, self.max_voxels // (height * width) // step * step)
+        whole = body if body.shape[0] >= depth else crop.box
+        z = whole.start[0] + int(rng.integers(0, whole.shape[0] - depth, endpoint=True))
+        return Crop(crop.lattice, VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
+
+    def _filled(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Shape of a sample once it is filled to multiples of the divisor."""
+        z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, self.divisor, strict=True))
+        return z, y, x
 
 
 class FineSamples(Dataset[Sample]):
@@ -157,7 +198,7 @@ class FineSamples(Dataset[Sample]):
         crops: Gives the crop of a region, as prediction would cut it; jittered when it gets a generator.
         patch_size: Shape of a sample, (D, H, W); None takes the whole crop.
         augmentation: None for validation.
-        jitter: Whether `boxes` gets the generator of the sample.
+        jitter: Whether `crops` gets the generator of the sample.
         mirror: Whether regions on the patient's right are mirrored along x, so that all look like left ones.
         boundary_probability: How often a patch is placed so that it holds a voxel at the boundary of the region.
         elsewhere_probability: How often a sample is cut anywhere in the scan, whether the region is there or not.
@@ -223,9 +264,10 @@ class FineSamples(Dataset[Sample]):
             # A warp sees beyond the patch: what is there is read, so that no false air comes in at the corners.
             source_box = box if warp is None else box.expanded(warp.margin(box.shape))
 
-            image = _read_image(case, Crop(grid, source_box), window_hu)
-            target = torch.from_numpy(self._region_classes(region)[_read_labels(case, Crop(grid, source_box), self.task)])
-            inside = _inside(case, Crop(grid, box))
+            scan = _Scan.of(case)
+            image = _read_image(scan, Crop(grid, source_box), window_hu)
+            target = torch.from_numpy(self._region_classes(region)[_read_labels(scan, Crop(grid, source_box), self.task)])
+            inside = _inside(scan, Crop(grid, box))
             if self.mirror and region.side == "right":
                 image, target = image.flip(3), target.flip(2)
                 inside[2] = box.shape[2] - inside[2].flip(0)
@@ -368,28 +410,28 @@ def _random_box(size: tuple[int, int, int], within: VoxelBox, rng: np.random.Gen
     return VoxelBox((z, y, x), (z + depth, y + height, x + width))
 
 
-def _inside(case: CachedCase, crop: Crop) -> Tensor:
+def _inside(scan: _Scan, crop: Crop) -> Tensor:
     """Start and stop of the scan in a crop, (3, 2)."""
-    part = crop.box.intersect(crop.lattice.centres_within(case.grid))
+    part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
     bounds = [
         (start - origin, stop - origin) for start, stop, origin in zip(part.start, part.stop, crop.box.start, strict=True)
     ]
     return torch.tensor(bounds, dtype=torch.int64)
 
 
-def _read_image(case: CachedCase, crop: Crop, window_hu: tuple[float, float]) -> Tensor:
+def _read_image(scan: _Scan, crop: Crop, window_hu: tuple[float, float]) -> Tensor:
     """Read and normalise a crop of the image, (1, D, H, W); only what it needs is read of the cache."""
-    if crop.lattice == case.grid:
-        return torch.from_numpy(normalise_hu(crop_padded(case.image_hu, crop.box, AIR_HU), window_hu))[None]
-    resampled = resample_image(case.image_hu, case.grid, crop.grid, AIR_HU, slices_go_on=True)
+    if crop.lattice == scan.grid:
+        return torch.from_numpy(normalise_hu(crop_padded(scan.image_hu, crop.box, AIR_HU), window_hu))[None]
+    resampled = resample_image(scan.image_hu, scan.grid, crop.grid, AIR_HU, slices_go_on=True)
     return normalise_hu(resampled, window_hu)[None]
 
 
-def _read_labels(case: CachedCase, crop: Crop, task: Task) -> np.ndarray:
+def _read_labels(scan: _Scan, crop: Crop, task: Task) -> np.ndarray:
     """Read a crop of the labels, (D, H, W) uint8."""
-    if crop.lattice == case.grid:
-        return crop_padded(case.labels, crop.box, 0)
-    return resample_labels(case.labels, case.grid, crop.grid, task.num_classes, slices_go_on=True).numpy()
+    if crop.lattice == scan.grid:
+        return crop_padded(scan.labels, crop.box, 0)
+    return resample_labels(scan.labels, scan.grid, crop.grid, task.num_classes, slices_go_on=True).numpy()
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:

@@ -37,9 +37,11 @@ class GridRule:
 
     Attributes:
         size: Each crop is resized to this shape, (D, H, W), whatever it measures; None keeps the lattice.
+        is_cube: Whether all axes of a crop become as long as its longest; for lattices of one spacing on all axes.
     """
 
     size: tuple[int, int, int] | None = None
+    is_cube: bool = False
 
     def crop(
         self, box: VoxelBox, lattice: VoxelGrid, patch_size: tuple[int, int, int] | None, divisor: tuple[int, int, int]
@@ -57,17 +59,19 @@ class GridRule:
         """
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
+        if self.is_cube:
+            box = box.at_least([max(box.shape)] * 3)
         return Crop(lattice, box.to_multiple(divisor) if patch_size is None else box.at_least(patch_size))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types for the card of a checkpoint."""
-        return {"size": list(self.size) if self.size else None}
+        return {"size": list(self.size) if self.size else None, "is_cube": self.is_cube}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> GridRule:
         """Read what `to_dict` wrote."""
         size = data["size"]
-        return cls((int(size[0]), int(size[1]), int(size[2])) if size else None)
+        return cls((int(size[0]), int(size[1]), int(size[2])) if size else None, bool(data["is_cube"]))
 
 
 PLAIN = GridRule()

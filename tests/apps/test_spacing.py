@@ -47,6 +47,7 @@ def test_the_median_of_the_cases_that_are_trained_on_is_written_into_the_run(
         (["spacing=anisotropic"], (2.5, 1.0, 1.0), PLAIN, (8, 16, 16)),
         (["spacing=dataset_median", "spacing.target_spacing_mm=[5.0,0.8,0.8]"], (5.0, 0.8, 0.8), PLAIN, (4, 16, 16)),
         (["spacing=native"], None, PLAIN, (16, 16, 16)),
+        (["spacing=fixed_resolution"], (2.0, 2.0, 2.0), GridRule(is_cube=True), (16, 16, 16)),
         (["spacing=fixed_size"], None, GridRule(size=(128, 128, 128)), (16, 16, 16)),
         (
             ["spacing=fixed_size", "spacing.size=[64,96,80]", "spacing.target_spacing_mm=[2.0,1.0,1.0]"],
@@ -85,6 +86,8 @@ def test_a_card_from_before_there_were_rules_means_the_lattice(tmp_path: Path) -
 def test_a_plan_counts_what_the_strategy_asks_for() -> None:
     thick = compose("stage=fine", "spacing=anisotropic", "extent_mm.fine=[100.0,100.0,100.0]", root="plan")
     assert input_shape(thick) == (40, 112, 112)  # type: ignore[arg-type]
+    cube = compose("stage=fine", "spacing=fixed_resolution", "extent_mm.fine=[100.0,80.0,190.0]", root="plan")
+    assert input_shape(cube) == (96, 96, 96)  # type: ignore[arg-type]
     assert input_shape(compose("stage=fine", "spacing=fixed_size", root="plan")) == (128, 128, 128)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"native has no spacing to count voxels with; give shape=\[D,H,W\]"):
         input_shape(compose("spacing=native", root="plan"))  # type: ignore[arg-type]

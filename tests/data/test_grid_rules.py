@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -121,11 +123,67 @@ def test_a_coarse_sample_of_fixed_size_is_the_body_or_a_slab_of_it_resized(
         matches = []
         for start in range(case.grid.shape[0] - round(num_slices) + 1):
             box = VoxelBox((start, 0, 0), (start + round(num_slices), *case.grid.shape[1:]))
-            target = resample_labels(np.array(case.labels), case.grid, case.grid.crop(box).resized(SIZE), task.num_classes)
+            part = case.grid.crop(box)  # and no more: as if nothing beyond it had been scanned
+            target = resample_labels(np.array(case.labels)[box.slices()], part, part.resized(SIZE), task.num_classes)
             matches.append(torch.equal(target, sample["target"]))
         assert any(matches)
     lengths = {by_name[name].grid.shape[0] == length for name, length in extents}
     assert lengths == {slab_probability == 0} or (slab_probability == 1 and False in lengths and len(extents) > 4)
+
+
+def isotropic(cases: list[CachedCase]) -> list[CachedCase]:
+    return [replace(case, grid=replace(case.grid, spacing_mm=(2.0, 2.0, 2.0))) for case in cases]
+
+
+def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(cached_cases: list[CachedCase], task: Task) -> None:
+    cases = isotropic(cached_cases)
+    by_name = {case.name: case for case in cases}
+    crops = crops_of(GridRule(is_cube=True))
+    samples = fine(cases, task, crops, jitter=False)
+    for n in range(5):
+        sample = samples[n]
+        case, region = by_name[sample["case"]], task.regions[sample["region"]]
+        box = crops(case, region, None).box
+        edge = -(-(max(case.region_boxes[region.name].shape) + 2 * 5) // 8) * 8  # 9 mm are five voxels of 2 mm
+        assert sample["target"].shape == (edge, edge, edge)
+        assert sample["spacing_mm"] == (2.0, 2.0, 2.0)
+        image = normalise_hu(np.array(case.image_hu), task.window_hu)
+        for place in np.ndindex(edge, edge, edge):
+            z, y, x = np.add(box.start, place)
+            is_in = 0 <= y < image.shape[1] and 0 <= x < image.shape[2]
+            assert sample["image"][(0, *place)] == (image[min(max(z, 0), len(image) - 1), y, x] if is_in else -1)
+
+
+@pytest.mark.parametrize(("slab_probability", "max_voxels"), [(0.0, None), (1.0, None), (0.0, 16 * 48**2), (1.0, 16 * 48**2)])
+def test_a_coarse_sample_of_fixed_resolution_is_a_cube_about_the_body_or_a_slab(
+    slab_probability: float, max_voxels: int | None, cached_cases: list[CachedCase], task: Task
+) -> None:
+    cases = isotropic(cached_cases)
+    by_name = {case.name: case for case in cases}
+    options: dict = {"divisor": (8, 8, 8), "rule": GridRule(is_cube=True), "slab_probability": slab_probability}
+    samples = CoarseSamples(cases, task, seed=3, max_voxels=max_voxels, **options)
+    scanned = set()
+    for n in range(20):
+        sample = samples[n]
+        whole = normalise_hu(np.array(by_name[sample["case"]].image_hu), task.window_hu)
+        depth, height, width = sample["target"].shape
+        # Of the three scans x is always the longest axis; tissue from end to end, so that the body is the scan.
+        assert height == width == whole.shape[2]
+        assert depth == (width if max_voxels is None else 16), "as many slices as the bound lets through"
+        assert max_voxels is None or -(-depth // 8) * (-(-width // 8)) ** 2 * 512 <= max_voxels
+        (first, stop), (y_first, y_stop), _ = sample["inside"].tolist()
+        assert y_first == (height - whole.shape[1]) // 2
+        assert y_stop - y_first == whole.shape[1]
+        image = sample["image"][0, :, y_first:y_stop].numpy()
+        part = image[first:stop]
+        start = [z for z in range(len(whole) - len(part) + 1) if np.array_equal(part, whole[z : z + len(part)])]
+        assert len(start) == 1
+        assert (image[:first] == image[first]).all(), "beyond the slab its end slices go on, though the scan does too"
+        assert (image[stop:] == image[stop - 1]).all()
+        scanned.add((sample["case"], start[0], len(part)))
+        if slab_probability == 0 and max_voxels is None:
+            assert len(part) == len(whole)
+    assert len(scanned) == 3 if slab_probability == 0 and max_voxels is None else len(scanned) > 6
 
 
 @pytest.mark.parametrize("patch_size", [None, (8, 16, 8)])

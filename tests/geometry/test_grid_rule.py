@@ -38,6 +38,19 @@ def test_a_crop_of_fixed_size_has_that_size_and_measures_what_the_region_does() 
         assert distortion(crop.grid.spacing_mm) == pytest.approx(spacing_mm.max() / spacing_mm.min())
 
 
-@pytest.mark.parametrize("rule", [PLAIN, GridRule(size=(32, 48, 40))])
+def test_a_cube_is_as_long_as_the_longest_axis_and_holds_the_region_in_its_middle() -> None:
+    lattice, rule = LATTICE.resampled((1.5, 1.5, 1.5)), GridRule(is_cube=True)
+    for tight in random_boxes(30):
+        needed = region_crop(tight, COARSE, lattice, 6.0, (1, 1, 1), (8, 8, 8), PLAIN).box
+        crop = region_crop(tight, COARSE, lattice, 6.0, None, (8, 8, 8), rule)
+        edge = -(-max(needed.shape) // 8) * 8
+        assert crop.lattice == lattice
+        assert crop.box.shape == (edge, edge, edge)
+        assert crop.box.contains(needed)
+        assert np.abs(np.add(crop.box.start, crop.box.stop) - np.add(needed.start, needed.stop)).max() <= 2, "half a voxel, twice"
+        assert region_crop(tight, COARSE, lattice, 6.0, (1, 1, 1), (8, 8, 8), rule).box.shape == (max(needed.shape),) * 3
+
+
+@pytest.mark.parametrize("rule", [PLAIN, GridRule(size=(32, 48, 40)), GridRule(is_cube=True)])
 def test_a_rule_comes_back_from_the_card(rule: GridRule) -> None:
     assert GridRule.from_dict(rule.to_dict()) == rule

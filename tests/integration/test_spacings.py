@@ -16,8 +16,12 @@ STRATEGIES = {
     "dataset_median": ["spacing=dataset_median"],
     "native": ["spacing=native"],
     "fixed_size": ["spacing=fixed_size", "spacing.size=[32,48,32]"],
+    "fixed_resolution": ["spacing=fixed_resolution", "spacing.target_spacing_mm=[4.0,4.0,4.0]"],
 }
-SPACINGS_MM = {"anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "native": None, "fixed_size": None}
+SPACINGS_MM = {
+    "anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "native": None, "fixed_size": None,
+    "fixed_resolution": (4.0, 4.0, 4.0),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -36,5 +40,7 @@ def test_a_strategy_trains_and_predicts_both_stages(strategy: str, patch: list[s
     for box in result.boxes.values():
         if strategy == "fixed_size":
             assert box.grid.shape == (32, 48, 32)
+        elif strategy == "fixed_resolution" and not patch:
+            assert len(set(box.grid.shape)) == 1
         else:
             assert box.grid.spacing_mm == (SPACINGS_MM[strategy] or read_grid(scan).spacing_mm)
