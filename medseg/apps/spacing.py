@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from medseg.apps import entry
-from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy
+from medseg.config.check import FOUND_IN_DATA
+from medseg.config.schema import DataConfig, SpacingConfig
 
 
 def find_spacing(spacing: SpacingConfig, data: DataConfig) -> None:
-    """Fill in the target of `dataset_median`, in place; nothing is done for other strategies, or where it stands already.
+    """Fill in the target of a strategy of `FOUND_IN_DATA`, in place; nothing is done for others, or where it stands already.
 
     Raises:
         UserError: If the cases cannot be found or a header cannot be read.
     """
-    if spacing.strategy is not SpacingStrategy.dataset_median or spacing.target_spacing_mm is not None:
+    if spacing.strategy not in FOUND_IN_DATA or spacing.target_spacing_mm is not None:
         return
     from medseg.apps.cases import find_sources
-    from medseg.data.median_spacing import median_spacing_mm
+    from medseg.data.typical_spacing import typical_spacing_mm
     from medseg.io.read import read_grid
     from medseg.preprocess.orient import oriented_grid
 
     # The first source is the user's: phantoms that are mixed in say nothing about the scans to come.
     cases = find_sources(data)[0].split.train
-    spacing.target_spacing_mm = median_spacing_mm(
-        [oriented_grid(read_grid(case.image, case.series)).spacing_mm for case in cases]
+    average = FOUND_IN_DATA[spacing.strategy]
+    spacing.target_spacing_mm = typical_spacing_mm(
+        [oriented_grid(read_grid(case.image, case.series)).spacing_mm for case in cases], average
     )
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
-    entry.say(f"spacing.target_spacing_mm=[{numbers}]: the median of {len(cases)} cases")
+    entry.say(f"spacing.target_spacing_mm=[{numbers}]: the {average} of {len(cases)} cases")

@@ -54,6 +54,8 @@ CHAINABLE_SCHEDULES = ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "Line
 # Optimisers whose step does not grow with the gradient: the noise of a batch shrinks with its root (Malladi et al. 2022).
 ADAPTIVE_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "NAdam", "RAdam", "RMSprop")
 
+# Strategies whose target is found in the cases that are trained on, by how those are averaged.
+FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
 # Keys of `spacing` that belong to one strategy.
 OWN_SPACING_KEYS = {"size": SpacingStrategy.fixed_size}
 
@@ -391,10 +393,7 @@ def _check_spacing(key: str, spacing: SpacingConfig) -> None:
             target_mm is None,
             f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy=native takes each scan as it is; leave it null",
         )
-    elif strategy not in (
-        SpacingStrategy.dataset_median,  # found in the cases
-        SpacingStrategy.fixed_size,  # null: resized from the scan's own grid
-    ):
+    elif strategy not in FOUND_IN_DATA and strategy is not SpacingStrategy.fixed_size:  # null: resized from the scan's own grid
         _require(
             target_mm is not None,
             f"{key}.target_spacing_mm: {key}.strategy={strategy.value} needs three numbers in mm, (z, y, x)",
@@ -424,7 +423,7 @@ def divisor_of(config: TrainConfig) -> tuple[int, int, int]:
 def strides_of(config: TrainConfig) -> tuple[tuple[int, int, int], ...]:
     """What each level of the network divides an axis by, finest first; follows the spacing where the strategy says so."""
     num_levels = config.model.depth + (config.model.stem is not Stem.conv)
-    follows = config.spacing.strategy in (SpacingStrategy.anisotropic, SpacingStrategy.dataset_median)
+    follows = config.spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA)
     return level_strides(config.spacing.target_spacing_mm if follows else None, num_levels)
 
 

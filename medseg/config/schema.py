@@ -47,6 +47,7 @@ class SpacingStrategy(Enum):
     isotropic = "isotropic"
     anisotropic = "anisotropic"
     dataset_median = "dataset_median"
+    dataset_mean = "dataset_mean"
     native = "native"
     fixed_size = "fixed_size"
     fixed_resolution = "fixed_resolution"

@@ -26,16 +26,17 @@ def compose(*overrides: str, root: str = "train") -> TrainConfig:
     return to_config(composed, PlanConfig if root == "plan" else TrainConfig)
 
 
-def test_the_median_of_the_cases_that_are_trained_on_is_written_into_the_run(
-    tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("average", ["median", "mean"])
+def test_the_typical_spacing_of_the_cases_that_are_trained_on_is_written_into_the_run(
+    average: str, tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [f"data.cases='{tiny_table}'", "spacing=dataset_median", "model.width=4"]
+    given = [f"data.cases='{tiny_table}'", f"spacing=dataset_{average}", "model.width=4"]
     run_dir = open_run(compose(*given, f"run_dir='{tmp_path / 'run'}'"))
     # The first two cases are trained on, at 6 x 4 x 4.5 and 6 x 4.1 x 4.5 mm.
     assert load_config(run_dir).spacing.target_spacing_mm == (6.0, 4.05, 4.5)
-    assert "spacing.target_spacing_mm=[6,4.05,4.5]: the median of 2 cases" in capsys.readouterr().err
+    assert f"spacing.target_spacing_mm=[6,4.05,4.5]: the {average} of 2 cases" in capsys.readouterr().err
     assert open_run(compose(*given, f"resume='{run_dir}'")) == run_dir, "the same command goes on"
-    assert capsys.readouterr().err.count("the median of 2 cases") == 1
+    assert capsys.readouterr().err.count(f"the {average} of 2 cases") == 1
     with pytest.raises(UserError, match=r"spacing\.target_spacing_mm: "):
         open_run(compose(*given, "spacing.target_spacing_mm=[6.0,4.0,4.5]", f"resume='{run_dir}'"))
 

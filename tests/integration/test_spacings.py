@@ -14,13 +14,14 @@ from .conftest import train
 STRATEGIES = {
     "anisotropic": ["spacing=anisotropic", "spacing.target_spacing_mm=[8.0,3.0,3.0]"],
     "dataset_median": ["spacing=dataset_median"],
+    "dataset_mean": ["spacing=dataset_mean"],
     "native": ["spacing=native"],
     "fixed_size": ["spacing=fixed_size", "spacing.size=[32,48,32]"],
     "fixed_resolution": ["spacing=fixed_resolution", "spacing.target_spacing_mm=[4.0,4.0,4.0]"],
 }
 SPACINGS_MM = {
-    "anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "native": None, "fixed_size": None,
-    "fixed_resolution": (4.0, 4.0, 4.0),
+    "anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "dataset_mean": (6.0, 4.05, 4.5), "native": None,
+    "fixed_size": None, "fixed_resolution": (4.0, 4.0, 4.0),
 }  # fmt: skip
 
 
