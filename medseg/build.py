@@ -30,6 +30,7 @@ from medseg.config.schema import (
     Precision,
     Profiler,
     RegionMode,
+    Resampling,
     SpacingConfig,
     SpacingStrategy,
     StageName,
@@ -46,6 +47,7 @@ from medseg.memory.layout import use_channels_last
 from medseg.memory.precision import HALF, inference_precision, lightning_precision, set_tf32
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
+from medseg.preprocess.resample import ANTIALIASED
 from medseg.weights.files import CARD_FORMAT, checksum, read_weights
 
 if TYPE_CHECKING:
@@ -420,6 +422,7 @@ def make_card(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, An
         "num_classes": task.num_classes if is_coarse else task.num_region_classes,
         "spacing_mm": list(config.spacing.target_spacing_mm) if config.spacing.target_spacing_mm else NATIVE,
         "grid_rule": make_grid_rule(config.spacing).to_dict(),
+        "resampling": config.spacing.resampling.value,
         "patch_size": list(stage.patch_size) if stage.patch_size else None,
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
@@ -453,6 +456,8 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
             name=stage,
             task=task,
             spacing_mm=None if card["spacing_mm"] == NATIVE else _triple(card["spacing_mm"]),
+            # Cards from before there was a choice do not say it.
+            resampling=Resampling(card.get("resampling", ANTIALIASED)).value,
             patch_size=_triple(card["tile_size"]) if card["tile_size"] else None,
             region_margin_mm=float(card["region_margin_mm"]),
             region_mode=card["region_mode"],
@@ -491,7 +496,7 @@ def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precisi
     """
     first, *others = (load_stage(path, stage, device, precision) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
-        for name in ("task", "spacing_mm", "rule", "patch_size", "region_margin_mm", "region_mode", "precision"):
+        for name in ("task", "spacing_mm", "rule", "resampling", "patch_size", "region_margin_mm", "region_mode", "precision"):
             ours, theirs = getattr(first, name), getattr(other, name)
             if ours != theirs:
                 raise UserError(

@@ -85,8 +85,8 @@ def prepare_one(config: PrepareConfig, task: Task, case: Case, label_values: dic
     audit = None
     try:
         for spacing in config.spacings.values():
-            spacing_mm = spacing.target_spacing_mm
-            one = prepare_case(case, Path(config.data.cache), spacing_mm, task, label_values, read=read)
+            spacing_mm, resampling = spacing.target_spacing_mm, spacing.resampling.value
+            one = prepare_case(case, Path(config.data.cache), spacing_mm, task, label_values, resampling=resampling, read=read)
             # The spacings differ in what they lose.
             findings = dict.fromkeys([*(audit.findings if audit else ()), *one.audit.findings])
             audit = replace(one.audit, findings=tuple(findings))

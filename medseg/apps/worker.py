@@ -156,6 +156,7 @@ def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, i
         is_coarse=stage.name is StageName.coarse,
         spacing_mm=config.spacing.target_spacing_mm,
         rule=build.make_grid_rule(config.spacing),
+        resampling=config.spacing.resampling.value,
         divisor=divisor,
         max_voxels=stage.max_voxels,
         slab_share=stage.slab_share or 0.0,

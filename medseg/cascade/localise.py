@@ -83,10 +83,10 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
     """
     options = options or CascadeOptions()
     lattice = grid.resampled(stage.spacing_mm)
-    resampled = resample_image(image_hu, grid, lattice, stage.air_hu)
+    resampled = resample_image(image_hu, grid, lattice, stage.air_hu, resampling=stage.resampling)
     # A body is filled at its end where the network needs more: it does not grow.
     crop = stage.rule.crop(body_box(resampled.numpy(), lattice.spacing_mm), lattice, (1, 1, 1), stage.divisor)
-    seen = cut(resampled, lattice, crop, stage.air_hu)
+    seen = cut(resampled, lattice, crop, stage.air_hu, stage.resampling)
     prediction = stage.predict_probs(normalise_hu(seen, stage.task.window_hu), 0, options)
     # Its labels on the scan, and no more than that: what lies beyond was made up.
     scanned = crop.lattice.centres_within(lattice)
@@ -94,7 +94,7 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
     inner, in_crop = (part.shifted([-start for start in box.start]).slices() for box in (scanned, crop.box))
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
-    resampled = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.air_hu)
+    resampled = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.air_hu, stage.resampling)
     gas = _remove_gas(labels[inner], resampled.numpy()[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
     turned = [

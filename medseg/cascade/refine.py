@@ -43,7 +43,7 @@ def refine(
         Probabilities (K, D, H, W) of background and the region's labels on the crop, and how they came about.
     """
     options = options or CascadeOptions()
-    resampled = resample_crop(image_hu, grid, grid.resampled(stage.spacing_mm), crop, stage.air_hu)
+    resampled = resample_crop(image_hu, grid, grid.resampled(stage.spacing_mm), crop, stage.air_hu, stage.resampling)
     image = normalise_hu(resampled, stage.task.window_hu)
     mirrored = is_mirrored(region, stage.region_mode)
     if mirrored:

@@ -22,6 +22,7 @@ from medseg.inference.team import Team
 from medseg.inference.tiles import predict_probs
 from medseg.memory.accounting.forward import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
+from medseg.preprocess.resample import ANTIALIASED
 
 X_AXIS = 2
 MAX_BATCH = 8
@@ -87,6 +88,7 @@ class TrainedStage:
         bytes_per_voxel: What a network needs per voxel of its input, see `count_memory`; 0 where nobody has counted.
         checkpoints: SHA-256 of each file that the networks come from, by its path.
         team: Processes that share the tiles; None = this one alone.
+        resampling: Filter that brings a scan to its spacing, see `medseg.preprocess.resample`.
     """
 
     network: nn.Module
@@ -103,6 +105,7 @@ class TrainedStage:
     bytes_per_voxel: float = 0.0
     checkpoints: dict[str, str] = field(default_factory=dict)
     team: Team | None = None
+    resampling: str = ANTIALIASED
 
     @property
     def divisor(self) -> tuple[int, int, int]:

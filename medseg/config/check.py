@@ -27,6 +27,7 @@ from medseg.config.schema import (
     PrepareConfig,
     RegionFrom,
     RegionMode,
+    Resampling,
     SpacingConfig,
     SpacingStrategy,
     StageName,
@@ -386,12 +387,16 @@ def notes(config: TrainConfig) -> list[str]:
 
 
 def _check_spacing(key: str, spacing: SpacingConfig) -> None:
-    """Refuse a target spacing that does not go with its strategy."""
+    """Refuse a target spacing or a filter that does not go with its strategy."""
     target_mm, strategy = spacing.target_spacing_mm, spacing.strategy
     if strategy is SpacingStrategy.native:
         _require(
             target_mm is None,
             f"{key}.target_spacing_mm={list(target_mm or ())}: {key}.strategy=native takes each scan as it is; leave it null",
+        )
+        _require(
+            spacing.resampling is Resampling.antialiased,
+            f"{key}.resampling={spacing.resampling.value}: {key}.strategy=native resamples nothing; leave it out",
         )
     elif strategy not in FOUND_IN_DATA and strategy is not SpacingStrategy.fixed_size:  # null: resized from the scan's own grid
         _require(

@@ -53,6 +53,14 @@ class SpacingStrategy(Enum):
     fixed_resolution = "fixed_resolution"
 
 
+class Resampling(Enum):
+    """The filter that brings a scan to the grid of a stage; see `medseg.preprocess.resample`."""
+
+    antialiased = "antialiased"
+    linear = "linear"
+    cubic = "cubic"
+
+
 class Block(Enum):
     """The building block of the network; see `medseg.models.blocks`."""
 
@@ -151,6 +159,7 @@ class SpacingConfig:
     # Run folders from before there was a choice name none of these.
     strategy: SpacingStrategy = SpacingStrategy.isotropic
     size: tuple[int, int, int] | None = None
+    resampling: Resampling = Resampling.antialiased
 
 
 @dataclass

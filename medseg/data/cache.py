@@ -36,6 +36,7 @@ from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.intensity import AIR_HU, MAX_HU, clip_hu
+from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
 # Rises whenever the same sources would give other arrays, another sidecar or another place.
 FORMAT_VERSION = 4
@@ -59,6 +60,7 @@ class CachedCase:
         region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left out.
         audit: What was found in the case as it was read.
         ignored: Codes of the findings that the case ignores.
+        resampling: Filter of the image; crops that are laid anew are cut with it.
     """
 
     name: str
@@ -72,6 +74,7 @@ class CachedCase:
     region_boxes: dict[str, VoxelBox]
     audit: CaseAudit
     ignored: frozenset[str] = frozenset()
+    resampling: str = ANTIALIASED
 
     @property
     def image_hu(self) -> np.ndarray:
@@ -99,6 +102,7 @@ def prepare_case(
     task: Task,
     label_values: dict[int, str],
     *,
+    resampling: str = ANTIALIASED,
     require_labels: bool = True,
     read: Callable[[], SourceCase] | None = None,
 ) -> CachedCase:
@@ -114,6 +118,7 @@ def prepare_case(
         task: Labels and regions; its HU window does not matter here.
         label_values: Value in the file to label name. Several values may share a name; a name that the task does not
             know becomes background.
+        resampling: Filter of the image, see `medseg.preprocess.resample`.
         require_labels: Whether a case without a label map is refused (training) or kept without one.
         read: Reads the case where its entry must be built; one function that remembers what it read serves several spacings.
 
@@ -126,7 +131,7 @@ def prepare_case(
             f"The case {case.name!r} has no label map, which training and scoring need; fill in its cell of the table."
         )
     _check_label_values(label_values, task)
-    folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values)
+    folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
     _remove_abandoned(folder)
     entry = _find_entry(case, folder)
     if entry is None:
@@ -140,7 +145,7 @@ def prepare_case(
         try:
             temporary.mkdir(parents=True)
             source = read() if read is not None else read_source(case, task, label_values)
-            _build(temporary, source, case, spacing_mm, task)
+            _build(temporary, source, case, spacing_mm, task, resampling)
             entry = (folder, _move_into_place(case, temporary, folder))
         except OSError as error:
             raise UserError(
@@ -149,7 +154,7 @@ def prepare_case(
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    return _cached_case(case, *entry)
+    return _cached_case(case, *entry, resampling)
 
 
 def open_case(
@@ -158,6 +163,8 @@ def open_case(
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
     label_values: dict[int, str],
+    *,
+    resampling: str = ANTIALIASED,
 ) -> CachedCase:
     """Open the entry of a case; arguments as in `prepare_case`.
 
@@ -167,13 +174,13 @@ def open_case(
     Raises:
         UserError: If there is no current entry.
     """
-    entry = _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values))
+    entry = _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling))
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
             f"{spacing_text(spacing_mm)}; run scripts/prepare.py with the same data and task."
         )
-    return _cached_case(case, *entry)
+    return _cached_case(case, *entry, resampling)
 
 
 def is_current(
@@ -182,9 +189,11 @@ def is_current(
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
     label_values: dict[int, str],
+    *,
+    resampling: str = ANTIALIASED,
 ) -> bool:
     """Whether `open_case` would find a whole entry that agrees with the sources."""
-    return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values)) is not None
+    return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)) is not None
 
 
 # --- where an entry lies and whether it is current ------------------------------------------------------------------
@@ -205,6 +214,7 @@ def _entry_folder(
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
     label_values: dict[int, str],
+    resampling: str,
 ) -> Path:
     content = {
         "format": FORMAT_VERSION,
@@ -213,6 +223,8 @@ def _entry_folder(
         "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
         "label_values": sorted([int(value), name] for value, name in label_values.items()),
         "range_hu": [AIR_HU, MAX_HU],
+        # Entries from before there was a choice keep their place.
+        **({} if resampling == ANTIALIASED else {"resampling": resampling}),
     }
     paths = {role: str(path.resolve()) for role, path in sources_of(case).items()}
     if case.series is not None:
@@ -263,7 +275,7 @@ def _read_as(case: Case) -> dict[str, Any]:
     return {"hu": asdict(case.hu), "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT)}
 
 
-def _cached_case(case: Case, folder: Path, record: dict[str, Any]) -> CachedCase:
+def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
     audit = CaseAudit.from_dict(record["audit"])
     if audit.heeded(case.ignored, Severity.error):  # the entry was made for somebody who ignores it
         raise CaseRefused(case, audit)
@@ -280,6 +292,7 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any]) -> CachedCase
         region_boxes={name: VoxelBox.from_dict(box) for name, box in record["region_boxes"].items()},
         audit=audit,
         ignored=case.ignored,
+        resampling=resampling,
     )
 
 
@@ -330,12 +343,17 @@ def _move_into_place(case: Case, temporary: Path, folder: Path) -> dict[str, Any
             return dict(record)
 
 
-def _build(folder: Path, source: SourceCase, case: Case, spacing_mm: tuple[float, float, float] | None, task: Task) -> None:
+def _build(
+    folder: Path,
+    source: SourceCase,
+    case: Case,
+    spacing_mm: tuple[float, float, float] | None,
+    task: Task,
+    resampling: str,
+) -> None:
     """Write the files of an entry."""
-    from medseg.preprocess.resample import resample_image, resample_labels
-
     grid = source.grid.resampled(spacing_mm)
-    image = resample_image(clip_hu(source.image_hu), source.grid, grid, outside=float(AIR_HU)).numpy()
+    image = resample_image(clip_hu(source.image_hu), source.grid, grid, outside=float(AIR_HU), resampling=resampling).numpy()
     files = {"image.npy": np.rint(image).astype(np.int16)}
     del image
     audit, counts, boxes = source.audit, dict[str, int](), dict[str, VoxelBox]()

@@ -64,21 +64,23 @@ class _Scan(NamedTuple):
         image_hu: Memory map (D, H, W), int16.
         labels: Memory map (D, H, W), uint8.
         grid: Grid of both.
+        resampling: Filter that brings the image to a grid that is laid anew.
     """
 
     image_hu: np.ndarray
     labels: np.ndarray
     grid: VoxelGrid
+    resampling: str
 
     @classmethod
     def of(cls, case: CachedCase) -> _Scan:
         """All of a case."""
-        return cls(case.image_hu, case.labels, case.grid)
+        return cls(case.image_hu, case.labels, case.grid, case.resampling)
 
     def slab(self, first: int, stop: int) -> _Scan:
         """Some of the slices, as if no more had been scanned; nothing is read."""
         box = VoxelBox((first, 0, 0), (stop, *self.grid.shape[1:]))
-        return _Scan(self.image_hu[first:stop], self.labels[first:stop], self.grid.crop(box))
+        return self._replace(image_hu=self.image_hu[first:stop], labels=self.labels[first:stop], grid=self.grid.crop(box))
 
 
 class CoarseSamples(Dataset[Sample]):
@@ -423,7 +425,7 @@ def _read_image(scan: _Scan, crop: Crop, window_hu: tuple[float, float]) -> Tens
     """Read and normalise a crop of the image, (1, D, H, W); only what it needs is read of the cache."""
     if crop.lattice == scan.grid:
         return torch.from_numpy(normalise_hu(crop_padded(scan.image_hu, crop.box, AIR_HU), window_hu))[None]
-    resampled = resample_image(scan.image_hu, scan.grid, crop.grid, AIR_HU, slices_go_on=True)
+    resampled = resample_image(scan.image_hu, scan.grid, crop.grid, AIR_HU, resampling=scan.resampling, slices_go_on=True)
     return normalise_hu(resampled, window_hu)[None]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 # How the spacings of the scans are brought to one, axis by axis.
-AVERAGES = {"median": np.median, "mean": np.mean}
+AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": np.mean}
 # An axis that is coarser than the finest by more than this gets the tail of its own spacings.
 MAX_RATIO = 3.0
 COARSE_PERCENTILE = 10.0

@@ -16,7 +16,7 @@ from torch import Tensor
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import Crop
-from medseg.preprocess.resample import resample_image
+from medseg.preprocess.resample import ANTIALIASED, resample_image
 
 # Half way between air and soft tissue; half a unit below, so that images in whole HU and not yet rounded ones agree.
 BODY_HU = -500.5
@@ -71,14 +71,21 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     return crop
 
 
-def cut(image: Tensor, grid: VoxelGrid, crop: Crop, outside: float) -> Tensor:
+def cut(image: Tensor, grid: VoxelGrid, crop: Crop, outside: float, resampling: str = ANTIALIASED) -> Tensor:
     """Take a crop out of a volume (D, H, W): a view where it lies on the volume's grid and inside, else resampled."""
     if crop.lattice == grid and VoxelBox.full(grid.shape).contains(crop.box):
         return image[crop.box.slices()]
-    return resample_image(image, grid, crop.grid, outside, slices_go_on=True)
+    return resample_image(image, grid, crop.grid, outside, resampling=resampling, slices_go_on=True)
 
 
-def resample_crop(image: np.ndarray | Tensor, source: VoxelGrid, lattice: VoxelGrid, crop: Crop, outside: float) -> Tensor:
+def resample_crop(
+    image: np.ndarray | Tensor,
+    source: VoxelGrid,
+    lattice: VoxelGrid,
+    crop: Crop,
+    outside: float,
+    resampling: str = ANTIALIASED,
+) -> Tensor:
     """Bring a volume to a crop: at once where the crop lies on the lattice, else from the lattice, as training does with the cache.
 
     Args:
@@ -87,17 +94,18 @@ def resample_crop(image: np.ndarray | Tensor, source: VoxelGrid, lattice: VoxelG
         lattice: The stage's lattice for it; the source's own grid, or that at another spacing.
         crop: Crop on the lattice, or on a grid that was laid anew.
         outside: Value for what lies beyond the edges of the slices; beyond the ends the first and the last slice go on.
+        resampling: The filter, see `medseg.preprocess.resample`.
 
     Returns:
         Image (D', H', W') of the crop, float32.
     """
     if lattice in (source, crop.lattice):
-        return resample_image(image, source, crop.grid, outside, slices_go_on=True)
-    # Only what the filter reads of the lattice is made: a triangle reaches one voxel of the coarser grid.
-    reach = [math.ceil(max(1.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
+        return resample_image(image, source, crop.grid, outside, resampling=resampling, slices_go_on=True)
+    # Only what the filter reads of the lattice is made: a triangle reaches one voxel of the coarser grid, a cubic two of the source.
+    reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
-    part = resample_image(image, source, lattice.crop(near), outside)
-    return resample_image(part, lattice.crop(near), crop.grid, outside, slices_go_on=True)
+    part = resample_image(image, source, lattice.crop(near), outside, resampling=resampling)
+    return resample_image(part, lattice.crop(near), crop.grid, outside, resampling=resampling, slices_go_on=True)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -28,6 +28,8 @@ from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid_rule import Crop, GridRule, region_crop
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class StageInput:
@@ -37,6 +39,7 @@ class StageInput:
         is_coarse: Whole volume (True) or one crop per region (False).
         spacing_mm: Voxel spacing of the cache, (z, y, x); None takes each scan as it is.
         rule: How the network's grid is laid on it.
+        resampling: Filter that brings a scan there, see `medseg.preprocess.resample`.
         divisor: What the network's input must be a multiple of, (z, y, x).
         patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
         max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
@@ -52,6 +55,7 @@ class StageInput:
     is_coarse: bool
     spacing_mm: tuple[float, float, float] | None
     rule: GridRule
+    resampling: str
     divisor: tuple[int, int, int]
     patch_size: tuple[int, int, int] | None
     max_voxels: int | None
@@ -128,14 +132,14 @@ class CasesDataModule(pl.LightningDataModule):
             (case, source)
             for source in self.sources
             for case in (*source.split.train, *source.split.val)
-            if not is_current(case, self.cache_dir, self.stage_input.spacing_mm, self.task, source.label_values)
+            if not self._with_entry(is_current, case, source)
         ]
         if not missing:
             return
         from rich.progress import track
 
         for case, source in track(missing, f"cache at {spacing_text(self.stage_input.spacing_mm)}"):
-            prepare_case(case, self.cache_dir, self.stage_input.spacing_mm, self.task, source.label_values)
+            self._with_entry(prepare_case, case, source)
 
     def setup(self, stage: str) -> None:
         """Open the cache; nothing is loaded."""
@@ -251,8 +255,12 @@ class CasesDataModule(pl.LightningDataModule):
                 )
 
     def _open(self, cases: Sequence[Case], source: CaseSource) -> list[CachedCase]:
-        spacing_mm = self.stage_input.spacing_mm
-        return [open_case(case, self.cache_dir, spacing_mm, self.task, source.label_values) for case in cases]
+        return [self._with_entry(open_case, case, source) for case in cases]
+
+    def _with_entry(self, do: Callable[..., T], case: Case, source: CaseSource) -> T:
+        """Call a function of the cache for the entry of a case that this stage works on."""
+        stage = self.stage_input
+        return do(case, self.cache_dir, stage.spacing_mm, self.task, source.label_values, resampling=stage.resampling)
 
 
 class _FirstBatch(Dataset[Any]):

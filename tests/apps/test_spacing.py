@@ -84,6 +84,20 @@ def test_a_card_from_before_there_were_rules_means_the_lattice(tmp_path: Path) -
     assert build.load_stage(tmp_path / "w.safetensors", "fine", torch.device("cpu")).rule == PLAIN
 
 
+def test_a_checkpoint_tells_prediction_its_filter_and_an_older_one_means_the_first(tmp_path: Path) -> None:
+    config = compose("stage=fine", "model.width=4", "spacing.resampling=linear")
+    network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
+    card, path = build.make_card(config, plain(config)), tmp_path / "w.safetensors"
+    write_weights(path, card, network.state_dict())
+    assert build.load_stage(path, "fine", torch.device("cpu")).resampling == "linear"
+    del card["resampling"]
+    older = tmp_path / "older.safetensors"
+    write_weights(older, card, network.state_dict())
+    assert build.load_stage(older, "fine", torch.device("cpu")).resampling == "antialiased"
+    with pytest.raises(UserError, match="cannot be averaged: resampling is linear in the one and antialiased in the other"):
+        build.load_stages([path, older], "fine", torch.device("cpu"))
+
+
 def test_a_plan_counts_what_the_strategy_asks_for() -> None:
     thick = compose("stage=fine", "spacing=anisotropic", "extent_mm.fine=[100.0,100.0,100.0]", root="plan")
     assert input_shape(thick) == (40, 112, 112)  # type: ignore[arg-type]

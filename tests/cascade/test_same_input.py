@@ -19,6 +19,7 @@ from medseg.data.splits import Split
 from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
+from medseg.preprocess.resample import RESAMPLINGS
 from medseg.training.data_module import CasesDataModule, StageInput
 
 LOW_HU, HIGH_HU = TASK.window_hu
@@ -52,13 +53,18 @@ def written(folder: Path) -> Case:
     return Case("a", folder / "ct.nii.gz", folder / "labels.nii.gz", "a", ignored=frozenset({"hu_range"}))
 
 
-def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
+def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(resampling: str, tmp_path: Path) -> None:
     case = written(tmp_path)
     coarse, fine = Watching(CoarseOracle()), Watching(FineOracle())
-    stages = stage(coarse, "coarse"), stage(fine, "fine", region_margin_mm=15.0)
+    stages = (
+        stage(coarse, "coarse", resampling=resampling),
+        stage(fine, "fine", region_margin_mm=15.0, resampling=resampling),
+    )
     result = segment(read_image(case.image), *stages)
 
-    entries = [prepare_case(case, tmp_path, one.spacing_mm, TASK, {1: "left_lung", 2: "right_lung"}) for one in stages]
+    names = {1: "left_lung", 2: "right_lung"}
+    entries = [prepare_case(case, tmp_path, one.spacing_mm, TASK, names, resampling=resampling) for one in stages]
     whole = CoarseSamples(entries[:1], TASK, seed=0, divisor=coarse.divisor)[0]["image"]
     torch.testing.assert_close(coarse.seen[0][0], whole, rtol=0, atol=ONE_HU)
     samples = FineSamples(
@@ -75,21 +81,22 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(t
         torch.testing.assert_close(seen[0], crops[number], rtol=0, atol=ONE_HU)
 
 
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rule: str, tmp_path: Path) -> None:
+def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rule: str, resampling: str, tmp_path: Path) -> None:
     case = written(tmp_path)
     spacing_mm, how = RULES[rule]
     watching = Watching(CoarseOracle()), Watching(FineOracle())
-    coarse = stage(watching[0], "coarse", spacing_mm=spacing_mm, rule=how)
-    fine = stage(watching[1], "fine", region_margin_mm=15.0, spacing_mm=spacing_mm, rule=how)
+    coarse = stage(watching[0], "coarse", spacing_mm=spacing_mm, rule=how, resampling=resampling)
+    fine = stage(watching[1], "fine", region_margin_mm=15.0, spacing_mm=spacing_mm, rule=how, resampling=resampling)
     result = segment(read_image(case.image), coarse, fine)
     seen = [watching[0].seen, watching[1].seen]
     source = CaseSource(Split((case,), (case,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
     for one, coarse_boxes, images in ((coarse, None, seen[0]), (fine, coarse, seen[1])):
         given = StageInput(
-            is_coarse=one is coarse, spacing_mm=spacing_mm, rule=how, divisor=(8, 8, 8), max_voxels=None, slab_share=0.0,
-            patch_size=None, boundary_share=0.0, elsewhere_share=0.0, region_margin_mm=15.0, box_jitter_mm=4.0, is_mirrored=True,
-            tile_size=None,
+            is_coarse=one is coarse, spacing_mm=spacing_mm, rule=how, resampling=resampling, divisor=(8, 8, 8), max_voxels=None,
+            slab_share=0.0, patch_size=None, boundary_share=0.0, elsewhere_share=0.0, region_margin_mm=15.0, box_jitter_mm=4.0,
+            is_mirrored=True, tile_size=None,
         )  # fmt: skip
         data = CasesDataModule(
             [source], TASK, given, cache_dir=tmp_path, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,

@@ -97,6 +97,8 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["spacing=fixed_size", "inference.tile_size=[144,64,64]"], "inference.tile_size=[144, 64, 64] is larger than the whole"),
         (["spacing=fixed_size", "stage.max_voxels=2000000"], "has more voxels than stage.max_voxels=2000000 lets through"),
         (["spacing=native", "spacing.target_spacing_mm=[1.0,1.0,1.0]"], "native takes each scan as it is; leave it null"),
+        (["spacing=native", "spacing.resampling=cubic"], "spacing.strategy=native resamples nothing; leave it out"),
+        (["spacing.resampling=nearest"], "expected one of [antialiased, linear, cubic]"),
         (["spacing.strategy=mean"], "expected one of [isotropic, anisotropic, dataset_median, dataset_mean, native, "),
         (
             ["stage=fine", "spacing=anisotropic", "spacing.target_spacing_mm=[4.0,1.0,1.0]", "stage.patch_size=[6,96,96]"],

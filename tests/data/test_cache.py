@@ -103,6 +103,17 @@ def test_opening_gives_the_same_and_pickles_small(case: Case, tmp_path: Path, ta
     assert np.array_equal(copy.image_hu, prepared.image_hu)
 
 
+def test_another_filter_is_another_entry_with_the_same_labels(case: Case, tmp_path: Path, task: Task) -> None:
+    plain, cubic = (
+        prepare_case(case, tmp_path, SPACING_MM, task, NAMES, resampling=resampling) for resampling in ("antialiased", "cubic")
+    )
+    assert plain.folder.parent != cubic.folder.parent
+    assert not np.array_equal(plain.image_hu, cubic.image_hu)
+    assert np.array_equal(plain.labels, cubic.labels)
+    assert open_case(case, tmp_path, SPACING_MM, task, NAMES).folder == plain.folder
+    assert not is_current(case, tmp_path, SPACING_MM, task, NAMES, resampling="linear")
+
+
 def test_a_current_entry_is_left_alone_and_opening_before_is_refused(case: Case, tmp_path: Path, task: Task) -> None:
     with pytest.raises(UserError, match="prepare"):
         open_case(case, tmp_path, SPACING_MM, task, NAMES)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import SimpleITK
 import torch
+from PIL import Image
 from scipy import ndimage
 
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess import resample
 from medseg.preprocess.crop import crop_padded
-from medseg.preprocess.resample import axis_taps, resample_image, resample_labels
+from medseg.preprocess.resample import ANTIALIASED, CUBIC, LINEAR, RESAMPLINGS, axis_taps, resample_image, resample_labels
 
 OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
 SOURCE = VoxelGrid((33, 70, 61), (2.5, 0.7, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
@@ -31,17 +34,18 @@ def random_box(rng: np.random.Generator, shape: tuple[int, int, int]) -> VoxelBo
     return VoxelBox(tuple(start), tuple(start + rng.integers(1, 30, 3)))
 
 
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
-def test_a_crop_gets_the_numbers_of_the_whole(spacing_mm: tuple[float, float, float]) -> None:
+def test_a_crop_gets_the_numbers_of_the_whole(spacing_mm: tuple[float, float, float], resampling: str) -> None:
     image_hu = noise_hu(SOURCE.shape)
     target = SOURCE.resampled(spacing_mm)
-    whole = resample_image(image_hu, SOURCE, target, OUTSIDE_HU).numpy()
+    whole = resample_image(image_hu, SOURCE, target, OUTSIDE_HU, resampling=resampling).numpy()
     rng = np.random.default_rng(1)
     for _ in range(25):
         box = random_box(rng, target.shape)
-        crop = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU, slices_go_on=True).numpy()
+        crop = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU, resampling=resampling, slices_go_on=True).numpy()
         np.testing.assert_allclose(crop, crop_padded(whole, box, OUTSIDE_HU), rtol=0, atol=1e-4)
-        cut = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU).numpy()
+        cut = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU, resampling=resampling).numpy()
         start, stop = (min(max(end, 0), whole.shape[0]) - box.start[0] for end in (box.start[0], box.stop[0]))
         np.testing.assert_array_equal(cut[start:stop], crop[start:stop])
         assert (cut[: max(start, 0)] == OUTSIDE_HU).all()
@@ -59,17 +63,41 @@ def test_the_slab_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
+def test_the_number_of_threads_changes_no_bit_and_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resample, "SLAB_VOXELS", 1)  # many slabs
+    image_hu, labels = noise_hu(SOURCE.shape), noise_labels(SOURCE.shape)
+    target, num_threads = SOURCE.resampled((1.0, 1.0, 1.0)), torch.get_num_threads()
+    results, seen = [], []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with torch.inference_mode(threads == 3):  # a mode of this thread, not of those that it starts
+                image = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
+                results.append((image.numpy(), resample_labels(labels, SOURCE, target, 4).numpy()))
+            later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            later.start()
+            later.join()
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(num_threads)
+    assert seen == [1, 1, 3, 3]
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_the_same_grid_is_the_identity() -> None:
     image_hu = noise_hu(SOURCE.shape)
-    result = resample_image(image_hu, SOURCE, SOURCE, OUTSIDE_HU)
-    np.testing.assert_array_equal(result.numpy(), image_hu)
+    for resampling in RESAMPLINGS:
+        result = resample_image(image_hu, SOURCE, SOURCE, OUTSIDE_HU, resampling=resampling)
+        np.testing.assert_array_equal(result.numpy(), image_hu)
     box = VoxelBox((-3, 5, 40), (20, 90, 61))
     result = resample_image(image_hu, SOURCE, SOURCE.crop(box), OUTSIDE_HU, slices_go_on=True)
     np.testing.assert_array_equal(result.numpy(), crop_padded(image_hu, box, int(OUTSIDE_HU)))
 
 
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
-def test_a_linear_ramp_stays_a_ramp_of_the_world(spacing_mm: tuple[float, float, float]) -> None:
+def test_a_linear_ramp_stays_a_ramp_of_the_world(spacing_mm: tuple[float, float, float], resampling: str) -> None:
     gradient = np.array([0.3, -1.1, 0.7])
 
     def ramp(grid: VoxelGrid) -> np.ndarray:
@@ -78,28 +106,32 @@ def test_a_linear_ramp_stays_a_ramp_of_the_world(spacing_mm: tuple[float, float,
 
     target = SOURCE.resampled(spacing_mm)
     image, expected = ramp(SOURCE), ramp(target)
-    result = resample_image(image, SOURCE, target, OUTSIDE_HU).numpy()
+    result = resample_image(image, SOURCE, target, OUTSIDE_HU, resampling=resampling).numpy()
     scale = np.maximum(1.0, np.array(SOURCE.spacing_mm) / spacing_mm)  # one source voxel in target voxels
     border = tuple(slice(int(np.ceil(2 * one)), -int(np.ceil(2 * one))) for one in scale)
     np.testing.assert_allclose(result[border], expected[border], rtol=0, atol=1e-4 * np.ptp(image))
 
 
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
-def test_a_constant_stays_constant_up_to_the_edge_of_the_field_of_view(spacing_mm: tuple[float, float, float]) -> None:
+def test_a_constant_stays_constant_up_to_the_edge_of_the_field_of_view(
+    spacing_mm: tuple[float, float, float], resampling: str
+) -> None:
     image = np.full(SOURCE.shape, 417, dtype=np.int16)
     target = SOURCE.resampled(spacing_mm)
     centres = np.stack(np.meshgrid(*(np.arange(size) for size in target.shape), indexing="ij"), -1)
     where = SOURCE.world_to_index_zyx(target.index_to_world_xyz_mm(centres))
     is_inside = ((where >= -0.5 - 1e-6) & (where <= np.array(SOURCE.shape) - 0.5 + 1e-6)).all(-1)
-    result = resample_image(image, SOURCE, target, OUTSIDE_HU).numpy()
+    result = resample_image(image, SOURCE, target, OUTSIDE_HU, resampling=resampling).numpy()
     np.testing.assert_allclose(result, np.where(is_inside, 417.0, OUTSIDE_HU), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("scale", [0.3, 1.0, 1.01, 4 / 3, 1.9, 2.0, 2.857, 5.3])
-def test_weights_are_positive_and_keep_sum_and_position(scale: float) -> None:
+def test_weights_keep_sum_and_position_and_only_those_of_the_cubic_are_negative(scale: float, resampling: str) -> None:
     offset = 20.123
-    taps = axis_taps(40, 300, scale, offset)
-    assert (taps.weight >= 0).all()
+    taps = axis_taps(40, 300, scale, offset, resampling=resampling)
+    assert (taps.weight < 0).any() == (resampling == CUBIC and scale <= 1.0)
     np.testing.assert_allclose(taps.weight.sum(1), 1.0, atol=1e-6)
     position = (taps.weight * taps.index).sum(1)
     np.testing.assert_allclose(position, scale * np.arange(40) + offset, atol=2e-5)
@@ -113,17 +145,79 @@ def test_a_coarser_grid_averages_instead_of_skipping() -> None:
     assert np.abs(result[2:-2, 2:-2, 2:-2]).max() < 0.02
 
 
+def simple_itk_linear(image: np.ndarray, source: VoxelGrid, target: VoxelGrid) -> np.ndarray:
+    """The same by SimpleITK, which knows no field of view beyond the outermost centres."""
+    volume = SimpleITK.GetImageFromArray(image.astype(np.float32))
+    volume.SetSpacing(source.spacing_mm[::-1])
+    volume.SetOrigin(source.origin_xyz_mm)
+    volume.SetDirection(np.ravel(source.direction).tolist())
+    moved = (target.shape[::-1], SimpleITK.Transform(), SimpleITK.sitkLinear, target.origin_xyz_mm, target.spacing_mm[::-1])
+    return SimpleITK.GetArrayFromImage(SimpleITK.Resample(volume, *moved, np.ravel(target.direction).tolist(), OUTSIDE_HU))
+
+
+@pytest.mark.parametrize("spacing_mm", SPACINGS)
+def test_linear_is_that_of_simple_itk(spacing_mm: tuple[float, float, float]) -> None:
+    image_hu, target = noise_hu(SOURCE.shape), SOURCE.resampled(spacing_mm)
+    result = resample_image(image_hu, SOURCE, target, OUTSIDE_HU, resampling=LINEAR).numpy()
+    inner = tuple(slice(n, -n) for n in np.ceil(1.0 / np.minimum(1.0, np.array(spacing_mm) / SOURCE.spacing_mm)).astype(int))
+    np.testing.assert_allclose(result[inner], simple_itk_linear(image_hu, SOURCE, target)[inner], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("resampling", "is_same"), [(ANTIALIASED, False), (LINEAR, True), (CUBIC, False)])
+def test_a_target_coarser_than_the_source_is_skipped_through_only_by_linear(resampling: str, is_same: bool) -> None:
+    """At three times the spacing the centre of each target voxel is one of the source's."""
+    grid = VoxelGrid((27, 30, 33), (1.0, 1.0, 1.0))
+    image_hu = noise_hu(grid.shape)
+    result = resample_image(image_hu, grid, grid.resampled((3.0, 3.0, 3.0)), OUTSIDE_HU, resampling=resampling).numpy()
+    assert (result == image_hu[1::3, 1::3, 1::3]).all() == is_same
+
+
+@pytest.mark.parametrize("spacing_mm", [0.3, 0.71, 0.99])
+def test_cubic_is_that_of_pillow(spacing_mm: float) -> None:
+    """Pillow's bicubic is Keys' with a = -1/2; at the border it leaves out the taps that ours clamps."""
+    grid = VoxelGrid((1, 40, 51), (1.0, 1.0, 1.0))
+    image_hu = noise_hu(grid.shape)
+    target = grid.resampled((1.0, spacing_mm, spacing_mm))
+    extent = [size * spacing_mm for size in target.shape]  # as wide as the target's voxels, around the same centre
+    low = [(inner - outer) / 2 for inner, outer in zip(grid.shape, extent, strict=True)]
+    picture = Image.fromarray(np.pad(image_hu[0].astype(np.float32), 1, "edge"))
+    box = (low[2] + 1, low[1] + 1, low[2] + extent[2] + 1, low[1] + extent[1] + 1)
+    expected = np.asarray(picture.resize(target.shape[:0:-1], Image.Resampling.BICUBIC, box))
+    result = resample_image(image_hu, grid, target, OUTSIDE_HU, resampling=CUBIC).numpy()[0]
+    border = int(np.ceil(3 / spacing_mm))
+    inner = (slice(border, -border), slice(border, -border))
+    np.testing.assert_allclose(result[inner], expected[inner], rtol=0, atol=1e-2)
+
+
+def centroid_shift(image: np.ndarray, spacing_mm: tuple[float, float, float], resampling: str) -> np.ndarray:
+    """How far the centroid lies, in voxels, from where it was, there and back."""
+    target = SOURCE.resampled(spacing_mm)
+    there = resample_image(image, SOURCE, target, 0.0, resampling=resampling)
+    back = resample_image(there, target, SOURCE, 0.0, resampling=resampling).numpy()
+    before, after = (np.array([np.average(i, weights=a) for i in np.indices(a.shape)]) for a in (image, back))
+    return after - before
+
+
 @pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (3.0, 1.5, 1.1)])
 def test_there_and_back_keeps_the_centroid_of_a_small_object(spacing_mm: tuple[float, float, float]) -> None:
-    image = np.zeros(SOURCE.shape, dtype=np.float32)
-    image[12:16, 30:37, 22:30] = 100.0
-    target = SOURCE.resampled(spacing_mm)
-    back = resample_image(resample_image(image, SOURCE, target, 0.0), target, SOURCE, 0.0).numpy()
+    block = np.zeros(SOURCE.shape, dtype=np.float32)
+    block[12:16, 30:37, 22:30] = 100.0
+    # Linear skips voxels, so the object must not have edges that are sharper than the target.
+    width = np.maximum(1.0, np.array(spacing_mm) / SOURCE.spacing_mm)[:, None, None, None]
+    away = (np.indices(SOURCE.shape) - np.array([13.7, 33.2, 25.4])[:, None, None, None]) / width
+    soft = 100.0 * np.exp(-(away**2).sum(0) / 2)
+    for resampling in RESAMPLINGS:
+        assert np.abs(centroid_shift(soft, spacing_mm, resampling)).max() < 0.1
+        assert resampling == LINEAR or np.abs(centroid_shift(block, spacing_mm, resampling)).max() < 0.1
 
-    def centroid(array: np.ndarray) -> np.ndarray:
-        return np.array([np.average(axis, weights=array) for axis in np.indices(array.shape)])
 
-    assert np.abs(centroid(back) - centroid(image)).max() < 0.1
+def test_linear_moves_a_sharp_object_by_chance_and_in_no_direction() -> None:
+    shifts = []
+    for z, y, x in np.ndindex(3, 3, 3):
+        image = np.zeros(SOURCE.shape, dtype=np.float32)
+        image[10 + z : 14 + z, 29 + y : 36 + y, 21 + x : 29 + x] = 100.0
+        shifts.append(centroid_shift(image, (2.0, 2.0, 2.0), LINEAR))
+    assert np.abs(np.mean(shifts, axis=0)).max() < 0.1
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
