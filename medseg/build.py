@@ -156,6 +156,7 @@ def switch_on(network: RegionalNetwork, config: TrainConfig, device_type: str) -
             offload=memory.offload,
             channels_last=memory.channels_last,
             compile=memory.compile,
+            synchronise=config.trainer.sync_batchnorm,
             device_type=device_type,
         )
     except ValueError as error:

@@ -373,14 +373,17 @@ def notes(config: TrainConfig) -> list[str]:
     found = []
     ranks = config.trainer.devices * config.trainer.num_nodes
     micro_batch = stage.batch_size // (ranks * memory.accumulate)
-    if micro_batch < stage.batch_size:
-        is_looking = {"model.norm=batch": config.model.norm is Norm.batch, "loss.batch_dice=true": config.loss.batch_dice}
-        found += [
-            f"{key} looks at {micro_batch} sample{'s' * (micro_batch > 1)} at a time instead of the batch of {stage.batch_size} "
-            f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}): another result"
-            for key, looks in is_looking.items()
-            if looks
-        ]
+    seen = {}
+    if config.model.norm is Norm.batch:
+        seen["model.norm=batch"] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
+    if config.loss.batch_dice:
+        seen["loss.batch_dice=true"] = micro_batch
+    found += [
+        f"{key} looks at {samples} sample{'s' * (samples > 1)} at a time instead of the batch of {stage.batch_size} "
+        f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}): another result"
+        for key, samples in seen.items()
+        if samples < stage.batch_size
+    ]
     if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
         found.append("memory.cudnn_benchmark=true searches anew at each new shape, and without stage.patch_size they vary")
     return found
@@ -529,12 +532,20 @@ def _check_train(config: TrainConfig) -> None:
             f"optimizer._target_={config.optimizer['_target_']}": (
                 not str(config.optimizer["_target_"]).startswith("torch.optim.") and "its rule may need whole weights"
             ),
-            "model.norm=batch": config.model.norm is Norm.batch and "each rank would keep running statistics of its own",
+            "model.norm=batch": (
+                config.model.norm is Norm.batch
+                and not trainer.sync_batchnorm
+                and "each rank would keep running statistics of its own without trainer.sync_batchnorm=true"
+            ),
             "stage.region_mode=separate": stage.region_mode is RegionMode.separate
             and "ranks would wait for each other's networks",
         }
         for key, reason in excluded.items():
             _require(not reason, f"{key} does not go with trainer=fsdp ({reason}); choose trainer=ddp, or leave it out")
+    _require(
+        not trainer.sync_batchnorm or config.model.norm is Norm.batch,
+        f"trainer.sync_batchnorm=true: with model.norm={config.model.norm.value} a sample's norms see nothing of other ranks; leave it out",
+    )
     share = ranks * memory.accumulate
     _require(
         stage.batch_size % share == 0,

@@ -296,6 +296,8 @@ class TrainerConfig:
     strategy: Strategy
     threads: int | None
     gradient_clip: float | None
+    # Run folders from before there was a choice do not name it.
+    sync_batchnorm: bool = False
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from medseg.memory.checkpointing import checkpoint_blocks
 from medseg.memory.layout import use_channels_last
 from medseg.memory.offload import offload_activations
+from medseg.models.synchronised import synchronise_batch_norms
 
 
 def apply_switches(
@@ -20,12 +21,13 @@ def apply_switches(
     offload: bool = False,
     channels_last: bool = False,
     compile: bool = False,
+    synchronise: bool = False,
     device_type: str = "cpu",
 ) -> nn.Module:
     """Change how a network runs, never what it computes or what its weights are called.
 
-    The order is fixed: layout (the weights that all others see), checkpointing (of blocks), offload (of what the blocks
-    still keep), compilation (of all of it).
+    The order is fixed: layout (the weights that all others see), norms (which checkpointing looks for), checkpointing (of
+    blocks), offload (of what the blocks still keep), compilation (of all of it).
 
     Args:
         network: Network with a method `blocks()` that names its parts, as `UNet` and `RegionalNetwork` have it.
@@ -33,6 +35,7 @@ def apply_switches(
         offload: Keep saved activations in host memory.
         channels_last: Lay out memory channels-last.
         compile: Compile with `torch.compile` at the first call.
+        synchronise: Let batch norms look at the samples of all ranks.
         device_type: Device that the network will run on, `cpu` or `cuda`.
 
     Returns:
@@ -44,6 +47,10 @@ def apply_switches(
     checkpoints = checkpointing != "none" and len(checkpointing) > 0
     if compile and offload:
         raise ValueError("compile and offload exclude each other, compiled code decides itself what it saves: turn one off")
+    if compile and synchronise:
+        raise ValueError(
+            "compile and synchronised batch norm exclude each other, compiled code would not wait for the other ranks"
+        )
     if compile and checkpoints and any(isinstance(module, _BatchNorm) for module in network.modules()):
         raise ValueError(
             "compile, checkpointing and batch norm do not go together, compiled code cannot pause running statistics: "
@@ -51,6 +58,8 @@ def apply_switches(
         )
     if channels_last:
         use_channels_last(network)
+    if synchronise:
+        synchronise_batch_norms(network)
     if checkpoints:
         blocks = cast(Callable[[], Mapping[str, nn.Module]], network.blocks)
         checkpoint_blocks(blocks(), checkpointing)

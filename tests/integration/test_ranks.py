@@ -69,6 +69,25 @@ def test_two_ranks_equal_one_rank_that_accumulates(one_rank: Path, two_ranks: Pa
     assert [path.name for path in (two_ranks / "ranks").iterdir()] == ["rank1.log"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(strategy: str, tiny_table: Path, tmp_path: Path) -> None:
+    # Patches: volumes of different shapes would be filled to a common one where they are a batch. SGD: Adam divides rounding errors by themselves.
+    settings = [
+        "stage=fine",
+        "stage.patch_size=[32,32,32]",
+        "stage.batch_size=2",
+        "data.num_workers=0",
+        "model.norm=batch",
+        "optimizer=sgd",
+        "steps=5",
+    ]
+    train(tmp_path / "one", tiny_table, *SMALL, *settings)
+    synchronised = [*settings, f"trainer={strategy}", "trainer.sync_batchnorm=true"]
+    run(command(tiny_table, tmp_path / "two", *synchronised), tmp_path)
+    assert_alike(tmp_path / "one", tmp_path / "two")
+
+
 # Loaded by every Python that is started with its folder on the path: the first rank dies as it is about to put its second
 # checkpoint in its place, before torchrun has started it again.
 DIES_ONCE = """

@@ -83,6 +83,13 @@ def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
     assert not notes(compose("memory.accumulate=2"))
 
 
+def test_norms_that_look_at_all_ranks_see_the_whole_batch_and_that_is_not_noted() -> None:
+    two_ranks = ["model.norm=batch", "trainer=ddp", "stage.batch_size=4"]
+    (note,) = notes(compose(*two_ranks))
+    assert "model.norm=batch looks at 2 samples at a time instead of the batch of 4" in note
+    assert not notes(compose(*two_ranks, "trainer.sync_batchnorm=true"))
+
+
 def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return to_config(hydra.compose("train", [*SMALL, *overrides, "run_dir=none", "trainer.accelerator=cpu"]), TrainConfig)
