@@ -112,7 +112,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
 
     from medseg.build import load_stage
     from medseg.memory.precision import autocast
-    from medseg.preprocess.intensity import clip_hu, normalise_hu
+    from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
     from medseg.preprocess.resample import resample_image
     from medseg.weights.files import read_weights, shipped_weights
 
@@ -126,7 +126,8 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
         return logits
 
     def run() -> None:
-        image = normalise_hu(resample_image(clip_hu(image_hu), grid, _at_1mm(grid), stage.air_hu), stage.task.window_hu)
+        resampled = resample_image(image_hu, grid, _at_1mm(grid), stage.air_hu, limits=HU_LIMITS)
+        image = normalise_hu(resampled, stage.task.window_hu)
         sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
 
     return Part(run, 1.0, "all")

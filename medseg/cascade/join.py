@@ -12,7 +12,7 @@ from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.postprocess import fill_holes, gas_parts, keep_large_parts
+from medseg.inference.postprocess import Planes, fill_holes, remove_small_parts
 from medseg.preprocess.resample import resample_image
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
@@ -29,11 +29,10 @@ def join(
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
-    Beside the crops and the result it needs at most 100 MB for a slab, and while a label is cleaned about 10 bytes a
-    voxel of the label's bounding box.
+    Beside the crops and the result it needs at most 100 MB for a slab that is pasted, and 200 MB for one that is cleaned.
 
     Args:
-        regions: Region, its probabilities (K, D, H, W) and the grid of its crop, in any order.
+        regions: Region, the probabilities (L, D, H, W) of its labels and the grid of its crop, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
         options: Thresholds of the clean-up; the defaults where None.
@@ -43,9 +42,11 @@ def join(
         Label map (D, H, W) on the oriented native grid, uint8.
     """
     labels = merge(regions, grid, task)
+    is_gas = None
     if task.least_hu is not None and image_hu is not None:
-        clear_gas(labels, tuple(task.labels.values()), image_hu, task.least_hu)
-    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction)
+        least_hu, image = task.least_hu, image_hu
+        is_gas = lambda planes: image[planes] < least_hu  # noqa: E731
+    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction, is_gas)
     return labels
 
 
@@ -56,7 +57,7 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     voxel, the larger probability decides; at equal ones the earlier region keeps it.
 
     Args:
-        regions: Region, its probabilities (K, D, H, W) and the grid of its crop.
+        regions: Region, the probabilities (L, D, H, W) of its labels and the grid of its crop.
         grid: Oriented native grid.
         task: Labels and regions.
 
@@ -98,41 +99,19 @@ def paste_spread(spreads: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     return percent
 
 
-def clear_gas(labels: np.ndarray, values: tuple[int, ...], image_hu: np.ndarray, least_hu: float) -> None:
-    """Remove the parts of each label whose median lies below a bound, in place.
-
-    Args:
-        labels: Label map (D, H, W).
-        values: Label values.
-        image_hu: The scan on the same grid.
-        least_hu: The bound.
-    """
-    for value in values:
-        box = VoxelBox.from_mask(labels == value)
-        if box is not None:
-            inner = labels[box.slices()]
-            inner[gas_parts(inner == value, image_hu[box.slices()] < least_hu)] = 0
-
-
-def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float) -> None:
-    """Clean a label map in place: drop small parts of each label, then fill its holes, never into other labels.
+def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float, is_gas: Planes | None = None) -> None:
+    """Clean a label map in place: drop parts of each label that are gas or small, then fill its holes, never into other labels.
 
     Args:
         labels: Label map (D, H, W).
         values: Label values.
         min_part_fraction: Least size of a kept part, as a share of the label's largest.
+        is_gas: Which voxels lie below the bound of gas, by planes; None where nothing is gas.
     """
     for value in values:
-        box = VoxelBox.from_mask(labels == value)
-        if box is not None:
-            inner = labels[box.slices()]
-            mask = inner == value
-            inner[mask & ~keep_large_parts(mask, min_part_fraction)] = 0
+        remove_small_parts(labels, value, min_part_fraction, is_gas)
     for value in values:
-        box = VoxelBox.from_mask(labels == value)
-        if box is not None:
-            inner = labels[box.slices()]
-            inner[fill_holes(inner == value) & (inner == 0)] = value
+        fill_holes(labels, value)
 
 
 def _layers(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:
@@ -153,7 +132,7 @@ def _claim(
     winner = np.zeros(target.shape, dtype=np.uint8)
     top = np.zeros(target.shape, dtype=np.float32)
     background = np.ones(target.shape, dtype=np.float32)
-    for value, prob in zip(values, probs[1:], strict=True):
+    for value, prob in zip(values, probs, strict=True):
         resampled = resample_image(prob, source, target, outside=0.0).numpy()
         background -= resampled
         np.copyto(winner, value, where=resampled > top)

@@ -18,7 +18,7 @@ from medseg.inference.passes import Pass
 from medseg.inference.postprocess import gas_parts, keep_large_parts
 from medseg.inference.tiles import most_probable
 from medseg.preprocess.crop import body_box, cut
-from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
 from medseg.preprocess.orient import FACES
 from medseg.preprocess.resample import resample_image
 
@@ -73,7 +73,7 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
     """Segment the whole volume coarsely and find the box of each region.
 
     Args:
-        image_hu: Oriented volume (D, H, W) in HU, clipped (`clip_hu`).
+        image_hu: Oriented volume (D, H, W) in HU.
         grid: Its grid, oriented.
         stage: The coarse stage.
         options: Thresholds; the defaults where None.
@@ -83,7 +83,7 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
     """
     options = options or CascadeOptions()
     lattice = grid.resampled(stage.spacing_mm)
-    resampled = resample_image(image_hu, grid, lattice, stage.air_hu, resampling=stage.resampling)
+    resampled = resample_image(image_hu, grid, lattice, stage.air_hu, resampling=stage.resampling, limits=HU_LIMITS)
     # A body is filled at its end where the network needs more: it does not grow.
     crop = stage.rule.crop(body_box(resampled.numpy(), lattice.spacing_mm), lattice, (1, 1, 1), stage.divisor)
     seen = cut(resampled, lattice, crop, stage.air_hu, stage.resampling)

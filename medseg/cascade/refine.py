@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from medseg.cascade.stage import CascadeOptions, Prediction, TrainedStage
 from medseg.data.task import Region
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.crop import resample_crop
-from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
 
 X_AXIS = -1
 
@@ -32,7 +30,7 @@ def refine(
     """Segment one region; only its crop is resampled.
 
     Args:
-        image_hu: Oriented volume (D, H, W) in HU, clipped (`clip_hu`).
+        image_hu: Oriented volume (D, H, W) in HU.
         grid: Its grid, oriented.
         crop: Crop of the region, see `region_crop`; may reach outside.
         region: The region, one of the stage's task.
@@ -40,33 +38,20 @@ def refine(
         options: Overlap of tiles; the defaults where None.
 
     Returns:
-        Probabilities (K, D, H, W) of background and the region's labels on the crop, and how they came about.
+        Probabilities (L, D, H, W) of the region's labels on the crop, and how they came about. What the network gives to other
+        regions' classes is background, which is what the labels leave of one.
     """
     options = options or CascadeOptions()
-    resampled = resample_crop(image_hu, grid, grid.resampled(stage.spacing_mm), crop, stage.air_hu, stage.resampling)
-    image = normalise_hu(resampled, stage.task.window_hu)
-    mirrored = is_mirrored(region, stage.region_mode)
-    if mirrored:
-        image = image.flip(X_AXIS)
+    # Named once only: a second name would keep a second crop for as long as the network runs.
+    image = resample_crop(
+        image_hu, grid, grid.resampled(stage.spacing_mm), crop, stage.air_hu, stage.resampling, limits=HU_LIMITS
+    )
+    image = normalise_hu(image, stage.task.window_hu)
+    flipped = [X_AXIS] if is_mirrored(region, stage.region_mode) else []
+    if flipped:
+        image = image.flip(flipped)
     prediction = stage.predict_probs(image, stage.task.regions.index(region), options)
-    probs, spread = region_classes(prediction.probs, region), prediction.spread
-    if mirrored:
-        probs, spread = probs.flip(X_AXIS), None if spread is None else spread.flip(X_AXIS)
-    return prediction._replace(probs=probs, spread=spread)
-
-
-def region_classes(probs: Tensor, region: Region) -> Tensor:
-    """Keep the classes that a region has; what the network gives to others goes to the background.
-
-    Args:
-        probs: Probabilities (K, D, H, W) with K of the task's largest region.
-        region: A region with at most K - 1 labels.
-
-    Returns:
-        Probabilities (1 + number of the region's labels, D, H, W), still summing to 1.
-    """
-    num_classes = 1 + len(region.labels)
-    if num_classes == probs.shape[0]:
-        return probs
-    background = probs[:1] + probs[num_classes:].sum(0, keepdim=True)
-    return torch.cat([background, probs[1:num_classes]])
+    # `flip` copies, also along no axis: a view would keep the background and the classes of other regions.
+    probs = prediction.probs[1 : 1 + len(region.labels)].flip(flipped)
+    spread = prediction.spread
+    return prediction._replace(probs=probs, spread=None if spread is None else spread.flip(flipped))

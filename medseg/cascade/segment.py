@@ -22,7 +22,6 @@ from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import distortion, region_crop
 from medseg.io.volume import Volume
-from medseg.preprocess.intensity import clip_hu
 from medseg.preprocess.orient import orient
 
 # A crop of fixed size that is bent by more than this is told.
@@ -92,7 +91,6 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
     check_stages(coarse, fine)
     options = options or CascadeOptions()
     image_hu, grid, orientation = orient(volume.array, volume.grid)
-    image_hu = clip_hu(image_hu)
     durations_s: dict[str, float] = {}
     with _timed(durations_s, "localise"):
         found = localise(image_hu, grid, coarse, options)

@@ -19,7 +19,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.passes import Pass, plan_pass
 from medseg.inference.team import Team
-from medseg.inference.tiles import predict_probs
+from medseg.inference.tiles import KEPT, predict_probs
 from medseg.memory.accounting.forward import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
 from medseg.preprocess.resample import ANTIALIASED
@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
     """What the networks of a stage say about one crop.
 
     Attributes:
-        probs: Probabilities (K, D, H, W), float32, on the CPU: the mean over checkpoints and flips.
+        probs: Probabilities (K, D, H, W), float16, on the CPU: the mean over checkpoints and flips.
         spread: Their standard deviation (D, H, W), float32, in [0, 0.71]; None with one of each.
         how: How the crop went through the network.
         remarks: Sentences for a person on what did not go as planned.
@@ -214,6 +214,7 @@ class TrainedStage:
             probs = probs.flip([axis + 1 for axis in axes]) if axes else probs
             if len(views) == 1:
                 return probs.cpu(), None
+            probs = probs.to(torch.float32)
             total = probs.clone() if total is None else total.add_(probs)
             squares = probs.square_().sum(0) if squares is None else squares.add_(probs.square_().sum(0))
         assert total is not None, "there is one view at least"
@@ -221,7 +222,7 @@ class TrainedStage:
         mean = total.div_(len(views))
         # Half of the classes' variances: with two classes the variance of either.
         variance = squares.div_(len(views)).sub_(mean.square().sum(0)).clamp_(min=0).div_(2)
-        return mean.cpu(), variance.sqrt_().cpu()
+        return mean.to(KEPT).cpu(), variance.sqrt_().cpu()
 
     def _on_cpu(self) -> TrainedStage:
         """The same stage on the CPU; a copy, since another case may find the GPU free."""

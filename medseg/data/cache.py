@@ -35,7 +35,7 @@ from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
-from medseg.preprocess.intensity import AIR_HU, MAX_HU, clip_hu
+from medseg.preprocess.intensity import AIR_HU, HU_LIMITS
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
 # Rises whenever the same sources would give other arrays, another sidecar or another place.
@@ -222,7 +222,7 @@ def _entry_folder(
         "labels": dict(sorted(task.labels.items())),
         "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
         "label_values": sorted([int(value), name] for value, name in label_values.items()),
-        "range_hu": [AIR_HU, MAX_HU],
+        "range_hu": list(HU_LIMITS),
         # Entries from before there was a choice keep their place.
         **({} if resampling == ANTIALIASED else {"resampling": resampling}),
     }
@@ -353,7 +353,9 @@ def _build(
 ) -> None:
     """Write the files of an entry."""
     grid = source.grid.resampled(spacing_mm)
-    image = resample_image(clip_hu(source.image_hu), source.grid, grid, outside=float(AIR_HU), resampling=resampling).numpy()
+    image = resample_image(
+        source.image_hu, source.grid, grid, outside=float(AIR_HU), resampling=resampling, limits=HU_LIMITS
+    ).numpy()
     files = {"image.npy": np.rint(image).astype(np.int16)}
     del image
     audit, counts, boxes = source.audit, dict[str, int](), dict[str, VoxelBox]()

@@ -8,9 +8,6 @@ import numpy as np
 
 from medseg.geometry.box import VoxelBox
 
-MIN_WEIGHT = 1e-6
-"""Smallest blending weight, so that a voxel which only a tile's corner covers can still be divided by its weight."""
-
 
 def _starts(size: int, tile: int, overlap: float) -> list[int]:
     """Spread tiles of one length evenly over one axis, the first at its start and the last at its end."""
@@ -51,22 +48,27 @@ def tile_boxes(shape: tuple[int, int, int], tile_shape: tuple[int, int, int], ov
     return [VoxelBox((z, y, x), (z + depth, y + height, x + width)) for z in z_starts for y in y_starts for x in x_starts]
 
 
-def gaussian_weights(tile_shape: tuple[int, int, int], sigma_scale: float = 1 / 8) -> np.ndarray:
-    """Weigh a tile's voxels by their distance from its centre.
+def axis_weights(size: int, tile: int, overlap: float, sigma_scale: float = 1 / 8) -> dict[int, np.ndarray]:
+    """Weigh the tiles of `tile_boxes` along one axis: most in the middle of a tile, in sum one at each voxel.
+
+    The tiles stand in rows, so the products of three axes' weights sum to one as well, and no sum needs to be kept.
 
     Args:
-        tile_shape: Tile size in voxels, (D, H, W).
-        sigma_scale: Standard deviation as part of the tile's length, per axis, > 0.
+        size: Voxels of the volume along the axis.
+        tile: Voxels of a tile.
+        overlap: As for `tile_boxes`.
+        sigma_scale: Standard deviation of the Gaussian as part of the tile's length, > 0.
 
     Returns:
-        Weights (D, H, W), float32, symmetric, largest 1, smallest `MIN_WEIGHT` or more.
+        Weights of a tile's voxels, float32, by the tile's start.
 
     Source: Isensee et al., nnU-Net, Nature Methods 18 (2021), importance weighting of sliding windows.
     """
-    profiles = []
-    for length in tile_shape:
-        distance = (np.arange(length) - (length - 1) / 2) / (sigma_scale * length)
-        profile = np.exp(-0.5 * distance**2)
-        profiles.append(profile / profile.max())
-    weights = np.einsum("i,j,k->ijk", *profiles)
-    return np.maximum(weights, MIN_WEIGHT).astype(np.float32)
+    length = min(size, tile)
+    distance = (np.arange(length) - (length - 1) / 2) / (sigma_scale * length)
+    profile = np.exp(-0.5 * distance**2)
+    starts = _starts(size, length, overlap)
+    total = np.zeros(size)
+    for start in starts:
+        total[start : start + length] += profile
+    return {start: (profile / total[start : start + length]).astype(np.float32) for start in starts}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from medseg.geometry.tiling import gaussian_weights, tile_boxes
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.tiling import axis_weights, tile_boxes
 from medseg.preprocess.crop import pad_at_end
 
 Shape = tuple[int, int, int]
 AIR = -1.0  # the lower end of the normalised window: what lies beside a volume
+# Probabilities as they are kept: rounded by 0.00025 at most.
+KEPT = torch.float16
+# Voxels whose logits become float32 probabilities at a time.
+SLAB_VOXELS = 2**21
 
 
 def predict_probs(
@@ -28,9 +34,8 @@ def predict_probs(
     """Predict class probabilities of one crop.
 
     An axis that is shorter than a tile, or no multiple of the divisor, is filled at its end, as in training, and cut back.
-    Tiles are blended with Gaussian weights that sum to one; beside the image and the result (both float32) only the
-    sum of the weights and the tiles of one batch are in memory. A tile that holds nothing but air is background and does not
-    go through the network.
+    Tiles are blended with Gaussian weights that sum to one; beside the image and the result only the float32 sums of one layer of tiles and
+    the tiles of one batch are in memory. A tile that holds nothing but air is background and does not go through the network.
 
     Args:
         network: Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
@@ -43,17 +48,17 @@ def predict_probs(
         num_together: Most batches that `together` takes.
 
     Returns:
-        Probabilities (K, D, H, W), float32, on the image's device.
+        Probabilities (K, D, H, W), float16, on the image's device.
     """
     shape = image.shape[2:]
     with torch.inference_mode():
         if tile_shape is None:
-            padded = pad_at_end(image, multiple(shape, divisor), AIR)
-            return _cut_back(_softmax(network(padded))[0], shape)
+            return _kept(network(pad_at_end(image, multiple(shape, divisor), AIR))[0], shape)
         tile_shape = multiple(tile_shape, divisor)
         padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_shape, strict=True)), AIR)
         run = together or (lambda batches: [network(batch) for batch in batches])
-        return _cut_back(_blend_tiles(run, padded, tile_shape, overlap, batch_size, num_together), shape)
+        depth, height, width = shape
+        return _blend_tiles(run, padded, tile_shape, overlap, batch_size, num_together)[:, :depth, :height, :width]
 
 
 def most_probable(probs: Tensor) -> Tensor:
@@ -73,6 +78,42 @@ def most_probable(probs: Tensor) -> Tensor:
     return labels
 
 
+class _Blend:
+    """Sums of weighted tiles that come layer by layer, from low z to high z.
+
+    Float32 is held only of the planes that the present layer reaches; what lies below is finished and kept in half of that.
+
+    Attributes:
+        probs: The finished planes (K, D, H, W).
+    """
+
+    def __init__(self, num_classes: int, shape: Shape, tile_depth: int, device: torch.device) -> None:
+        depth, height, width = shape
+        self.probs = torch.empty((num_classes, depth, height, width), dtype=KEPT, device=device)
+        self._sums = torch.zeros((num_classes, tile_depth, height, width), device=device)
+        self._first = 0
+
+    def reach(self, box: VoxelBox) -> Tensor:
+        """Sums (K, d, h, w) of a tile's voxels, to be added to in place; boxes come in the order of `tile_boxes`."""
+        (z, y, x), (_, y_stop, x_stop) = box.start, box.stop
+        if z > self._first:
+            self._finish(z - self._first)
+        return self._sums[:, :, y:y_stop, x:x_stop]
+
+    def finished(self) -> Tensor:
+        """Probabilities once all tiles have come."""
+        self._finish(self.probs.shape[1] - self._first)
+        return self.probs
+
+    def _finish(self, num_planes: int) -> None:
+        """Keep the lowest planes, of which there are at most a tile's, and move up by as many."""
+        self.probs[:, self._first : self._first + num_planes] = self._sums[:, :num_planes]
+        rest = self._sums[:, num_planes:].clone()
+        self._sums[:, : rest.shape[1]] = rest
+        self._sums[:, rest.shape[1] :] = 0
+        self._first += num_planes
+
+
 def _blend_tiles(
     run: Callable[[list[Tensor]], list[Tensor]],
     image: Tensor,
@@ -81,47 +122,58 @@ def _blend_tiles(
     batch_size: int,
     num_together: int,
 ) -> Tensor:
-    """Sum weighted tiles, in one order whoever runs them, and divide by the sum of the weights; (K, D, H, W) float32."""
+    """Sum weighted tiles, in one order whoever runs them; (K, D, H, W)."""
     _, _, depth, height, width = image.shape
-    weights = torch.from_numpy(gaussian_weights(tile_shape)).to(image.device)
-    weight_sum = torch.zeros((depth, height, width), device=image.device)
-    places = [(..., *box.slices()) for box in tile_boxes((depth, height, width), tile_shape, overlap)]
-    has_air_only = [not bool((image[at] > AIR).any()) for at in places]
+    shape = (depth, height, width)
+    weights = [
+        {start: torch.from_numpy(one).to(image.device) for start, one in axis_weights(size, tile, overlap).items()}
+        for size, tile in zip(shape, tile_shape, strict=True)
+    ]
+    boxes = tile_boxes(shape, tile_shape, overlap)
+    has_air_only = [not bool((image[(..., *box.slices())] > AIR).any()) for box in boxes]
     # One tile at least must say how many classes there are.
     has_air_only[0] &= not all(has_air_only)
-    seen = [at for at, is_air in zip(places, has_air_only, strict=True) if not is_air]
-    probs = None
-    batches = [seen[start : start + batch_size] for start in range(0, len(seen), batch_size)]
+    seen = [box for box, is_air in zip(boxes, has_air_only, strict=True) if not is_air]
+    tiles = _tile_probs(run, image, seen, batch_size, num_together)
+    first = next(tiles)
+    tiles = chain([first], tiles)
+    blend = _Blend(len(first), shape, tile_shape[0], image.device)
+    for box, is_air in zip(boxes, has_air_only, strict=True):
+        z, y, x = (axis[start] for axis, start in zip(weights, box.start, strict=True))
+        weight = z[:, None, None] * y[:, None] * x
+        if is_air:
+            blend.reach(box)[0].add_(weight)
+        else:
+            blend.reach(box).addcmul_(next(tiles), weight)
+    return blend.finished()
+
+
+def _tile_probs(
+    run: Callable[[list[Tensor]], list[Tensor]], image: Tensor, boxes: list[VoxelBox], batch_size: int, num_together: int
+) -> Iterator[Tensor]:
+    """Run the network on tiles; give the probabilities (K, d, h, w) of each, float32, in their order."""
+    places = [(..., *box.slices()) for box in boxes]
+    batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
     for start in range(0, len(batches), num_together):
         group = batches[start : start + num_together]
         # A single tile is a view: nothing is copied.
-        tiles = [image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch]) for batch in group]
-        for batch, logits in zip(group, run(tiles), strict=True):
-            for at, tile in zip(batch, _softmax(logits), strict=True):
-                if probs is None:
-                    probs = torch.zeros((tile.shape[0], depth, height, width), device=image.device)
-                probs[at] += tile.mul_(weights)
-                weight_sum[at] += weights
-    assert probs is not None, "at least one tile is seen"
-    for at, is_air in zip(places, has_air_only, strict=True):
-        if is_air:
-            probs[0][at] += weights
-            weight_sum[at] += weights
-    return probs.div_(weight_sum)
+        images = [image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch]) for batch in group]
+        for logits in run(images):
+            yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    """Turn logits (N, K, d, h, w) of any precision into float32 probabilities."""
-    return torch.softmax(logits, dim=1, dtype=torch.float32)
+def _kept(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Turn logits (K, D', H', W') of any precision into probabilities of their first voxels (K, D, H, W), slab by slab."""
+    depth, height, width = shape
+    probs = torch.empty((logits.shape[0], depth, height, width), dtype=KEPT, device=logits.device)
+    step = max(1, SLAB_VOXELS // (height * width))
+    for start in range(0, depth, step):
+        planes = slice(start, min(start + step, depth))
+        probs[:, planes] = torch.softmax(logits[:, planes, :height, :width], dim=0, dtype=torch.float32)
+    return probs
 
 
 def multiple(shape: tuple[int, ...], divisor: Shape) -> Shape:
     """Raise a shape to the next multiple of the divisor on each axis."""
     z, y, x = (-(-size // step) * step for size, step in zip(shape, divisor, strict=True))
     return z, y, x
-
-
-def _cut_back(probs: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Remove what `pad_at_end` added from (K, D, H, W)."""
-    depth, height, width = shape
-    return probs[:, :depth, :height, :width]

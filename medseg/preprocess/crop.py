@@ -85,6 +85,8 @@ def resample_crop(
     crop: Crop,
     outside: float,
     resampling: str = ANTIALIASED,
+    *,
+    limits: tuple[float, float] | None = None,
 ) -> Tensor:
     """Bring a volume to a crop: at once where the crop lies on the lattice, else from the lattice, as training does with the cache.
 
@@ -95,21 +97,26 @@ def resample_crop(
         crop: Crop on the lattice, or on a grid that was laid anew.
         outside: Value for what lies beyond the edges of the slices; beyond the ends the first and the last slice go on.
         resampling: The filter, see `medseg.preprocess.resample`.
+        limits: See `resample_image`.
 
     Returns:
         Image (D', H', W') of the crop, float32.
     """
     if lattice in (source, crop.lattice):
-        return resample_image(image, source, crop.grid, outside, resampling=resampling, slices_go_on=True)
+        return resample_image(image, source, crop.grid, outside, resampling=resampling, slices_go_on=True, limits=limits)
     # Only what the filter reads of the lattice is made: a triangle reaches one voxel of the coarser grid, a cubic two of the source.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
-    part = resample_image(image, source, lattice.crop(near), outside, resampling=resampling)
+    part = resample_image(image, source, lattice.crop(near), outside, resampling=resampling, limits=limits)
     return resample_image(part, lattice.crop(near), crop.grid, outside, resampling=resampling, slices_go_on=True)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
-    """Fill (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice goes on, in plane follows one value."""
+    """Fill (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice goes on, in plane follows one value.
+
+    An image that is as large already is given back as it is.
+    """
     depth, height, width = (wanted - size for size, wanted in zip(image.shape[-3:], shape, strict=True))
-    image = functional.pad(image, (0, width, 0, height), value=outside)  # torch counts the axes from the last
+    if height or width:  # torch would copy an image that is large enough; it counts the axes from the last
+        image = functional.pad(image, (0, width, 0, height), value=outside)
     return torch.cat([image, image[..., -1:, :, :].expand(*image.shape[:-3], depth, -1, -1)], dim=-3) if depth else image

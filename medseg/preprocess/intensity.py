@@ -13,22 +13,9 @@ from medseg.io.volume import AIR_HU
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
 
 MAX_HU = 3071  # 12 bits above air; metal beyond it says nothing
-
-
-def clip_hu(image_hu: np.ndarray) -> np.ndarray:
-    """Clip a scan to what counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin.
-
-    Training and prediction do it once, before anything is resampled.
-
-    Args:
-        image_hu: Image in HU, any shape, at least one voxel.
-
-    Returns:
-        Image of the same type; the input itself where nothing is out of range.
-    """
-    if image_hu.min() >= AIR_HU and image_hu.max() <= MAX_HU:
-        return image_hu
-    return np.clip(image_hu, AIR_HU, MAX_HU)
+# What counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin. Training and prediction clip to it while they
+# resample, slab by slab: a clipped scan would be a second one.
+HU_LIMITS = (AIR_HU, MAX_HU)
 
 
 def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:

@@ -275,6 +275,7 @@ def resample_image(
     *,
     resampling: str = ANTIALIASED,
     slices_go_on: bool = False,
+    limits: tuple[float, float] | None = None,
 ) -> Tensor:
     """Resample an image to a grid with the same axes: a whole grid or any crop, also one that reaches outside.
 
@@ -287,6 +288,7 @@ def resample_image(
         outside: Value for voxels whose centre lies outside the source's field of view.
         resampling: The filter, one of `RESAMPLINGS`.
         slices_go_on: Whether the first and the last slice of the result that lie inside go on beyond it, as in `crop_padded`.
+        limits: Lowest and highest value; what lies beyond is clipped before it is filtered. None: everything is taken.
 
     Returns:
         Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
@@ -302,7 +304,8 @@ def resample_image(
         result.fill_(outside)
 
     def work(slab: Slab) -> None:
-        result[slab.target] = filter_slab(_read(image, slab.source), slab.taps)
+        values = _read(image, slab.source)
+        result[slab.target] = filter_slab(values if limits is None else values.clamp(*limits), slab.taps)
 
     _share_slabs(slabs, work, device)
     return result

@@ -25,14 +25,14 @@ class HuScale:
         """Rescale an image: int16 where that is exact and fits, else float32; the input itself where nothing changes."""
         if self == AS_STORED:
             return values
-        # Whole numbers below 2^24 are exact in float32, and what lies above does not fit into int16 anyway.
-        image_hu = values.astype(np.float32)
-        image_hu *= self.slope
-        image_hu += self.offset
         is_whole = values.dtype == np.int16 and float(self.slope).is_integer() and float(self.offset).is_integer()
+        ends = [self.slope * float(end) + self.offset for end in (values.min(), values.max())]
         limits = np.iinfo(np.int16)
-        if is_whole and image_hu.min() >= limits.min and image_hu.max() <= limits.max:
-            return image_hu.astype(np.int16)
+        fits = limits.min <= min(ends) and max(ends) <= limits.max
+        image_hu = np.empty(values.shape, np.int16 if is_whole and fits else np.float32)
+        # Plane by plane: a float32 of the whole would be two scans more. Whole numbers below 2^24 are exact in it.
+        for scaled, plane in zip(image_hu, values, strict=True):
+            scaled[...] = plane.astype(np.float32) * np.float32(self.slope) + np.float32(self.offset)
         return image_hu
 
 

@@ -17,7 +17,6 @@ from medseg.data.phantom.spec import PhantomSpec
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import region_crop
-from medseg.preprocess.intensity import clip_hu
 from medseg.preprocess.orient import orient
 from medseg.weights.files import shipped_weights
 
@@ -56,7 +55,7 @@ def phantom(turn: Callable[[np.ndarray], np.ndarray] = np.asarray, **odd: Any) -
         )
     )
     image_hu, grid, _ = orient(turn(made.image_hu), made.grid)
-    return clip_hu(image_hu), orient(turn(made.labels), made.grid)[0], grid
+    return image_hu, orient(turn(made.labels), made.grid)[0], grid
 
 
 def shares_inside(found: Localisation, labels: np.ndarray, grid: VoxelGrid, fine: TrainedStage) -> dict[str, float]:

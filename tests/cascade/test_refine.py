@@ -8,8 +8,8 @@ import torch
 from oracle import GRID, TASK, FineOracle, scan, stage
 from torch import Tensor
 
-from medseg.cascade.refine import refine, region_classes
-from medseg.data.task import Region
+from medseg.cascade.refine import refine
+from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.intensity import normalise_hu
@@ -48,14 +48,15 @@ def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tupl
     volume, _ = scan()
     for region, low in zip(TASK.regions, is_low, strict=True):
         probs = refine(volume.array, volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine", region_mode=mode)).probs
-        assert probs.shape == (2, *BOX.shape)
-        halves = probs[1, :, :, :20] > 0.5, probs[1, :, :, 20:] > 0.5
+        assert probs.shape == (1, *BOX.shape)
+        halves = probs[0, :, :, :20] > 0.5, probs[0, :, :, 20:] > 0.5
         assert [bool(half.all()) for half in halves] == [low, not low]
 
 
 def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
     image_hu = np.random.default_rng(0).integers(-1200, 200, GRID.shape).astype(np.int16)
-    whole = normalise_hu(resample_image(image_hu, GRID, FINE, -1000.0), TASK.window_hu)
+    clipped_hu = np.clip(image_hu, -1024, None)  # padding below air is none
+    whole = normalise_hu(resample_image(clipped_hu, GRID, FINE, -1000.0), TASK.window_hu)
     inner = VoxelBox((8, 8, 16), (32, 40, 64))
     expected = whole[inner.slices()]
     for number, region in enumerate(TASK.regions):
@@ -75,17 +76,27 @@ def test_beyond_the_volume_the_network_sees_air() -> None:
     assert (image[:, 3:] == 1).all()
 
 
-def test_classes_of_other_regions_go_to_the_background() -> None:
-    probs = torch.softmax(torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(0)), 0)
-    two = region_classes(probs, Region("right", ("upper", "lower"), "right"))
-    assert two.shape == (3, 3, 4, 6)
-    torch.testing.assert_close(two.sum(0), torch.ones(3, 4, 6))
-    torch.testing.assert_close(two[1:], probs[1:3])
-    four = Region("left", ("a", "b", "c", "d"), "left")
-    torch.testing.assert_close(region_classes(probs, four), probs)
+@pytest.mark.parametrize("mode", ["mirrored", "separate"])
+def test_only_the_classes_of_the_region_are_kept(mode: str) -> None:
+    class Five(FineOracle):
+        """Five classes whose logits are 0, 1, … 4 everywhere."""
+
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            return torch.arange(5.0)[None, :, None, None, None].expand(1, 5, *image.shape[2:])
+
+    volume, _ = scan()
+    two, four = Region("right", ("a", "b"), "right"), Region("left", ("a", "b", "c", "d"), "left")
+    task = Task("t", {"a": 1, "b": 2, "c": 3, "d": 4}, (two, four), TASK.window_hu)
+    expected = torch.softmax(torch.arange(5.0), 0)
+    for region in (two, four):
+        probs = refine(volume.array, volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task, region_mode=mode)).probs
+        assert probs.shape == (len(region.labels), *BOX.shape)
+        assert probs.untyped_storage().nbytes() == probs.numel() * probs.itemsize, "nothing else is kept alive"
+        for prob, value in zip(probs, expected[1:], strict=False):
+            torch.testing.assert_close(prob.float(), value.expand(BOX.shape), rtol=0, atol=2.0**-12)
 
 
-def test_a_network_runs_in_the_stages_precision_and_probabilities_in_float32() -> None:
+def test_a_network_runs_in_the_stages_precision_and_its_probabilities_are_kept_in_half() -> None:
     class Conv(FineOracle):
         def __init__(self) -> None:
             super().__init__()
@@ -105,5 +116,4 @@ def test_a_network_runs_in_the_stages_precision_and_probabilities_in_float32() -
         fine = stage(network, "fine", precision=precision)
         probs = refine(volume.array, volume.grid, Crop(FINE, BOX), TASK.regions[0], fine).probs
         assert network.dtypes == [dtype]
-        assert probs.dtype == torch.float32
-        torch.testing.assert_close(probs.sum(0), torch.ones(BOX.shape), rtol=0, atol=1e-5)
+        assert probs.dtype == torch.float16

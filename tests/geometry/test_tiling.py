@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from medseg.geometry.box import VoxelBox
-from medseg.geometry.tiling import MIN_WEIGHT, gaussian_weights, tile_boxes
+from medseg.geometry.tiling import axis_weights, tile_boxes
 
 
 @pytest.mark.parametrize("shape", [(17, 30, 41), (8, 9, 10), (3, 64, 5), (1, 1, 1)])
@@ -37,17 +37,27 @@ def test_no_more_tiles_than_needed() -> None:
     assert len(tile_boxes((192, 96, 96), (96, 96, 96), 0.0)) == 2
 
 
-@pytest.mark.parametrize("tile_shape", [(8, 9, 10), (1, 3, 64), (96, 96, 96)])
+@pytest.mark.parametrize(("size", "tile"), [(41, 16), (8, 8), (7, 30), (64, 9), (1, 1)])
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("sigma_scale", [1 / 8, 1 / 50])
-def test_weights_are_positive_symmetric_and_peak_at_one(tile_shape: tuple[int, int, int], sigma_scale: float) -> None:
-    weights = gaussian_weights(tile_shape, sigma_scale)
-    assert weights.dtype == np.float32
-    assert weights.shape == tile_shape
-    assert weights.max() == 1.0
-    assert weights.min() >= np.float32(MIN_WEIGHT)
-    assert np.allclose(weights, weights[::-1, ::-1, ::-1], rtol=1e-6)
-    centre = tuple((size - 1) // 2 for size in tile_shape)
-    assert weights[centre] == 1.0
+def test_weights_sum_to_one_and_prefer_the_middle_of_a_tile(size: int, tile: int, overlap: float, sigma_scale: float) -> None:
+    weights = axis_weights(size, tile, overlap, sigma_scale)
+    assert sorted(weights) == sorted({box.start[0] for box in tile_boxes((size, 1, 1), (tile, 1, 1), overlap)})
+    length = min(size, tile)
+    total = np.zeros(size)
+    for start, weight in weights.items():
+        assert weight.dtype == np.float32
+        assert weight.shape == (length,)
+        assert (weight >= 0).all()
+        total[start : start + length] += weight
+    np.testing.assert_allclose(total, 1.0, rtol=1e-6)
+    # Where two tiles meet, the one whose middle is nearer weighs more.
+    for start, weight in weights.items():
+        for other, rival in weights.items():
+            for position in range(max(start, other), min(start, other) + length):
+                distances = [abs(position - one - (length - 1) / 2) for one in (start, other)]
+                if distances[0] < distances[1]:
+                    assert weight[position - start] >= rival[position - other]
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
+from medseg.geometry.box import VoxelBox
 from medseg.inference import postprocess
-from medseg.inference.postprocess import fill_holes, gas_parts, keep_large_parts
+from medseg.inference.postprocess import fill_holes, gas_parts, keep_large_parts, label_box, remove_small_parts
 
 DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
+
+
+@pytest.fixture(params=[1, 2000, 10**9], ids=["a plane", "some planes", "all"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Voxels whose parts are numbered at a time: what comes of it must not depend on them."""
+    monkeypatch.setattr(postprocess, "SLAB_VOXELS", request.param)
 
 
 def random_mask(density: float, seed: int) -> np.ndarray:
@@ -27,35 +34,67 @@ def part_sizes(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("at_once")
 def test_cleaning_agrees_with_scipy_on_the_whole_array(density: float, seed: int) -> None:
     mask = random_mask(density, seed)
     before = mask.copy()
     parts, sizes = part_sizes(mask)
-    np.testing.assert_array_equal(fill_holes(mask), ndimage.binary_fill_holes(mask))
     if sizes.size:
         kept = 1 + np.flatnonzero(sizes >= 0.3 * sizes.max())
         np.testing.assert_array_equal(keep_large_parts(mask, 0.3), np.isin(parts, kept))
     np.testing.assert_array_equal(mask, before)
+    labels = np.where(mask, np.uint8(2), np.uint8(0))
+    fill_holes(labels, 2)
+    np.testing.assert_array_equal(labels == 2, ndimage.binary_fill_holes(mask))
 
 
 def test_an_empty_mask_stays_empty() -> None:
-    mask = np.zeros((3, 4, 5), dtype=bool)
-    for result in (keep_large_parts(mask, 0.1), fill_holes(mask)):
-        assert result.shape == mask.shape
-        assert result.dtype == bool
-        assert not result.any()
+    labels = np.zeros((3, 4, 5), dtype=np.uint8)
+    fill_holes(labels, 1)
+    remove_small_parts(labels, 1, 0.1)
+    assert not labels.any()
+    kept = keep_large_parts(labels > 0, 0.1)
+    assert (kept.shape, kept.dtype, kept.any()) == (labels.shape, bool, False)
+    assert label_box(labels, 1) is None
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_hole_is_filled_and_a_bay_is_not() -> None:
-    mask = np.zeros((9, 9, 9), dtype=bool)
-    mask[1:8, 1:8, 1:8] = True
-    mask[3, 3, 3] = False
-    mask[4:8, 5, 5] = False
-    filled = fill_holes(mask)
-    assert filled[3, 3, 3]
-    assert not filled[4:8, 5, 5].any()
+    labels = np.zeros((9, 9, 9), dtype=np.uint8)
+    labels[1:8, 1:8, 1:8] = 3
+    labels[3, 3, 3] = 0
+    labels[4:8, 5, 5] = 0
+    fill_holes(labels, 3)
+    assert labels[3, 3, 3] == 3
+    assert not labels[4:8, 5, 5].any()
 
 
+def test_the_box_of_a_label_is_that_of_its_mask() -> None:
+    labels = np.random.default_rng(3).integers(0, 3, (5, 6, 7)).astype(np.uint8)
+    labels[:2] = labels[:, :, 6] = 0
+    labels[labels == 2] = 0
+    labels[3, 2, 1:3] = 2
+    for value in (1, 2):
+        assert label_box(labels, value) == VoxelBox.from_mask(labels == value)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_gas_does_not_count_among_the_large_parts() -> None:
+    """The largest part is gas, so the second decides what is small; the label beside it is left alone."""
+    labels = np.zeros((20, 12, 14), dtype=np.uint8)
+    labels[1:19, 1:6, 1:12] = 1  # gas
+    labels[2:12, 8:11, 2:9] = 1
+    labels[14:16, 8:10, 2:5] = 1  # small beside the second, 12 to 210 voxels
+    labels[15:18, 8:10, 8:10] = 2
+    image_hu = np.full(labels.shape, -800)
+    image_hu[:, :7] = -1000
+    expected = np.where(labels == 2, 2, 0)
+    expected[2:12, 8:11, 2:9] = 1
+    remove_small_parts(labels, 1, 0.1, lambda planes: image_hu[planes] < -980)
+    np.testing.assert_array_equal(labels, expected)
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("counted_at_once", [1, 10**9])
 def test_a_part_is_gas_where_its_median_lies_below(counted_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postprocess, "COUNTED_AT_ONCE", counted_at_once)

@@ -345,6 +345,18 @@ def test_the_result_may_be_trained_on() -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("kind", ["array", "float32", "tensor"])
+def test_limits_clip_what_is_read_and_leave_the_scan_alone(kind: str) -> None:
+    """The same as a clipped copy, also at the border of what is clipped."""
+    image_hu = noise_hu(SOURCE.shape) * 4
+    image: np.ndarray | torch.Tensor = image_hu if kind == "array" else image_hu.astype(np.float32)
+    image = torch.from_numpy(image) if kind == "tensor" else image
+    target = SOURCE.resampled((2.0, 1.0, 1.0))
+    expected = resample_image(np.clip(image_hu, -1024, 3071), SOURCE, target, OUTSIDE_HU)
+    assert torch.equal(resample_image(image, SOURCE, target, OUTSIDE_HU, limits=(-1024, 3071)), expected)
+    np.testing.assert_array_equal(np.asarray(image), image_hu)
+
+
 def test_wrong_shape_and_other_axes_are_refused() -> None:
     with pytest.raises(ValueError, match="shape"):
         resample_image(np.zeros((3, 3, 3)), SOURCE, SOURCE, 0.0)

@@ -1,0 +1,101 @@
+"""How much memory a prediction takes from file to file, measured by the system on a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medseg.data.phantom.scan import make_phantom
+from medseg.data.phantom.spec import PhantomSpec
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_labels
+from medseg.io.write import write_image
+
+COMMAND = [sys.executable, "-m", "medseg.apps.cli"]
+# The coarse stage finds both sides everywhere, and the fine weights are noise: about every second voxel is lung, in very many parts.
+ABSURD = """
+import dataclasses, sys, torch
+from medseg.apps import predict
+from medseg.cascade import segment
+from medseg.geometry.box import VoxelBox
+
+def everywhere(image_hu, grid, stage, options, localise=segment.localise):
+    found = localise(image_hu, grid, stage, options)
+    full = VoxelBox.full(found.grid.shape)
+    return dataclasses.replace(found, boxes={region.name: full for region in stage.task.regions})
+
+def with_noise(config, load=predict.load_cascade):
+    cascade = load(config)
+    torch.manual_seed(0)
+    for weights in cascade.fine.network.parameters():
+        weights.data = 0.2 * torch.randn_like(weights)
+    return cascade
+
+segment.localise, predict.load_cascade = everywhere, with_noise
+predict.main()
+"""
+
+
+def peak_bytes(command: Sequence[str], folder: Path) -> int:
+    """Run a command to its end; the most memory that it held resident."""
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def make_scan(path: Path, view: str, num_slices: int, slice_mm: float, repeats: int) -> None:
+    """A phantom of 512 × 512 voxels of 0.8 mm, padded outside the round field of view: small voxels are copies of large ones."""
+    spec = PhantomSpec(
+        seed=5,
+        index=0,
+        view=view,
+        spacing_mm=(slice_mm * repeats, 3.2, 3.2),
+        num_slices=num_slices // repeats,
+        model_spacing_mm=(4.0, 4.0, 4.0),
+        padding_hu=-2048,
+        num_vessel_ends=60,
+    )
+    made = make_phantom(spec)
+    image_hu = made.image_hu.repeat(repeats, 0).repeat(4, 1).repeat(4, 2)
+    grid = VoxelGrid(
+        (image_hu.shape[0], 512, 512), (slice_mm, 0.8, 0.8), made.grid.origin_xyz_mm, np.asarray(made.grid.direction).tolist()
+    )
+    write_image(path, image_hu, grid)
+
+
+@pytest.mark.slow
+def test_a_trunk_of_1200_slices_stays_below_three_gigabytes(tmp_path: Path) -> None:
+    make_scan(tmp_path / "trunk.nii.gz", "trunk", 1200, 1.0, 4)
+    peak = peak_bytes([*COMMAND, "predict", "input=trunk.nii.gz", "output=lungs.nii.gz", "accelerator=cpu"], tmp_path)
+    assert peak < 3.0e9
+    labels = read_labels(tmp_path / "lungs.nii.gz").array
+    assert labels.shape == (1200, 512, 512)
+    assert json.loads((tmp_path / "lungs.json").read_text())["volume_ml"].keys() == {"left_lung", "right_lung"}
+    assert all(np.count_nonzero(labels[::4] == value) * 4 * 0.64e-3 > 1000 for value in (1, 2)), "a litre a side at least"
+
+
+@pytest.mark.slow
+def test_boxes_that_hold_everything_stay_below_three_gigabytes(tmp_path: Path) -> None:
+    """Both sides are refined on the whole scan; overlap is left out, which costs time, not memory."""
+    make_scan(tmp_path / "thorax.nii.gz", "whole", 132, 2.5, 2)
+    command = [
+        sys.executable,
+        "-c",
+        ABSURD,
+        "input=thorax.nii.gz",
+        "output=lungs.nii.gz",
+        "accelerator=cpu",
+        "inference.overlap=0",
+    ]
+    assert peak_bytes(command, tmp_path) < 3.0e9
+    report = json.loads((tmp_path / "lungs.json").read_text())
+    assert all(np.prod(np.subtract(box["voxels"]["stop"], box["voxels"]["start"])) > 50e6 for box in report["boxes"].values())
