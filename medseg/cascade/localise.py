@@ -24,10 +24,9 @@ from medseg.preprocess.resample import resample_image
 
 # Below this share of the larger side a part is not mixed: a few voxels beyond the middle are no doubt about the sides.
 MIXED_SHARE = 0.05
-# Organs with a lower median are full of air. Share of a lung's voxels at either end, and how far back the upper end may lie.
+# Organs with a lower median are full of air. Share of a lung's voxels at either end.
 AIRY_HU = -500.0
 END_SHARE = 0.05
-UPSIDE_DOWN_SHIFT = -0.03
 # Less that was left out is no news.
 SAID_ML = 5.0
 # Bone at 2 mm; how far from the middle it is looked for; share of the slices that are denser at the back. Eleven real scans: 1.0, with contrast
@@ -184,8 +183,9 @@ def turned_warnings(image_hu: np.ndarray, found: Localisation, task: Task) -> li
 def upside_down_warnings(image_hu: np.ndarray, found: Localisation, task: Task) -> list[str]:
     """Say where lungs seem to stand on their heads, so that left and right are exchanged.
 
-    A lung reaches farthest down at the back, beside the diaphragm's dome. Over the height of a lung the difference is 0.07 to 0.24 of its depth
-    on the scans and phantoms at hand. Only lungs that the scan does not cut are asked, and only organs full of air are lungs.
+    At its apex a lung is round and fills its bounding rectangle in a slice; below it ends as a rim around the diaphragm's dome and leaves it
+    nearly empty. The two ends fill 0.60 to 0.81 and 0.18 to 0.51 of it on the scans and phantoms at hand, however the patient leans. Only lungs
+    that the scan does not cut are asked, and only organs full of air are lungs.
 
     Args:
         image_hu: Image (D, H, W) in HU on the coarse grid.
@@ -195,7 +195,7 @@ def upside_down_warnings(image_hu: np.ndarray, found: Localisation, task: Task) 
     Returns:
         A sentence, or nothing.
     """
-    shifts = []
+    excess = []
     for region in task.regions:
         box = found.boxes.get(region.name)
         if region.side is None or box is None or box.start[0] == 0 or box.stop[0] == found.grid.shape[0]:
@@ -203,15 +203,20 @@ def upside_down_warnings(image_hu: np.ndarray, found: Localisation, task: Task) 
         mask = np.isin(found.labels[box.slices()], task.region_values(region))
         if np.median(image_hu[box.slices()][mask]) > AIRY_HU:
             continue
-        z, y, _ = np.nonzero(mask)
-        low, high = np.quantile(z, [END_SHARE, 1.0 - END_SHARE])
-        shifts.append(float(y[z <= low].mean() - y[z >= high].mean()) / box.shape[1])
-    if not shifts or np.mean(shifts) > UPSIDE_DOWN_SHIFT:
+        low, high = np.quantile(np.nonzero(mask)[0], [END_SHARE, 1.0 - END_SHARE]).astype(int)
+        excess.append(_fill(mask[high:]) - _fill(mask[: low + 1]))
+    if not excess or np.mean(excess) > 0:
         return []
     return [
-        "the upper ends of the lungs lie farther back than their lower ends: if the patient lay the other way round than the header "
-        "says, left and right are exchanged"
+        "the lower ends of the lungs look like their apices: if the patient lay the other way round than the header says, left and right are "
+        "exchanged"
     ]
+
+
+def _fill(mask: np.ndarray) -> float:
+    """Share of the bounding rectangles of its slices that a mask (D, H, W) fills; 0 for an empty one."""
+    boxes = (VoxelBox.from_mask(plane[None]) for plane in mask)
+    return float(np.count_nonzero(mask) / max(1, sum(math.prod(box.shape) for box in boxes if box is not None)))
 
 
 def _remove_gas(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
