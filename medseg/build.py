@@ -77,7 +77,7 @@ def make_task(config: TaskConfig) -> Task:
 
 def make_grid_rule(spacing: SpacingConfig) -> GridRule:
     """What a strategy does about the size of crops."""
-    return GridRule(spacing.size, is_cube=spacing.strategy is SpacingStrategy.fixed_resolution)
+    return GridRule(spacing.size, is_cube=spacing.strategy is SpacingStrategy.fixed_resolution, range_mm=spacing.range_mm)
 
 
 def make_network(model: dict[str, Any], task: Task, region_mode: str) -> RegionalNetwork:

@@ -161,7 +161,9 @@ def input_shape(config: PlanConfig) -> Shape:
     known = config.shape or config.stage.patch_size or config.spacing.size
     if known is not None:
         return known
-    spacing_mm = config.spacing.target_spacing_mm
+    spacing_mm, range_mm = config.spacing.target_spacing_mm, config.spacing.range_mm
+    if range_mm is not None:
+        spacing_mm = (range_mm[0], range_mm[0], range_mm[0])  # the largest sample
     if spacing_mm is None:
         raise UserError(
             "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for"

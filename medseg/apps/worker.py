@@ -20,7 +20,7 @@ from medseg.apps.locks import locked
 from medseg.apps.ranks import fit_to_ranks, meet, rank, redirect_output, watch_parent
 from medseg.apps.runs import END_S, LOCK_FILE, SUMMARY_FILE, load_config, replace_text, write_end
 from medseg.config.check import notes
-from medseg.config.schema import Profiler, RegionMode, SpacingStrategy, StageName, TrainConfig
+from medseg.config.schema import Profiler, RegionMode, SpacingDraw, SpacingStrategy, StageName, TrainConfig
 from medseg.config.signature import plain
 from medseg.data.task import Task
 from medseg.training.preemption import StopRequest
@@ -157,6 +157,7 @@ def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, i
         spacing_mm=config.spacing.target_spacing_mm,
         rule=build.make_grid_rule(config.spacing),
         resampling=config.spacing.resampling.value,
+        follows_scans=config.spacing.draw is SpacingDraw.tail,
         divisor=divisor,
         max_voxels=stage.max_voxels,
         slab_share=stage.slab_share or 0.0,

@@ -68,7 +68,13 @@ class FoundRegion:
     x_range_mm: tuple[float, float]
 
 
-def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options: CascadeOptions | None = None) -> Localisation:
+def localise(
+    image_hu: np.ndarray,
+    grid: VoxelGrid,
+    stage: TrainedStage,
+    options: CascadeOptions | None = None,
+    scan_spacing_mm: tuple[float, float, float] | None = None,
+) -> Localisation:
     """Segment the whole volume coarsely and find the box of each region.
 
     Args:
@@ -76,6 +82,7 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
         grid: Its grid, oriented.
         stage: The coarse stage.
         options: Thresholds; the defaults where None.
+        scan_spacing_mm: Spacing of the scan as it was made, (z, y, x), where the volume is a resampled one.
 
     Returns:
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.
@@ -83,8 +90,10 @@ def localise(image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options
     options = options or CascadeOptions()
     lattice = grid.resampled(stage.spacing_mm)
     resampled = resample_image(image_hu, grid, lattice, stage.air_hu, resampling=stage.resampling, limits=HU_LIMITS)
+    scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
+    body = scaled.box_from(lattice, body_box(resampled.numpy(), lattice.spacing_mm))
     # A body is filled at its end where the network needs more: it does not grow.
-    crop = stage.rule.crop(body_box(resampled.numpy(), lattice.spacing_mm), lattice, (1, 1, 1), stage.divisor)
+    crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
     seen = cut(resampled, lattice, crop, stage.air_hu, stage.resampling)
     prediction = stage.predict_probs(normalise_hu(seen, stage.task.window_hu), 0, options)
     # Its labels on the scan, and no more than that: what lies beyond was made up.

@@ -41,8 +41,12 @@ class RegionBox:
     grid: VoxelGrid
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for the JSON file beside the result: voxels, and the centres of the corner voxels in LPS."""
-        return {"voxels": self.voxels.to_dict(), "corners_xyz_mm": self.grid.corners_xyz_mm().tolist()}
+        """Plain types for the JSON file beside the result: voxels, their spacing, and the centres of the corner voxels in LPS."""
+        return {
+            "voxels": self.voxels.to_dict(),
+            "spacing_mm": list(self.grid.spacing_mm),
+            "corners_xyz_mm": self.grid.corners_xyz_mm().tolist(),
+        }
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
     if coarse.rule.size is not None and found.crop_grid is not None:
         distortions["localise"] = distortion(found.crop_grid.spacing_mm)
         warnings += distortion_warnings("whole scan", found.crop_grid)
-    fine_grid = grid.resampled(fine.spacing_mm)
+    fine_grid = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
     boxes: dict[str, RegionBox] = {}
     results: list[RegionResult] = []
     spreads: list[tuple[Tensor, VoxelGrid]] = []

@@ -58,7 +58,11 @@ ADAPTIVE_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Ada
 # Strategies whose target is found in the cases that are trained on, by how those are averaged.
 FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
 # Keys of `spacing` that belong to one strategy.
-OWN_SPACING_KEYS = {"size": SpacingStrategy.fixed_size}
+OWN_SPACING_KEYS = {
+    "size": SpacingStrategy.fixed_size,
+    "range_mm": SpacingStrategy.multi_scale,
+    "draw": SpacingStrategy.multi_scale,
+}
 
 # Where a number may lie, as an interval; each number of a tuple or list. Keys that a root does not have are skipped.
 RANGES: dict[str, str] = {
@@ -90,6 +94,7 @@ RANGES: dict[str, str] = {
     "stage.patience": "[1, inf)",
     "spacing.target_spacing_mm": "(0, inf)",
     "spacing.size": "[1, inf)",
+    "spacing.range_mm": "(0, inf)",
     "data.hu_slope": "(0, inf)",
     "data.hu_offset": "(-inf, inf)",
     "data.num_folds": "[2, inf)",
@@ -401,7 +406,11 @@ def _check_spacing(key: str, spacing: SpacingConfig) -> None:
             spacing.resampling is Resampling.antialiased,
             f"{key}.resampling={spacing.resampling.value}: {key}.strategy=native resamples nothing; leave it out",
         )
-    elif strategy not in FOUND_IN_DATA and strategy is not SpacingStrategy.fixed_size:  # null: resized from the scan's own grid
+    elif strategy not in {
+        *FOUND_IN_DATA,
+        SpacingStrategy.fixed_size,
+        SpacingStrategy.multi_scale,
+    }:  # null: made from the scan's own grid
         _require(
             target_mm is not None,
             f"{key}.target_spacing_mm: {key}.strategy={strategy.value} needs three numbers in mm, (z, y, x)",
@@ -418,6 +427,14 @@ def _check_spacing(key: str, spacing: SpacingConfig) -> None:
             f"{key}.{name}: only {key}.strategy={owner.value} has it, but {key}.strategy={strategy.value}; leave it out",
         )
         _require(value is not None or strategy is not owner, f"{key}.{name}: {key}.strategy={owner.value} needs a value")
+    if spacing.range_mm is not None:
+        low_mm, high_mm = spacing.range_mm
+        _require(low_mm < high_mm, f"{key}.range_mm: two rising numbers are needed, but got {list(spacing.range_mm)}")
+        _require(
+            max(target_mm or (0.0,)) <= low_mm,
+            f"{key}.target_spacing_mm={list(target_mm or ())}: samples are made from the cache, which must not be coarser than the least of "
+            f"{key}.range_mm={list(spacing.range_mm)}; choose less, or null",
+        )
 
 
 def divisor_of(config: TrainConfig) -> tuple[int, int, int]:

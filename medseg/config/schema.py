@@ -51,6 +51,14 @@ class SpacingStrategy(Enum):
     native = "native"
     fixed_size = "fixed_size"
     fixed_resolution = "fixed_resolution"
+    multi_scale = "multi_scale"
+
+
+class SpacingDraw(Enum):
+    """How `multi_scale` draws the spacing of a training sample; see `medseg.data.scales`."""
+
+    even = "even"
+    tail = "tail"
 
 
 class Resampling(Enum):
@@ -160,6 +168,8 @@ class SpacingConfig:
     strategy: SpacingStrategy = SpacingStrategy.isotropic
     size: tuple[int, int, int] | None = None
     resampling: Resampling = Resampling.antialiased
+    range_mm: tuple[float, float] | None = None
+    draw: SpacingDraw | None = None
 
 
 @dataclass

@@ -24,6 +24,7 @@ from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 
 CropOf = Callable[[CachedCase, Region, np.random.Generator | None], Crop]
+SpacingOf = Callable[[CachedCase, np.random.Generator], tuple[float, float, float] | None]
 # Slices that are searched for a boundary of the region before any place is taken.
 BOUNDARY_TRIES = 8
 # Smallest part of a volume that is taken for a scan of its own.
@@ -95,6 +96,7 @@ class CoarseSamples(Dataset[Sample]):
         seed: Seed of the run.
         divisor: The shape is filled at its end to multiples of it, (z, y, x).
         rule: How the network's grid is laid on the cache's.
+        spacings: Gives the spacing of a sample, where that is not the cache's.
         augmentation: None for validation.
         max_voxels: Upper bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
         slab_probability: How often a volume is cut to a random range of slices, as if no more had been scanned.
@@ -112,6 +114,7 @@ class CoarseSamples(Dataset[Sample]):
         seed: int,
         divisor: tuple[int, int, int],
         rule: GridRule = PLAIN,
+        spacings: SpacingOf = lambda case, rng: None,
         augmentation: Augmentation | None = None,
         max_voxels: int | None = None,
         slab_probability: float = 0.0,
@@ -122,6 +125,7 @@ class CoarseSamples(Dataset[Sample]):
         self.seed = seed
         self.divisor = divisor
         self.rule = rule
+        self.spacings = spacings
         self.augmentation = augmentation
         self.max_voxels = max_voxels
         self.slab_probability = slab_probability
@@ -153,12 +157,15 @@ class CoarseSamples(Dataset[Sample]):
         scan = _Scan.of(case)
         body = body_box(scan.image_hu, scan.grid.spacing_mm)
         if self.rule != PLAIN:
+            spacing_mm = self.spacings(case, rng)
             if rng.random() < self.slab_probability:
                 num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
                 first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
                 scan = scan.slab(first, first + num_slices)
                 body = body_box(scan.image_hu, scan.grid.spacing_mm)
-            return scan, self._cut_to_bound(self.rule.crop(body, scan.grid, (1, 1, 1), self.divisor), body, rng)
+            lattice = scan.grid.resampled(spacing_mm)
+            body = lattice.box_from(scan.grid, body)
+            return scan, self._cut_to_bound(self.rule.crop(body, lattice, (1, 1, 1), self.divisor), body, rng)
         depth, height, width = self._filled(body.shape)
         z, y, x = body.start
         step, num_slices = self.divisor[0], body.shape[0]

@@ -38,10 +38,23 @@ class GridRule:
     Attributes:
         size: Each crop is resized to this shape, (D, H, W), whatever it measures; None keeps the lattice.
         is_cube: Whether all axes of a crop become as long as its longest; for lattices of one spacing on all axes.
+        range_mm: Least and largest spacing of an axis that the network was trained with; None: that of the lattice alone.
     """
 
     size: tuple[int, int, int] | None = None
     is_cube: bool = False
+    range_mm: tuple[float, float] | None = None
+
+    def spacing_mm(self, scan_spacing_mm: tuple[float, float, float]) -> tuple[float, float, float] | None:
+        """Choose the spacing at which a scan is seen: that of the range nearest to the scan's own, axis by axis.
+
+        Args:
+            scan_spacing_mm: Spacing of the scan as it was made, (z, y, x).
+
+        Returns:
+            Spacing of the crop's lattice; None: that of the stage's lattice.
+        """
+        return None if self.range_mm is None else brought_into(self.range_mm, scan_spacing_mm)
 
     def crop(
         self, box: VoxelBox, lattice: VoxelGrid, patch_size: tuple[int, int, int] | None, divisor: tuple[int, int, int]
@@ -65,17 +78,37 @@ class GridRule:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types for the card of a checkpoint."""
-        return {"size": list(self.size) if self.size else None, "is_cube": self.is_cube}
+        return {
+            "size": list(self.size) if self.size else None,
+            "is_cube": self.is_cube,
+            "range_mm": list(self.range_mm) if self.range_mm else None,
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> GridRule:
-        """Read what `to_dict` wrote."""
-        size = data["size"]
-        return cls((int(size[0]), int(size[1]), int(size[2])) if size else None, bool(data["is_cube"]))
+        """Read what `to_dict` wrote; a key that it did not write yet means its default."""
+        size, range_mm = data["size"], data.get("range_mm")
+        return cls(
+            (int(size[0]), int(size[1]), int(size[2])) if size else None,
+            bool(data.get("is_cube", False)),
+            (float(range_mm[0]), float(range_mm[1])) if range_mm else None,
+        )
 
 
 PLAIN = GridRule()
 """Crops lie on the lattice, and are as large as what they must hold."""
+
+
+def brought_into(range_mm: tuple[float, float], spacing_mm: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Bring each axis of a spacing to the nearest value of a range.
+
+    Example:
+        >>> brought_into((1.0, 3.0), (5.0, 0.7, 1.2))
+        (3.0, 1.0, 1.2)
+    """
+    low_mm, high_mm = range_mm
+    z, y, x = (min(max(mm, low_mm), high_mm) for mm in spacing_mm)
+    return z, y, x
 
 
 def region_crop(

@@ -22,6 +22,7 @@ from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, s
 from medseg.data.case_table import Case
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded, init_worker
+from medseg.data.scales import ScanSpacings, draw_spacing_mm
 from medseg.data.sources import CaseSource
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
@@ -40,6 +41,7 @@ class StageInput:
         spacing_mm: Voxel spacing of the cache, (z, y, x); None takes each scan as it is.
         rule: How the network's grid is laid on it.
         resampling: Filter that brings a scan there, see `medseg.preprocess.resample`.
+        follows_scans: Whether spacings that are drawn follow those of the training scans, or fall evenly into the rule's range.
         divisor: What the network's input must be a multiple of, (z, y, x).
         patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
         max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
@@ -56,6 +58,7 @@ class StageInput:
     spacing_mm: tuple[float, float, float] | None
     rule: GridRule
     resampling: str
+    follows_scans: bool
     divisor: tuple[int, int, int]
     patch_size: tuple[int, int, int] | None
     max_voxels: int | None
@@ -124,6 +127,7 @@ class CasesDataModule(pl.LightningDataModule):
         self.train_cases: list[CachedCase] = []
         self.val_cases: list[CachedCase] = []
         self.weights: list[float] = []
+        self.scan_spacings: ScanSpacings | None = None
         self.coarse_boxes: dict[str, dict[str, VoxelBox]] = {}
 
     def prepare_data(self) -> None:
@@ -149,6 +153,9 @@ class CasesDataModule(pl.LightningDataModule):
             self.val_cases += self._open(source.split.val, source)
             self.weights += [source.share / max(1, len(source.split.train))] * len(source.split.train)
         self._refuse_leak()
+        if self.stage_input.follows_scans:
+            spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
+            self.scan_spacings = ScanSpacings(spacings_mm, [weight / sum(self.weights) for weight in self.weights])
         if self.coarse is not None:
             self.coarse_boxes = {case.name: coarse_boxes(case, self.coarse) for case in (*self.train_cases, *self.val_cases)}
 
@@ -185,6 +192,7 @@ class CasesDataModule(pl.LightningDataModule):
                 seed=self.seed,
                 divisor=given.divisor,
                 rule=given.rule,
+                spacings=self.spacing_mm,
                 augmentation=self.augmentation,
                 max_voxels=given.max_voxels,
                 slab_probability=given.slab_share,
@@ -223,7 +231,14 @@ class CasesDataModule(pl.LightningDataModule):
         """Whole volumes, or the crops that prediction would cut, neither augmented nor jittered."""
         given = self.stage_input
         if given.is_coarse:
-            return CoarseSamples(self.val_cases, self.task, seed=self.seed, divisor=given.divisor, rule=given.rule)
+            return CoarseSamples(
+                self.val_cases,
+                self.task,
+                seed=self.seed,
+                divisor=given.divisor,
+                rule=given.rule,
+                spacings=lambda case, _: self.spacing_mm(case, None),
+            )
         return FineSamples(
             self.val_cases,
             self.task,
@@ -234,14 +249,22 @@ class CasesDataModule(pl.LightningDataModule):
             mirror=given.is_mirrored,
         )
 
+    def spacing_mm(self, case: CachedCase, rng: np.random.Generator | None) -> tuple[float, float, float] | None:
+        """Spacing of a sample: drawn with a generator, else what prediction would choose; None: that of the cache."""
+        rule = self.stage_input.rule
+        if rng is None or rule.range_mm is None:
+            return rule.spacing_mm(case.audit.grid.spacing_mm)
+        return draw_spacing_mm(rng, rule.range_mm, self.scan_spacings)
+
     def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
         """The crop of a region; with a generator its faces are jittered as the coarse stage errs."""
         given = self.stage_input
+        lattice = case.grid.resampled(self.spacing_mm(case, rng))
         tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
         if rng is not None:
             tight = jittered(tight, given.box_jitter_mm, case.grid.spacing_mm, rng)
         patch_size = given.patch_size if rng is not None else given.tile_size
-        return region_crop(tight, case.grid, case.grid, given.region_margin_mm, patch_size, given.divisor, given.rule)
+        return region_crop(tight, case.grid, lattice, given.region_margin_mm, patch_size, given.divisor, given.rule)
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""
@@ -296,5 +319,5 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:
         case: Case in the cache of the fine stage.
         coarse: Trained coarse stage.
     """
-    found = localise(np.asarray(case.image_hu), case.grid, coarse, CascadeOptions())
+    found = localise(np.asarray(case.image_hu), case.grid, coarse, CascadeOptions(), case.audit.grid.spacing_mm)
     return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}

@@ -48,6 +48,7 @@ def test_the_typical_spacing_of_the_cases_that_are_trained_on_is_written_into_th
         (["spacing=anisotropic"], (2.5, 1.0, 1.0), PLAIN, (8, 16, 16)),
         (["spacing=dataset_median", "spacing.target_spacing_mm=[5.0,0.8,0.8]"], (5.0, 0.8, 0.8), PLAIN, (4, 16, 16)),
         (["spacing=native"], None, PLAIN, (16, 16, 16)),
+        (["spacing=multi_scale"], None, GridRule(range_mm=(1.0, 4.0)), (16, 16, 16)),
         (["spacing=fixed_resolution"], (2.0, 2.0, 2.0), GridRule(is_cube=True), (16, 16, 16)),
         (["spacing=fixed_size"], None, GridRule(size=(128, 128, 128)), (16, 16, 16)),
         (
@@ -103,6 +104,8 @@ def test_a_plan_counts_what_the_strategy_asks_for() -> None:
     assert input_shape(thick) == (40, 112, 112)  # type: ignore[arg-type]
     cube = compose("stage=fine", "spacing=fixed_resolution", "extent_mm.fine=[100.0,80.0,190.0]", root="plan")
     assert input_shape(cube) == (96, 96, 96)  # type: ignore[arg-type]
+    scales = ["spacing=multi_scale", "spacing.range_mm=[2.0,8.0]", "extent_mm.fine=[100.0,80.0,190.0]"]
+    assert input_shape(compose("stage=fine", *scales, root="plan")) == (64, 48, 96)  # type: ignore[arg-type]
     assert input_shape(compose("stage=fine", "spacing=fixed_size", root="plan")) == (128, 128, 128)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"native has no spacing to count voxels with; give shape=\[D,H,W\]"):
         input_shape(compose("spacing=native", root="plan"))  # type: ignore[arg-type]

@@ -29,6 +29,8 @@ TASK = Task(
 RULES: dict[str, tuple[tuple[float, float, float] | None, GridRule]] = {
     "fixed size, from the scan's own grid": (None, GridRule(size=(56, 64, 48))),
     "fixed size, from a lattice": ((1.0, 0.8, 0.9), GridRule(size=(56, 48, 64))),
+    "multi-scale, from the scan's own grid": (None, GridRule(range_mm=(1.0, 2.5))),
+    "multi-scale, from a lattice": ((1.0, 0.8, 0.9), GridRule(range_mm=(1.1, 1.3))),
     "fixed resolution": ((1.2, 1.2, 1.2), GridRule(is_cube=True)),
 }
 

@@ -94,9 +94,9 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
     source = CaseSource(Split((case,), (case,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
     for one, coarse_boxes, images in ((coarse, None, seen[0]), (fine, coarse, seen[1])):
         given = StageInput(
-            is_coarse=one is coarse, spacing_mm=spacing_mm, rule=how, resampling=resampling, divisor=(8, 8, 8), max_voxels=None,
-            slab_share=0.0, patch_size=None, boundary_share=0.0, elsewhere_share=0.0, region_margin_mm=15.0, box_jitter_mm=4.0,
-            is_mirrored=True, tile_size=None,
+            is_coarse=one is coarse, spacing_mm=spacing_mm, rule=how, follows_scans=False, resampling=resampling,
+            divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=0.0, elsewhere_share=0.0,
+            region_margin_mm=15.0, box_jitter_mm=4.0, is_mirrored=True, tile_size=None,
         )  # fmt: skip
         data = CasesDataModule(
             [source], TASK, given, cache_dir=tmp_path, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,

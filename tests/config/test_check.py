@@ -92,6 +92,13 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["spacing.target_spacing_mm=[3.0,1.0,1.0]"], "isotropic has one spacing for all axes; choose spacing.strategy=anisotropic"),
         (["spacing.target_spacing_mm=null"], "spacing.strategy=isotropic needs three numbers in mm"),
         (["spacing=fixed_size", "spacing.size=[64,72,64]"], "spacing.size: must be multiples of 16"),
+        (["spacing=multi_scale", "spacing.range_mm=[2.0,2.0]"], "spacing.range_mm: two rising numbers are needed, but got [2.0, 2.0]"),
+        (
+            ["spacing=multi_scale", "spacing.target_spacing_mm=[2.0,1.0,1.0]"],
+            "must not be coarser than the least of spacing.range_mm=[1.0, 4.0]; choose less, or null",
+        ),
+        (["spacing=multi_scale", "spacing.draw=null"], "spacing.draw: spacing.strategy=multi_scale needs a value"),
+        (["spacing=fixed_size", "+spacing.draw=even"], "only spacing.strategy=multi_scale has it"),
         (["spacing=fixed_size", "spacing.size=null"], "spacing.size: spacing.strategy=fixed_size needs a value"),
         (["spacing=native", "+spacing.size=[64,64,64]"], "only spacing.strategy=fixed_size has it, but spacing.strategy=native"),
         (["stage=fine", "spacing=fixed_size", "stage.patch_size=[144,64,64]"], "stage.patch_size=[144, 64, 64] is larger than"),

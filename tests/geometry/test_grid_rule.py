@@ -51,6 +51,13 @@ def test_a_cube_is_as_long_as_the_longest_axis_and_holds_the_region_in_its_middl
         assert region_crop(tight, COARSE, lattice, 6.0, (1, 1, 1), (8, 8, 8), rule).box.shape == (max(needed.shape),) * 3
 
 
-@pytest.mark.parametrize("rule", [PLAIN, GridRule(size=(32, 48, 40)), GridRule(is_cube=True)])
+def test_a_scan_is_seen_at_the_spacing_of_the_range_that_is_nearest_to_its_own() -> None:
+    rule = GridRule(range_mm=(1.0, 4.0))
+    assert rule.spacing_mm((5.0, 0.7, 0.75)) == (4.0, 1.0, 1.0)
+    assert rule.spacing_mm((1.25, 1.5, 8.0)) == (1.25, 1.5, 4.0)
+    assert PLAIN.spacing_mm((5.0, 0.7, 0.75)) is None
+
+
+@pytest.mark.parametrize("rule", [PLAIN, GridRule(size=(32, 48, 40)), GridRule(is_cube=True), GridRule(range_mm=(0.8, 3.0))])
 def test_a_rule_comes_back_from_the_card(rule: GridRule) -> None:
     assert GridRule.from_dict(rule.to_dict()) == rule

@@ -17,11 +17,12 @@ STRATEGIES = {
     "dataset_mean": ["spacing=dataset_mean"],
     "native": ["spacing=native"],
     "fixed_size": ["spacing=fixed_size", "spacing.size=[32,48,32]"],
+    "multi_scale": ["spacing=multi_scale", "spacing.range_mm=[4.4,5.0]", "spacing.draw=tail"],
     "fixed_resolution": ["spacing=fixed_resolution", "spacing.target_spacing_mm=[4.0,4.0,4.0]"],
 }
 SPACINGS_MM = {
     "anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "dataset_mean": (6.0, 4.05, 4.5), "native": None,
-    "fixed_size": None, "fixed_resolution": (4.0, 4.0, 4.0),
+    "fixed_size": None, "fixed_resolution": (4.0, 4.0, 4.0), "multi_scale": None,
 }  # fmt: skip
 
 
@@ -41,6 +42,8 @@ def test_a_strategy_trains_and_predicts_both_stages(strategy: str, patch: list[s
     for box in result.boxes.values():
         if strategy == "fixed_size":
             assert box.grid.shape == (32, 48, 32)
+        elif strategy == "multi_scale":
+            assert box.grid.spacing_mm == (5.0, 4.4, 4.5), "of 6 x 4.3 x 4.5 mm what the range has nearest"
         elif strategy == "fixed_resolution" and not patch:
             assert len(set(box.grid.shape)) == 1
         else:

@@ -1,0 +1,146 @@
+"""How spacings are drawn, and that a sample at one of them is the scan resampled to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medseg.data.case_table import Case
+from medseg.data.randomness import sample_rng
+from medseg.data.scales import ScanSpacings, draw_spacing_mm
+from medseg.data.source_case import read_source
+from medseg.data.sources import CaseSource
+from medseg.data.splits import Split
+from medseg.data.task import Task
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid_rule import GridRule, brought_into, region_crop
+from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.resample import resample_image, resample_labels
+from medseg.training.data_module import CasesDataModule, StageInput
+
+from .conftest import LABEL_VALUES, two_blocks
+
+RANGE_MM = (1.0, 4.0)
+INPUT = StageInput(
+    is_coarse=False, spacing_mm=None, rule=GridRule(range_mm=RANGE_MM), follows_scans=False, resampling="antialiased",
+    divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=1.0, elsewhere_share=0.0,
+    region_margin_mm=5.0, box_jitter_mm=0.0, is_mirrored=False, tile_size=None,
+)  # fmt: skip
+
+
+def drawn(num: int, scans: ScanSpacings | None = None) -> np.ndarray:
+    return np.array([draw_spacing_mm(sample_rng(7, n), RANGE_MM, scans) for n in range(num)])
+
+
+def test_even_draws_are_uniform_in_the_logarithm_along_z_and_in_plane() -> None:
+    spacings_mm = drawn(4000)
+    assert (spacings_mm[:, 1] == spacings_mm[:, 2]).all(), "pixels are square"
+    assert spacings_mm.min() >= 1.0
+    assert spacings_mm.max() <= 4.0
+    places = np.log(spacings_mm[:, :2]) / np.log(4.0)
+    for axis in range(2):
+        shares = np.histogram(places[:, axis], bins=8, range=(0, 1))[0] / len(places)
+        np.testing.assert_allclose(shares, 1 / 8, atol=0.02)
+    assert abs(np.corrcoef(places.T)[0, 1]) < 0.05
+
+
+def test_draws_by_the_tail_meet_each_scan_as_often_as_training_does() -> None:
+    own = [(0.8, 0.7, 0.7), (1.5, 1.2, 1.3), (8.0, 0.9, 0.9)]
+    shares = [0.5, 0.45, 0.05]
+    met = Counter(map(tuple, drawn(4000, ScanSpacings(own, shares))))
+    expected = [(1.0, 1.0, 1.0), (1.5, 1.2, 1.3), (4.0, 1.0, 1.0)]
+    assert set(met) == set(expected)
+    np.testing.assert_allclose([met[spacing_mm] / 4000 for spacing_mm in expected], shares, atol=0.02)
+
+
+@pytest.fixture
+def set_up(write_case: Callable[..., Case], tmp_path: Path, task: Task) -> Callable[..., tuple[CasesDataModule, dict[str, Case]]]:
+    """A data module over three scans of different sizes and spacings, and the scans by name."""
+    cases = []
+    for number, (shape, spacing_mm) in enumerate(
+        [((22, 30, 41), (4.0, 1.5, 2.0)), ((34, 26, 33), (1.25, 2.0, 1.75)), ((17, 41, 37), (6.0, 1.5, 1.5))]
+    ):
+        case = write_case(f"case_{number}", *two_blocks(shape, number), spacing_mm=spacing_mm)
+        cases.append(replace(case, ignored=frozenset({"hu_range", "side_density", "sides"})))
+
+    def make(**changes: Any) -> tuple[CasesDataModule, dict[str, Case]]:
+        source = CaseSource(Split(tuple(cases), tuple(cases), ()), LABEL_VALUES, 1.0)
+        data = CasesDataModule(
+            [source], task, replace(INPUT, **changes), cache_dir=tmp_path / "cache", augmentation=None, seed=5, steps=4,
+            batch_size=2, accumulate=1, num_workers=0, overfit=False,
+        )  # fmt: skip
+        data.prepare_data()
+        data.setup("fit")
+        return data, {case.name: case for case in cases}
+
+    return make
+
+
+@pytest.mark.parametrize("is_coarse", [True, False])
+def test_a_sample_is_its_scan_resampled_to_the_spacing_that_was_drawn(is_coarse: bool, set_up: Callable[..., Any], task: Task) -> None:
+    data, cases = set_up(is_coarse=is_coarse)
+    samples, again = data.train_samples(), data.train_samples()
+    spacings_mm = set()
+    for n in range(8):
+        sample = samples[n]
+        assert all(torch.equal(sample[key], again[n][key]) for key in ("image", "target", "inside"))
+        source = read_source(cases[sample["case"]], task, LABEL_VALUES)
+        spacing_mm = sample["spacing_mm"]
+        assert all(RANGE_MM[0] <= mm <= RANGE_MM[1] for mm in spacing_mm)
+        spacings_mm.add(spacing_mm)
+        lattice = source.grid.resampled(spacing_mm)
+        region = task.regions[sample["region"]]
+        value = task.labels[region.name]
+        if is_coarse:  # tissue from end to end: the body is the scan
+            body = lattice.box_from(source.grid, VoxelBox.full(source.grid.shape))
+            grid = lattice.crop(body)
+        else:
+            tight = VoxelBox.from_mask(source.labels == value)
+            assert tight is not None
+            grid = region_crop(tight, source.grid, lattice, 5.0, None, (8, 8, 8)).grid
+        image = resample_image(source.image_hu, source.grid, grid, -1024.0, slices_go_on=True)
+        labels = resample_labels(source.labels, source.grid, grid, 3, slices_go_on=True)
+        assert torch.equal(sample["image"][0], normalise_hu(image, task.window_hu))
+        assert torch.equal(sample["target"], labels if is_coarse else (labels == value).to(torch.uint8))
+    assert len(spacings_mm) == 8
+
+
+def test_a_patch_is_cut_at_the_spacing_that_was_drawn(set_up: Callable[..., Any], task: Task) -> None:
+    whole, _ = set_up()
+    patches, _ = set_up(patch_size=(6, 8, 7))
+    for n in range(6):
+        sample, crop = patches.train_samples()[n], whole.train_samples()[n]
+        assert sample["spacing_mm"] == crop["spacing_mm"]
+        assert sample["target"].shape == (6, 8, 7)
+        assert sample["target"].any(), "the boundary is met on every grid"
+        windows = np.lib.stride_tricks.sliding_window_view(crop["image"][0].numpy(), (6, 8, 7))
+        # A place: the crop of whole samples grows to multiples of the divisor, which patches may leave.
+        matches = np.argwhere(np.isclose(windows, sample["image"][0].numpy(), rtol=0, atol=1e-4).all((3, 4, 5)))
+        assert len(matches) == 1
+
+
+def test_the_tail_is_that_of_the_training_scans_and_validation_sees_what_prediction_does(set_up: Callable[..., Any]) -> None:
+    data, _ = set_up(follows_scans=True)
+    own = {case.name: case.audit.grid.spacing_mm for case in data.train_cases}
+    possible = {brought_into(RANGE_MM, spacing_mm) for spacing_mm in own.values()}
+    samples = data.train_samples()
+    assert {samples[n]["spacing_mm"] for n in range(16)} == possible
+    validation = data.val_samples()
+    for n in range(len(validation)):
+        assert validation[n]["spacing_mm"] == brought_into(RANGE_MM, own[validation[n]["case"]])
+
+
+@pytest.mark.parametrize("slab_share", [0.0, 1.0])
+def test_coarse_samples_at_drawn_spacings_obey_the_bound(slab_share: float, set_up: Callable[..., Any]) -> None:
+    data, _ = set_up(is_coarse=True, max_voxels=32 * 48 * 48, slab_share=slab_share)
+    samples = data.train_samples()
+    for n in range(12):
+        filled = [-(-size // 8) * 8 for size in samples[n]["target"].shape]
+        assert np.prod(filled) <= 32 * 48 * 48
