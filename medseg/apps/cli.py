@@ -12,6 +12,7 @@ COMMANDS = {
     "search": "train many trials of a space, the better ones to their end",
     "prepare": "check every case and fill the cache",
     "ladder": "measure what each switch buys, added one at a time",
+    "compare_spacing": "train spacing strategies on the same cases and score them by thickness of slices",
     "find_lr": "find the learning rate at which the loss falls steepest",
     "tune_loader": "measure which loader settings make batches fastest here",
     "plan": "count the memory of a training step before anything runs",

@@ -15,7 +15,7 @@ import numpy as np
 from medseg.apps import entry
 from medseg.apps.cases import file_values
 from medseg.apps.pieces import cut_pieces
-from medseg.apps.recipe import cascade_steps, last_checkpoint, run_steps
+from medseg.apps.recipe import cascade_steps, label_values_argument, last_checkpoint, run_steps
 from medseg.apps.runs import replace_text
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import TRUST_PREFIX, Case, read_case_table
@@ -45,8 +45,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     output = Path(config.output)
     cases = read_case_table(Path(config.cases), config.data.labels_column)
     task, values = make_task(config.task), file_values(config.data.label_values)
-    given_values = ", ".join(f"{name}: {value}" for name, value in config.data.label_values.items())
-    label_values = f"data.label_values={{{given_values}}}"
+    label_values = label_values_argument(config.data.label_values)
     organ = [value for value, name in values.items() if name in task.labels]
     fold_of: dict[str, int] = {}
     scored: list[Case] = []

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from medseg.apps import entry
 from medseg.apps.peers import PEERS, make_environment
 from medseg.apps.plan import input_shape
-from medseg.apps.recipe import run_step, run_steps
+from medseg.apps.recipe import merge_arguments, run_step, run_steps, without_keys
 from medseg.apps.rung import MEASURED_FILE, REQUEST_FILE
 from medseg.apps.runs import CONFIG_FILE, SUMMARY_FILE, replace_text, settle
 from medseg.config.check import to_config
@@ -73,8 +73,7 @@ def ladder(config: LadderConfig) -> int:
     if config.output is None:
         raise UserError("output: a folder is needed")
     shape, output = input_shape(config), Path(config.output)
-    task_overrides = HydraConfig.get().overrides.task
-    rows = list(ladder_rows(config, [argument for argument in task_overrides if _key(argument).split(".")[0] not in OWN_KEYS]))
+    rows = list(ladder_rows(config, without_keys(HydraConfig.get().overrides.task, OWN_KEYS)))
     configs = [compose(row) for row in rows]  # all of them are checked before the first is measured
     python = make_environment(Path(config.peers_env).absolute()) if config.peers else Path(sys.executable)
     table: list[dict[str, Any]] = []
@@ -117,14 +116,14 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
     if len({*folders, *PEERS}) < len(folders) + len(PEERS):
         raise UserError(f"rows: names must differ in their letters, and from {', '.join(PEERS)}, but got {list(config.rows)}")
     # The ladder is of the stage that it composes; whatever else it has by itself, `train` has too.
-    arguments = {_key(argument): argument for argument in (f"stage={config.stage.name.value}", *given)}
+    arguments = merge_arguments([f"stage={config.stage.name.value}"], given)
     peers = [(PEERS[peer], peer) for peer in PEERS] if config.peers else []
     for name, added in config.rows.items():
-        arguments |= {_key(argument): argument for argument in added}
+        arguments = merge_arguments(arguments, added)
         for title_, peer in peers:
-            yield Row(title_, (), tuple(arguments.values()), peer)
+            yield Row(title_, (), arguments, peer)
         peers = []
-        yield Row(name, tuple(added), tuple(arguments.values()))
+        yield Row(name, tuple(added), arguments)
 
 
 def compose(row: Row) -> TrainConfig:
@@ -217,7 +216,3 @@ def lines(table: Sequence[dict[str, Any]]) -> list[str]:
         f"{cell(row['seconds_per_step'], 3)}{cell(row['dice'], 4)}".rstrip()
         for row in table
     ]
-
-
-def _key(argument: str) -> str:
-    return argument.split("=", 1)[0].lstrip("+~")

@@ -6,8 +6,9 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from medseg.apps.ending import EXIT_FAILED
 from medseg.apps.runs import CONFIG_FILE, SUMMARY_FILE
@@ -30,6 +31,37 @@ def run_steps(steps: Sequence[Sequence[str]]) -> int:
         if code and not lost_single_cases:
             return code
     return 0
+
+
+def key_of(argument: str) -> str:
+    """The key of an argument of the command line.
+
+    Example:
+        >>> [key_of(argument) for argument in ("steps=5", "+data.label_values.trachea=5", "~rows")]
+        ['steps', 'data.label_values.trachea', 'rows']
+    """
+    return argument.split("=", 1)[0].lstrip("+~")
+
+
+def without_keys(arguments: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """Leave out the arguments that say a key, or one below it."""
+    return [argument for argument in arguments if key_of(argument).split(".")[0] not in keys]
+
+
+def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
+    """One argument per key: what a later group says takes the place of what an earlier one said.
+
+    Example:
+        >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
+        ('steps=9', 'seed=1')
+    """
+    return tuple({key_of(argument): argument for group in groups for argument in group}.values())
+
+
+def label_values_argument(label_values: Mapping[str, Any]) -> str:
+    """What the values in the reference files mean, as an argument."""
+    given = ", ".join(f"{name}: {value}" for name, value in label_values.items())
+    return f"data.label_values={{{given}}}"
 
 
 def train_step(experiment: str, run_dir: Path, *arguments: str) -> list[list[str]]:

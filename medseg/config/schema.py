@@ -427,6 +427,23 @@ class LadderConfig(PlanConfig):
 
 
 @dataclass
+class StageArgumentsConfig:
+    """Arguments of `train`, by stage."""
+
+    coarse: list[str]
+    fine: list[str]
+
+
+@dataclass
+class CompareSpacingConfig(TrainConfig):
+    """Root of `compare_spacing`."""
+
+    output: str
+    stages: StageArgumentsConfig
+    rows: dict[str, StageArgumentsConfig]
+
+
+@dataclass
 class PrepareConfig:
     """Root of `prepare`."""
 

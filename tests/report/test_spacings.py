@@ -1,0 +1,61 @@
+"""What the comparison of strategies makes of the scores."""
+
+from __future__ import annotations
+
+import math
+
+from medseg.report.spacings import ALL, Strategy, markdown, means_of
+
+COST = {
+    "spacing": "1×1×1", "saved_bytes_per_voxel": 300.0, "step_peak_mib": 900.0, "whole_peak_mib": 2000.0, "step_s": 0.5, "train_s": 60.0,
+}  # fmt: skip
+
+
+def score(
+    case: str, slice_mm: float, dice: float, *, region: str = "left_lung", trust: str = "reference", hd95_mm: float = 2.0
+) -> dict:
+    return {
+        "case": case, "slice_mm": slice_mm, "region": region, "trust": trust, "dice": dice, "nsd_1mm": dice / 2, "nsd_2mm": dice,
+        "hd95_mm": hd95_mm, "predict_s": 4.0, "predict_peak_gb": 1.5,
+    }  # fmt: skip
+
+
+FINE = Strategy(
+    "fine",
+    {"coarse": COST, "fine": COST},
+    [
+        score("thin", 0.8, 0.9),
+        score("thin", 0.8, 0.8, region="right_lung", hd95_mm=math.inf),
+        score("thin", 0.8, 0.7, region="heart", hd95_mm=4.0),
+        score("thick", 8.0, 0.6),
+        score("thick", 8.0, 0.1, region="right_lung", trust="approximate"),
+    ],
+    {},
+)
+ROUGH = Strategy(
+    "rough", {"coarse": COST, "fine": COST}, [score("thin", 0.8, 0.5), score("thick", 8.0, 0.95)], {"x|y": "no prediction"}
+)
+
+
+def test_means_are_those_of_a_class_and_leave_out_what_is_not_sure() -> None:
+    thin, thick, every = means_of(FINE)
+    assert (thin.thickness, thin.number) == ("≤ 1.5 mm", 3)
+    assert math.isclose(thin.dice, 0.8)
+    assert (thin.worst_dice, thin.hd95_mm) == (0.7, 4.0)
+    assert (thick.thickness, thick.number, thick.dice) == ("> 3 mm", 1, 0.6)
+    assert (every.thickness, every.number, every.dice) == (ALL, 4, 0.75)
+
+
+def test_the_page_says_the_best_of_each_class_what_is_missing_and_what_failed() -> None:
+    text = markdown([FINE, Strategy("huge", {}, [], {}, "out of memory"), ROUGH])
+    assert "* ≤ 1.5 mm: fine has the best mean Dice, 0.8000 over 3 regions" in text
+    assert "* > 3 mm: rough has the best mean Dice, 0.9500 over 1 regions" in text
+    assert "1.5–3 mm" not in text, "no case has such slices"
+    assert "* rough: no result of x|y (no prediction)" in text
+    assert "* huge: failed, out of memory" in text
+    assert "| fine | 0.8000 / 0.400 / 4.0 | 0.6000 / 0.300 / 2.0 | 0.7500 / 0.375 / 3.0 | 4.0 | 1.50 |" in text
+    lines = text.splitlines()
+    assert lines.index("| thin | 0.8 | right_lung | reference | 0.8000 / none | none |") < lines.index(
+        "| thick | 8 | right_lung | approximate | 0.1000 / 2.0 | none |"
+    )
+    assert markdown([Strategy("huge", {}, [], {}, "out of memory")]) == "* huge: failed, out of memory\n"
