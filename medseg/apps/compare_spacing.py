@@ -26,7 +26,7 @@ from medseg.apps.plan import Shape, count
 from medseg.apps.recipe import label_values_argument, last_checkpoint, merge_arguments, run_step, run_steps, without_keys
 from medseg.apps.runs import read_summary, replace_text, settle
 from medseg.config.check import divisor_of, to_config
-from medseg.config.schema import CompareSpacingConfig, TrainConfig
+from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
@@ -228,9 +228,8 @@ def stage_costs(stage: Stage, whole: Shape) -> dict[str, Any]:
     step = count(config, config.stage.patch_size or whole)
     with (stage.run_dir / "history.csv").open(encoding="utf-8", newline="") as file:
         steps_s = [float(row["seconds_per_step"]) for row in csv.DictReader(file) if row["seconds_per_step"]]
-    spacing_mm = config.spacing.target_spacing_mm
     return {
-        "spacing": "×".join(f"{mm:g}" for mm in spacing_mm) if spacing_mm else config.spacing.strategy.value,
+        "spacing": spacing_text(config.spacing),
         "saved_bytes_per_voxel": round(step.saved_per_voxel, 2),
         "step_peak_mib": round(step.peak / 2**20, 1),
         "whole_peak_mib": round(count(config, whole).peak / 2**20, 1),
@@ -239,12 +238,27 @@ def stage_costs(stage: Stage, whole: Shape) -> dict[str, Any]:
     }
 
 
+def spacing_text(spacing: SpacingConfig) -> str:
+    """What a stage works on, for a table.
+
+    Example:
+        >>> spacing_text(SpacingConfig((2.5, 1.0, 1.0)))
+        '2.5×1×1 mm'
+    """
+    if spacing.size:
+        return "×".join(map(str, spacing.size)) + " voxels"
+    if spacing.range_mm:
+        return "{:g} to {:g} mm".format(*spacing.range_mm)
+    return "×".join(f"{mm:g}" for mm in spacing.target_spacing_mm) + " mm" if spacing.target_spacing_mm else "native"
+
+
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """Voxels of a whole scan as the coarse stage trains on it, where nothing beside the body can be left out."""
     from medseg.build import make_grid_rule
 
-    lattice, divisor = grid.resampled(config.spacing.target_spacing_mm), divisor_of(config)
-    crop = make_grid_rule(config.spacing).crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
+    rule, divisor = make_grid_rule(config.spacing), divisor_of(config)
+    lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(rule.spacing_mm(grid.spacing_mm))
+    crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = crop.box.to_multiple(divisor).shape
     if config.stage.max_voxels:
         depth = min(depth, max(divisor[0], config.stage.max_voxels // (height * width) // divisor[0] * divisor[0]))

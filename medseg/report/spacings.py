@@ -99,7 +99,7 @@ def markdown(strategies: Sequence[Strategy]) -> str:
     failures = [f"* {strategy.name}: failed, {strategy.failure}" for strategy in strategies if strategy.failure]
     if not done:
         return "\n".join(failures) + "\n"
-    lines = ["| strategy | stage | spacing mm | saved B/voxel | peak of a step MiB | of a whole crop MiB | s/step | training s |"]
+    lines = ["| strategy | stage | works on | saved B/voxel | peak of a step MiB | of a whole crop MiB | s/step | training s |"]
     lines.append("|---" * 8 + "|")
     for strategy in done:
         for stage, cost in strategy.costs.items():

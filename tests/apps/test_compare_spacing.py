@@ -57,8 +57,14 @@ def test_whole_inputs_are_counted_as_the_stages_take_them() -> None:
         config = compose("rows.native.coarse=['spacing=native','stage.max_voxels=500000']")
         coarse, fine = stages_of(config, "isotropic 2 mm", [])
         native, _ = stages_of(config, "native", [])
+        scaled, _ = stages_of(config, "multi scale", [])
+        sized, _ = stages_of(config, "fixed size", [])
+        cubes, _ = stages_of(config, "fixed resolution", [])
     assert app.whole_shape(coarse.config, grid) == (112, 64, 64)
     assert app.whole_shape(native.config, grid) == (32, 112, 128)
+    assert app.whole_shape(scaled.config, grid) == (64, 64, 64), "4 mm along z, 2 mm in plane"
+    assert app.whole_shape(sized.config, grid) == (128, 128, 128)
+    assert app.whole_shape(cubes.config, grid) == (112, 112, 112)
     boxes = {name: {"voxels": {"start": [0, 0, 0], "stop": stop}} for name, stop in (("a", [30, 50, 33]), ("b", [17, 16, 16]))}
     assert app.crop_shape(fine.config, {"boxes": boxes}) == (32, 64, 48)
     assert app.crop_shape(fine.config, {"boxes": {}}) == (16, 16, 16)
