@@ -10,8 +10,10 @@ import pytest
 
 from medseg.apps.entry import conf_dir
 from medseg.apps.prepare import prepare
+from medseg.apps.worker import make_data_module
+from medseg.build import make_task
 from medseg.config.check import to_config
-from medseg.config.schema import PrepareConfig
+from medseg.config.schema import PrepareConfig, TrainConfig
 from medseg.data import cache
 from medseg.data.case_table import Case
 from medseg.io.read import read_labels
@@ -86,3 +88,22 @@ def test_swapped_sides_are_refused(tiny_table: Path, tmp_path: Path, capsys: pyt
     assert run(table, tmp_path / "cache", "data.label_values={left_lung: 2, right_lung: 1}") == 1
     assert cached(tmp_path / "cache") == []
     assert capsys.readouterr().err.count("refused (swapped_sides): ") == 2
+
+
+@pytest.mark.parametrize(
+    "spacing",
+    [["spacing=fixed_size"], ["spacing=multi_scale", "spacing.target_spacing_mm=[1.0,1.0,1.0]", "spacing.resampling=linear"]],
+)
+def test_training_finds_what_was_prepared_for_its_strategy(
+    spacing: list[str], tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [one.replace("spacing=", "spacing@spacings.fine=").replace("spacing.", "spacings.fine.") for one in spacing]
+    assert run(tiny_table, tmp_path, *given) == 0
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        arguments = [f"data.cases='{tiny_table}'", f"data.cache='{tmp_path}'", "stage=fine", "run_dir=x", *spacing]
+        config = to_config(hydra.compose("train", arguments), TrainConfig)
+    monkeypatch.setattr("medseg.training.data_module.prepare_case", lambda *_, **__: pytest.fail("built anew"))
+    data = make_data_module(config, make_task(config.task), (16, 16, 16))
+    data.prepare_data()
+    data.setup("fit")
+    assert data.train_cases

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracle import TASK, CoarseOracle, FineOracle, dice, stage
+from oracle import RULES, TASK, CoarseOracle, MiddleOracle, dice, stage
 
 from medseg.cascade.segment import Segmentation, segment
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
 
 
-def segmented(shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]) -> tuple[Segmentation, np.ndarray]:
+def segmented(
+    shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], rule: str | None = None
+) -> tuple[Segmentation, np.ndarray]:
     """A chest of two blocks, with a margin, sampled at any spacing; sides of different size."""
     labels = np.zeros(shape, dtype=np.uint8)
     depth, height, width = shape
@@ -23,17 +25,32 @@ def segmented(shape: tuple[int, int, int], spacing_mm: tuple[float, float, float
     ends[:, :, : width // 16 + 1] = ends[:, :, -(width // 16) - 1 :] = True
     image_hu[ends & (labels == 0)] = -500
     volume = Volume(image_hu, VoxelGrid(shape, spacing_mm))
-    return segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), labels
+    how = {"spacing_mm": RULES[rule][0], "rule": RULES[rule][1]} if rule else {}
+    return segment(volume, stage(CoarseOracle(), "coarse", **how), stage(MiddleOracle(), "fine", **how)), labels
 
 
-@pytest.mark.parametrize(
-    ("shape", "spacing_mm"),
-    [
-        ((12, 200, 224), (10.0, 0.5, 0.5)),
-        ((160, 24, 32), (0.6, 5.0, 5.0)),
-        ((1, 128, 160), (5.0, 0.8, 0.8)),
-    ],
-)
+EXTREMES = [
+    ((12, 200, 224), (10.0, 0.5, 0.5)),
+    ((160, 24, 32), (0.6, 5.0, 5.0)),
+    ((1, 128, 160), (5.0, 0.8, 0.8)),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("shape", "spacing_mm"), EXTREMES)
+def test_every_rule_brings_an_extreme_scan_back_to_its_own_grid(
+    shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], rule: str
+) -> None:
+    result, labels = segmented(shape, spacing_mm, rule)
+    assert result.labels.shape == shape
+    for value in TASK.labels.values():
+        assert dice(result.labels == value, labels == value) > 0.95
+    for step, bent in result.distortions.items():
+        name = step.removeprefix("refine_").replace("localise", "whole scan")
+        assert any(warning.startswith(f"{name}: ") and "bends" in warning for warning in result.warnings) is (bent > 2)
+
+
+@pytest.mark.parametrize(("shape", "spacing_mm"), EXTREMES)
 def test_an_extreme_scan_is_segmented_on_its_own_grid(
     shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]
 ) -> None:

@@ -74,6 +74,35 @@ def test_a_sample_of_fixed_size_is_the_region_resized(margin_mm: float, cached_c
         assert np.array_equal(inside, (np.abs(place - middle) <= middle + 0.5 + 1e-6).all(-1))
 
 
+@pytest.mark.parametrize("rule", [GridRule(size=SIZE), GridRule(is_cube=True)])
+def test_right_regions_are_mirrored_on_their_own_grid(rule: GridRule, cached_cases: list[CachedCase], task: Task) -> None:
+    options: dict = {"elsewhere_probability": 0.5, "patch_size": (8, 12, 10)}
+    plain, mirrored = (
+        fine(isotropic(cached_cases), task, crops_of(rule), mirror=is_mirrored, **options) for is_mirrored in (False, True)
+    )
+    for n in range(10):
+        one, other = plain[n], mirrored[n]
+        axes = [2] if task.regions[one["region"]].side == "right" else []
+        assert torch.equal(other["target"], one["target"].flip(axes))
+        assert torch.equal(other["image"][0], one["image"][0].flip(axes))
+        assert other["spacing_mm"] == one["spacing_mm"]
+
+
+def test_samples_from_elsewhere_lie_in_the_scan_whatever_the_grid(cached_cases: list[CachedCase], task: Task) -> None:
+    by_name = {case.name: case for case in cached_cases}
+    size, patch = (40, 48, 40), (8, 12, 10)
+    samples = fine(cached_cases, task, crops_of(GridRule(size=size)), patch_size=patch, elsewhere_probability=1.0)
+    empty = 0
+    for n in range(30):
+        sample = samples[n]
+        case = by_name[sample["case"]]
+        longer = np.multiply(patch, sample["spacing_mm"]) > np.multiply(case.grid.shape, case.grid.spacing_mm)
+        assert not longer.any(), "the scans hold such patches"
+        assert sample["inside"].tolist() == [[0, part] for part in patch]
+        empty += not sample["target"].any()
+    assert 3 < empty < 27, "with the region and without it"
+
+
 def test_samples_of_one_size_stack_without_filling(cached_cases: list[CachedCase], task: Task) -> None:
     samples = fine(cached_cases, task, crops_of(GridRule(size=SIZE)), augmentation=AUGMENTATION, elsewhere_probability=0.3)
     batch = collate_padded([samples[n] for n in range(6)], (8, 8, 8))
