@@ -13,6 +13,7 @@ import pytest
 from medseg.apps import recipe
 from medseg.apps.cross_validate import share_in_crop, write_rows, write_table
 from medseg.apps.make_weights import without_places
+from medseg.cascade.segment import RegionBox
 from medseg.data.case_table import Case, read_case_table
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
@@ -36,8 +37,14 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
         bottom_mm = 30.0 - 2.0  # outer face of the lowest slice
         start, stop = round((low_z_mm - bottom_mm) / 2), round((high_z_mm - bottom_mm) / 2)
         box = VoxelBox((start, 0, 0), (stop, *fine.shape[1:]))
-        entry = {"voxels": box.to_dict(), "corners_xyz_mm": fine.crop(box).corners_xyz_mm().tolist()}
-        return share_in_crop(case, [2], json.loads(json.dumps(entry)))
+        crop = fine.crop(box)
+        bent = crop.resized((7, 30, 24))  # a crop of fixed size: the same piece, other voxels
+        shares = {
+            share_in_crop(case, [2], json.loads(json.dumps(RegionBox(voxels, grid).to_dict())))
+            for voxels, grid in ((box, crop), (VoxelBox.full(bent.shape), bent))
+        }
+        assert len(shares) == 1
+        return shares.pop()
 
     assert share(28.0, 60.0) == 1.0
     assert share(36.0, 52.0) == 1.0  # exactly the slices 2 to 5
