@@ -13,7 +13,9 @@ import torch
 from oracle import CoarseOracle, FineOracle, dice, stage
 
 from medseg.apps import predict as app
+from medseg.apps.cascades import Cascade, pick_cascade
 from medseg.apps.entry import conf_dir
+from medseg.apps.scans import Scan
 from medseg.config.check import to_config
 from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
@@ -109,5 +111,5 @@ def test_processes_that_share_a_cascade_are_told(monkeypatch: pytest.MonkeyPatch
 def test_without_ranges_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medseg.io.read.read_grid", lambda *_: pytest.fail("the header was read for nothing"))
     cpu = torch.device("cpu")
-    only = app.Cascade(stage(CoarseOracle(), "coarse", device=cpu), stage(FineOracle(), "fine", device=cpu), None, {})
-    assert app.pick_cascade(app.Scan("a", Path("nowhere")), [only]) is only
+    only = Cascade(stage(CoarseOracle(), "coarse", device=cpu), stage(FineOracle(), "fine", device=cpu), None, {})
+    assert pick_cascade(Scan("a", Path("nowhere")), [only]) == (only, None)

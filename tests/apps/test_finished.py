@@ -13,7 +13,9 @@ import pytest
 from oracle import CoarseOracle, FineOracle, scan, stage
 
 from medseg.apps import predict as app
+from medseg.apps.case_steps import SegmentedCase
 from medseg.apps.entry import conf_dir
+from medseg.apps.scans import Scan
 from medseg.config.check import to_config
 from medseg.config.schema import PredictConfig
 from medseg.io.write import write_image
@@ -33,13 +35,13 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def predicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The cases that are predicted, not skipped."""
     names: list[str] = []
-    predict_case = app.predict_case
+    segment_case = app.segment_case
 
-    def noted(scan: app.Scan, *arguments: Any) -> dict[str, Any]:
+    def noted(scan: Scan, *arguments: Any) -> SegmentedCase:
         names.append(scan.name)
-        return predict_case(scan, *arguments)
+        return segment_case(scan, *arguments)
 
-    monkeypatch.setattr(app, "predict_case", noted)
+    monkeypatch.setattr(app, "segment_case", noted)
     return names
 
 
@@ -133,6 +135,26 @@ def test_so_do_other_weights(folder: Path, predicted: list[str], weights: dict[s
     weights["fine"] = "f1"
     assert predict(folder) == 0
     assert predicted == ["a", "b"]
+
+
+def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
+    folder: Path, predicted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While `a` is computed, `b`, which is read already or about to be, is written by somebody else."""
+    done = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    for path in (folder / "out").iterdir():
+        path.unlink()
+    segment_case = app.segment_case
+
+    def busy(scan: Scan, *arguments: Any) -> SegmentedCase:
+        for name in ("b.nii.gz", "b.json"):
+            (folder / "out" / name).write_bytes(done[name])
+        return segment_case(scan, *arguments)
+
+    monkeypatch.setattr(app, "segment_case", busy)
+    assert predict(folder) == 0
+    assert predicted == ["a"]
+    assert capsys.readouterr().out.splitlines()[-1] == f"{folder / 'out' / 'b.nii.gz'}: finished before, skipped"
 
 
 def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ import hydra
 import pytest
 import torch
 from oracle import CoarseOracle, stage
+from oracle import scan as scan_of_blocks
 from torch import Tensor, nn
 
 from medseg.apps import predict as app
+from medseg.apps.case_steps import Costs, ReadCase, SegmentedCase, is_small
 from medseg.apps.entry import conf_dir
+from medseg.apps.scans import Scan
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.config.check import to_config
 from medseg.config.schema import PredictConfig
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
 from medseg.io.inputs import input_format
+from medseg.io.write import write_image
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
@@ -40,20 +45,32 @@ def scans(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Predict with a stand-in that opens no scan; returns what it shall raise, by the name of the output."""
-    raises: dict[str, Any] = {}
+def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
+    """Predict with stand-ins that open no scan; returns what they shall raise, by the step and the name of the case."""
+    raises: dict[tuple[str, str], Any] = {}
 
-    def predict_case(scan: app.Scan, output: Path, *_: Any) -> dict[str, Any]:
+    def fail(step: str, scan: Scan) -> None:
+        if (step, scan.name) in raises:
+            raise raises[step, scan.name]
+
+    def read(scan: Scan) -> ReadCase:
         input_format(scan.path)
-        if output.name in raises:
-            raise raises[output.name]
+        fail("read", scan)
+        return ReadCase(None, None, Costs())
+
+    def segment(scan: Scan, _: Any, case: ReadCase) -> SegmentedCase:
+        fail("segment", scan)
+        return SegmentedCase(None, None, None, None, 0.0, case.costs)
+
+    def write(scan: Scan, output: Path, *_: Any) -> dict[str, Any]:
+        fail("write", scan)
         output.parent.mkdir(exist_ok=True)
         output.write_text(str(scan.path))
-        return {"warnings": [], "volume_ml": {}, "durations_s": {"total": 0.0}}
+        return {"warnings": [f"look at {scan.name}"], "volume_ml": {}, "durations_s": {"total": 0.0}}
 
     monkeypatch.setattr("medseg.build.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
-    monkeypatch.setattr(app, "predict_case", predict_case)
+    for name, step in {"read_case": read, "segment_case": segment, "write_case": write, "is_small": lambda *_: True}.items():
+        monkeypatch.setattr(app, name, step)
     return raises
 
 
@@ -94,7 +111,7 @@ def test_a_file_of_another_format_is_refused_for_one_scan(scans: Path, tmp_path:
         predict(scans / "a.nii.gz", tmp_path / output)
 
 
-def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[str, Any]) -> None:
+def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any]) -> None:
     assert predict(scans, tmp_path / "a.b") == 0
     assert {path.name for path in (tmp_path / "a.b").iterdir()} == {"a.nii.gz", "b.nii.gz"}
     assert predict(scans / "b.nrrd", tmp_path / "a.b") == 0, "the folder is there now"
@@ -105,37 +122,97 @@ def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[st
         predict(scans, tmp_path / "o.nhdr")
 
 
+@pytest.mark.parametrize("step", ["read", "segment", "write"])
 @pytest.mark.parametrize("error", [UserError("damaged"), RuntimeError("a defect"), ValueError("x")])
-def test_a_bad_case_costs_the_others_nothing(
-    scans: Path, tmp_path: Path, without_networks: dict[str, Any], error: Exception, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("bad", ["a", "b", "c"])
+def test_a_bad_case_costs_the_others_nothing_and_each_is_told_in_its_turn(
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    step: str,
+    error: Exception,
+    bad: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    without_networks["a.nii.gz"] = error
+    (scans / "c.nii").write_bytes(b"a scan")
+    without_networks[step, bad] = error
     assert predict(scans, tmp_path / "out") == 1
-    assert (tmp_path / "out" / "b.nii.gz").is_file()
-    said = capsys.readouterr().err
-    assert f"a: {error}" in said if isinstance(error, UserError) else f"a: {type(error).__name__}: {error}" in said
-    assert "1 of 2 cases failed" in said
+    good = [name for name in "abc" if name != bad]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.nii.gz" for name in good]
+    said = capsys.readouterr()
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    told = {name: f"medseg: {name}: {text if name == bad else f'look at {name}'}" for name in "abc"}
+    assert said.err.splitlines() == [*told.values(), "medseg: 1 of 3 cases failed"]
+    assert [line.split(":")[0] for line in said.out.splitlines()] == [str(tmp_path / "out" / f"{name}.nii.gz") for name in good]
+
+
+def test_memory_that_is_short_ahead_of_its_turn_is_asked_for_again(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+    read = app.read_case
+
+    def once(scan: Scan) -> ReadCase:
+        tries.append(scan.name)
+        if scan.name == "b" and tries.count("b") == 1:
+            raise MemoryError("while the other case is there")
+        return read(scan)
+
+    monkeypatch.setattr(app, "read_case", once)
+    assert predict(scans, tmp_path / "out") == 0
+    assert tries == ["a", "b", "b"]
+
+
+def test_a_large_scan_waits_for_its_turn(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header decides: four bytes a voxel must fit into the budget."""
+    volume, _ = scan_of_blocks()
+    for name in ("a.nii.gz", "b.nrrd"):
+        write_image(scans / name, volume.array, volume.grid)
+    monkeypatch.setattr(app, "is_small", is_small)
+    threads: list[str] = []
+    read = app.read_case
+
+    def noted(scan: Scan) -> ReadCase:
+        threads.append("own" if threading.current_thread() is threading.main_thread() else "ahead")
+        return read(scan)
+
+    monkeypatch.setattr(app, "read_case", noted)
+    needed_gib = 4 * volume.array.size / 2**30
+    for budget_gib, expected in ((needed_gib * 1.001, ["own", "ahead"]), (needed_gib * 0.999, ["own", "own"])):
+        threads.clear()
+        assert predict(scans, tmp_path / "out", f"inference.budget_gib={budget_gib}") == 0
+        assert threads == expected
 
 
 @pytest.mark.parametrize("error", [MemoryError("1 TiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 TiB")])
 def test_memory_that_runs_out_is_told_in_a_sentence(
-    scans: Path, tmp_path: Path, without_networks: dict[str, Any], error: Exception, capsys: pytest.CaptureFixture[str]
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    error: Exception,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    without_networks.update({"a.nii.gz": error, "o.nii": error})
+    without_networks["segment", "a"] = error
     assert predict(scans, tmp_path / "out") == 1
     assert (tmp_path / "out" / "b.nii.gz").is_file()
     assert f"medseg: a: out of memory ({error}); free some, give a smaller inference.budget_gib" in capsys.readouterr().err
     assert predict(scans / "a.nii.gz", tmp_path / "o.nii") == 3
 
 
-def test_alone_a_defect_keeps_its_traceback(scans: Path, tmp_path: Path, without_networks: dict[str, Any]) -> None:
-    without_networks["o.nii"] = RuntimeError("a defect")
-    with pytest.raises(RuntimeError, match="a defect"):
+@pytest.mark.parametrize("step", ["read", "segment", "write"])
+def test_alone_a_defect_keeps_its_traceback(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], step: str
+) -> None:
+    without_networks[step, "a"] = RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect") as caught:
         predict(scans / "a.nii.gz", tmp_path / "o.nii")
+    assert caught.traceback[-1].name == "fail"
 
 
 def test_a_missing_file_of_a_table_is_one_bad_case(
-    scans: Path, tmp_path: Path, without_networks: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "t.csv"
     table.write_text("case,image\nx,nowhere.nii\ny,scans/a.nii.gz\n")

@@ -130,7 +130,7 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(b"kept")
-    monkeypatch.setattr(app, "predict_case", None)
+    monkeypatch.setattr(app, "read_case", None)
     with pytest.raises(UserError) as caught:
         predict(scans, tmp_path / "file" / "out")
     assert str(caught.value) == (
@@ -139,7 +139,7 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
     assert (tmp_path / "file").read_bytes() == b"kept"
 
 
-@pytest.mark.parametrize("target", ["medseg.io.write.replacing", "medseg.apps.predict.replace_text"])
+@pytest.mark.parametrize("target", ["medseg.io.write.replacing", "medseg.apps.case_steps.replace_text"])
 def test_a_disk_that_fills_up_costs_what_does_not_fit(
     scans: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,17 +126,20 @@ from medseg.apps import predict as app
 def vm_bytes():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 
-def limited(scan, *arguments, predict_case=app.predict_case):
+def limited(step, case, room):
     # Some room beside what the process has taken already, which differs from machine to machine.
-    room = {"b": 2**26, "c": 2**28}.get(scan.name)
-    if room:
+    def run(scan, *arguments):
+        if scan.name != case:
+            return step(scan, *arguments)
         resource.setrlimit(resource.RLIMIT_AS, (vm_bytes() + room, resource.RLIM_INFINITY))
-    try:
-        return predict_case(scan, *arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        try:
+            return step(scan, *arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return run
 
-app.predict_case = limited
+app.read_case = limited(app.read_case, "b", 2**26)
+app.segment_case = limited(app.segment_case, "c", 2**27)
 app.main()
 """
 
@@ -144,7 +147,7 @@ app.main()
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps to such limits")
 def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Path, tmp_path: Path) -> None:
-    """`b` cannot even be read, `c` can but not resampled."""
+    """`b` cannot even be read, `c` can but not resampled; neither is read ahead of its turn, so that the limit is its own."""
     make_scans(tmp_path, tiny_table, 0)
     for name in ("a", "d"):
         shutil.copy(tiny_table.parent / "c0.nii.gz", tmp_path / "scans" / f"{name}.nii.gz")
@@ -157,7 +160,7 @@ def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Pat
             file.write(header)
             file.write(np.full((num_slices // 2, 512, 512), -1000, np.int16).tobytes())
             file.truncate(len(header) + 2 * num_slices * 512 * 512)
-    command = [sys.executable, "-c", LIMITED, *COMMAND[4:]]
+    command = [sys.executable, "-c", LIMITED, *COMMAND[4:], "inference.budget_gib=0.1"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

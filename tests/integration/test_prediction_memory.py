@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "medseg.apps.cli"]
 # The coarse stage finds both sides everywhere, and the fine weights are noise: about every second voxel is lung, in very many parts.
 ABSURD = """
 import dataclasses, sys, torch
-from medseg.apps import predict
+from medseg.apps import cascades, predict
 from medseg.cascade import segment
 from medseg.geometry.box import VoxelBox
 
@@ -31,14 +31,14 @@ def everywhere(image_hu, grid, stage, options, localise=segment.localise):
     full = VoxelBox.full(found.grid.shape)
     return dataclasses.replace(found, boxes={region.name: full for region in stage.task.regions})
 
-def with_noise(config, load=predict.load_cascade):
+def with_noise(config, load=cascades.load_cascade):
     cascade = load(config)
     torch.manual_seed(0)
     for weights in cascade.fine.network.parameters():
         weights.data = 0.2 * torch.randn_like(weights)
     return cascade
 
-segment.localise, predict.load_cascade = everywhere, with_noise
+segment.localise, cascades.load_cascade = everywhere, with_noise
 predict.main()
 """
 

@@ -1,0 +1,108 @@
+"""Which scans an input means, and where their results go."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medseg.errors import UserError
+from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, list_inputs, volume_suffix
+from medseg.preprocess.scale import AS_STORED, HuScale
+
+
+class Scan(NamedTuple):
+    """A case to predict.
+
+    Attributes:
+        name: Name of the case.
+        path: Where it lies.
+        series: Which DICOM series, where the path holds several.
+        hu: What makes HU of its values.
+    """
+
+    name: str
+    path: Path
+    series: str | None = None
+    hu: HuScale = AS_STORED
+
+    def reading(self) -> dict[str, Any]:
+        """How the file is read, in plain types."""
+        return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
+
+
+def find_cases(
+    source: Path, split: str | None, series: str | None = None, hu: HuScale = AS_STORED
+) -> tuple[list[Scan], list[Scan]]:
+    """Every case of an input.
+
+    Args:
+        source: Scan, DICOM folder, folder of scans, or case table.
+        split: Only this part of a case table.
+        series: Which DICOM series the input is: a folder is then searched to its bottom and is one scan.
+        hu: HU scale of the cases that have none of their own in the table.
+
+    Returns:
+        The cases to predict, and all that the input knows: none of those may be overwritten.
+
+    Raises:
+        UserError: If there is nothing to predict.
+    """
+    if source.suffix.lower() != ".csv":
+        if split is not None:
+            raise UserError(f"split={split}: only a case table has parts, but input={source} is none")
+        paths = list_inputs(source) if series is None else [(case_name(source), source)]
+        scans = [Scan(name, path, series, hu) for name, path in paths]
+        return scans, scans
+    from medseg.data.case_table import read_case_table
+
+    if series is not None:
+        raise UserError(f"series={series}: a case table has a column series for that; fill it in input={source}")
+
+    table = read_case_table(source, None, hu=hu)
+    chosen = [Scan(case.name, case.image, case.series, case.hu) for case in table if split is None or case.split == split]
+    if not chosen:
+        raise UserError(f"input={source}: no case of the table is marked split={split}")
+    return chosen, [Scan(case.name, case.image, case.series, case.hu) for case in table]
+
+
+def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[Path]:
+    """Where the label maps go: the file that was named, or `<case>.nii.gz` in a folder.
+
+    Args:
+        output: File, or a folder that may not exist yet.
+        names: Names of the cases.
+        is_one_scan: Whether the input is one scan; a new name with a suffix then means a file.
+
+    Raises:
+        UserError: If several cases would go into one file, the suffix is no format to write, or a file stands where a
+            folder is needed.
+    """
+    if output.is_dir():
+        return [output / f"{name}.nii.gz" for name in names]
+    suffix = volume_suffix(output)
+    if suffix in WRITTEN_SUFFIXES:
+        if len(names) > 1:
+            raise UserError(f"output={output}: the input has {len(names)} cases, so give a folder")
+        return [output]
+    if suffix is not None or output.exists() or (is_one_scan and output.suffix):
+        raise UserError(f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder")
+    return [output / f"{name}.nii.gz" for name in names]
+
+
+def check_outputs(outputs: list[Path], inputs: list[Scan]) -> None:
+    """Refuse outputs that would overwrite a scan or each other, also through links.
+
+    Raises:
+        UserError: If a path stands for two things.
+    """
+    names = {scan.path.resolve(): scan.name for scan in inputs}
+    taken: dict[str, Path] = {}
+    for output in outputs:
+        place = output.resolve()
+        if place in names:
+            raise UserError(f"{output} is the scan of the case {names[place]}, not to be overwritten; give another output")
+        # Some systems take two spellings of ü for one name.
+        other = taken.setdefault(unicodedata.normalize("NFC", str(place)), output)
+        if other is not output:
+            raise UserError(f"{other} and {output} would be one file; rename one of the cases")
