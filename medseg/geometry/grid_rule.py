@@ -64,7 +64,7 @@ class GridRule:
         Args:
             box: What must be seen, margin included, in voxels of the lattice.
             lattice: The stage's lattice for this case.
-            patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the divisor.
+            patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the divisor, larger than a single one.
             divisor: What a whole crop must be a multiple of, (z, y, x).
 
         Returns:
@@ -74,7 +74,11 @@ class GridRule:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
         if self.is_cube:
             box = box.at_least([max(box.shape)] * 3)
-        return Crop(lattice, box.to_multiple(divisor) if patch_size is None else box.at_least(patch_size))
+        if patch_size is not None:
+            return Crop(lattice, box.at_least(patch_size))
+        box = box.to_multiple(divisor)
+        # At its deepest level a network would see a single voxel, of which no norm can take a variance.
+        return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types for the card of a checkpoint."""

@@ -51,6 +51,15 @@ def test_a_cube_is_as_long_as_the_longest_axis_and_holds_the_region_in_its_middl
         assert region_crop(tight, COARSE, lattice, 6.0, (1, 1, 1), (8, 8, 8), rule).box.shape == (max(needed.shape),) * 3
 
 
+@pytest.mark.parametrize("rule", [PLAIN, GridRule(is_cube=True)])
+def test_a_crop_is_never_a_single_voxel_at_the_deepest_level(rule: GridRule) -> None:
+    lattice = VoxelGrid((40, 40, 40), (6.0, 6.0, 6.0))
+    small, long = VoxelBox((9, 10, 11), (16, 17, 18)), VoxelBox((9, 10, 11), (16, 17, 30))
+    assert region_crop(small, lattice, lattice, 6.0, None, (16, 16, 16), rule).box.shape == (32, 32, 32)
+    edges = (32, 32, 32) if rule.is_cube else (16, 16, 32)
+    assert region_crop(long, lattice, lattice, 6.0, None, (16, 16, 16), rule).box.shape == edges
+
+
 def test_a_scan_is_seen_at_the_spacing_of_the_range_that_is_nearest_to_its_own() -> None:
     rule = GridRule(range_mm=(1.0, 4.0))
     assert rule.spacing_mm((5.0, 0.7, 0.75)) == (4.0, 1.0, 1.0)
