@@ -27,6 +27,16 @@ def test_prediction_loads_neither_lightning_nor_monai() -> None:
     assert not loaded & {"lightning", "pytorch_lightning", "monai", "matplotlib", "SimpleITK", "torchmetrics"}
 
 
+def test_prediction_does_without_the_compiler() -> None:
+    """Torch imports it by itself, with sympy: a second and a tenth of a gigabyte."""
+    load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
+    network = f"import torch; {load}.predict_probs(torch.zeros(32, 32, 32), 0, CascadeOptions())"
+    imports = "from medseg.build import load_stage; from medseg.weights.files import shipped_weights"
+    loaded = loaded_modules(f"{imports}; from medseg.cascade.stage import CascadeOptions; {network}")
+    assert "torch" in loaded
+    assert "sympy" not in loaded
+
+
 def test_the_command_line_is_checked_without_torch() -> None:
     assert "torch" not in loaded_modules("import medseg.apps.train, medseg.apps.predict, medseg.config.check")
 

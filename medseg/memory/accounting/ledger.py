@@ -57,6 +57,11 @@ class Ledger(TorchDispatchMode):
         self._total = 0
         self.peak_bytes, self.peak_live, self.peak_now = 0, self.live.copy(), self.now
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch's guard against compiling these lines imports the compiler, for which a prediction would wait a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         owner = Owner(HOST) if is_copying_to_host() else self.now
         # `torch.tensor` shows what it has made as an argument.
