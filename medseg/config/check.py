@@ -495,6 +495,11 @@ def _check_train(config: TrainConfig) -> None:
             f"but got {list(size or ())}",
         )
         _require(
+            size is None or tuple(size) != divisor,
+            f"{key}={list(size or ())}: the deepest level of the network would have a single voxel, and no norm takes a variance of one; "
+            "choose more along an axis",
+        )
+        _require(
             fixed_size is None or size is None or all(part <= whole for part, whole in zip(size, fixed_size, strict=True)),
             f"{key}={list(size or ())} is larger than the whole crop, spacing.size={list(fixed_size or ())}; choose less, or null",
         )

@@ -91,6 +91,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["data.pin_memory=true", "trainer.accelerator=cpu"], "choose data.pin_memory=null"),
         (["spacing.target_spacing_mm=[3.0,1.0,1.0]"], "isotropic has one spacing for all axes; choose spacing.strategy=anisotropic"),
         (["spacing.target_spacing_mm=null"], "spacing.strategy=isotropic needs three numbers in mm"),
+        (["stage=fine", "stage.patch_size=[16,16,16]"], "stage.patch_size=[16, 16, 16]: the deepest level"),
         (["spacing=fixed_size", "spacing.size=[64,72,64]"], "spacing.size: must be multiples of 16"),
         (["spacing=multi_scale", "spacing.range_mm=[2.0,2.0]"], "spacing.range_mm: two rising numbers are needed, but got [2.0, 2.0]"),
         (
