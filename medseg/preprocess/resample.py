@@ -40,6 +40,8 @@ ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
 
 # Source voxels of one slab: 2 M voxels are 8 MB as float32 and stay near the cache; 4 planes of 512 x 512 at least.
 SLAB_VOXELS = 2**21
+# Slabs that are worked on at a time: each takes some 50 MB, and four keep the memory busy.
+MAX_THREADS = 4
 # Rounding noise of two grids' float64 arithmetic, in source voxels; positions are rounded to it.
 POSITION_DECIMALS = 9
 # Noise that must not push an edge voxel out of the field of view, in source voxels.
@@ -234,7 +236,7 @@ def _neighbours(taps: AxisTaps) -> slice | None:
 
 
 def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.device) -> None:
-    """Do the work of each slab, on as many threads as torch has here; each of them computes alone."""
+    """Do the work of each slab, on as many threads as torch has here, `MAX_THREADS` at most; each of them computes alone."""
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(slabs) == 1 or device.type != "cpu":
         for slab in slabs:
@@ -247,7 +249,7 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
             work(slab)
 
     try:
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(min(num_threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for _ in pool.map(work_alone, slabs):
                 pass
     finally:
@@ -279,7 +281,7 @@ def resample_image(
 ) -> Tensor:
     """Resample an image to a grid with the same axes: a whole grid or any crop, also one that reaches outside.
 
-    Beside the result it needs the slabs of about `SLAB_VOXELS` voxels that it is working on, one per thread of torch.
+    Beside the result it needs the slabs of about `SLAB_VOXELS` voxels that it is working on, at most `MAX_THREADS`.
 
     Args:
         image: Image (D, H, W) of any real type; of a memory map only the range that is needed is read.
