@@ -124,6 +124,9 @@ def run(
                 refused(str(error))
             codes.append(EXIT_USER_ERROR)
 
+    # Before torch is loaded. Threads that wait for each other then sleep: where others use the machine too, each barrier would else burn
+    # its core for as long as the last one has none, which made a prediction take five times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Without it Hydra prints its own many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     sys.argv[1:] = quote_paths(sys.argv[1:])

@@ -49,6 +49,31 @@ def test_other_arguments_are_left_alone() -> None:
     assert quote_paths(arguments) == arguments
 
 
+WITH_TORCH = """
+import sys
+from medseg.apps import entry
+from medseg.config.schema import PredictConfig
+
+def job(config):
+    import torch
+    return 0
+
+sys.argv[1:] = ["input=a", "output=b"]
+entry.run("predict", PredictConfig, job)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP")
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_that_wait_sleep_unless_the_user_has_chosen(given: dict[str, str], policy: str, tmp_path: Path) -> None:
+    """OpenMP reads the variable once, when torch is loaded, and says what it has read."""
+    environment = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "TRUE", **given}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_TORCH], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True
+    )
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+
+
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
