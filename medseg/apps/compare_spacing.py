@@ -313,7 +313,7 @@ def write(strategies: Sequence[Strategy], output: Path) -> None:
         return [strategy.costs.get(stage, {}).get(name) for strategy in strategies]
 
     panels = [
-        Panel(f"Dice, slices {one}", "{:.3f}", [means.get((name, one)) for name in names], has_bars=False)
+        Panel(f"Dice, {one} slices", "{:.3f}", [means.get((name, one)) for name in names], has_bars=False)
         for one in (*THICKNESSES, ALL)
     ]
     panels += [
