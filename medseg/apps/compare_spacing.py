@@ -161,7 +161,9 @@ def run_row(
             return Strategy(**known)._replace(name=name)
     for stage in stages:
         train_once(stage, failed)
-    predictions, scores = folder / "predictions", folder / "scores"
+    # Named after the runs: what others predicted is not scored in the place of a case that fails.
+    name_of_runs = "-".join(stage.run_dir.name for stage in stages)
+    predictions, scores = folder / "predictions" / name_of_runs, folder / "scores" / name_of_runs
     coarse, fine = stages
     trainer = fine.config.trainer
     step = ["predict", f"input={table}", f"output={predictions}", f"accelerator={trainer.accelerator.value}"]

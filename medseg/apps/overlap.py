@@ -47,7 +47,8 @@ def overlapped(
             computed = compute(case, loaded)
             del loaded
             if finishing is not None:
-                answers.append(finishing.result())
+                last, finishing = finishing, None  # asked once, also where an interrupt comes now
+                answers.append(last.result())
             finishing = _Background(finish, case, computed, is_daemon=False)
             del computed
     finally:

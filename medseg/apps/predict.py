@@ -23,7 +23,7 @@ from medseg.preprocess.scale import HuScale
 
 def main() -> None:
     """Compose, check, predict."""
-    # Asked to end by the system it ends as by Ctrl-C: what is half-written is removed.
+    # Asked to end by the system it ends as by Ctrl-C: what is being written becomes whole, the rest is left out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     entry.run("predict", PredictConfig, predict)
 
@@ -132,7 +132,9 @@ class Steps:
                 return None
             return read_case(case.scan)
         except Exception as error:
-            return None if is_ahead and is_out_of_memory(error) else error
+            if is_ahead and is_out_of_memory(error):
+                return None
+            return error if self.is_alone else _without_frames(error)
 
     def compute(
         self, case: CaseToPredict, read: ReadCase | FinishedBefore | Exception
@@ -148,7 +150,7 @@ class Steps:
                 return FinishedBefore()
             return segment_case(case.scan, case.cascade, read)
         except Exception as error:
-            return error
+            return error if self.is_alone else _without_frames(error)
 
     def finish(self, case: CaseToPredict, computed: SegmentedCase | FinishedBefore | Exception) -> int:
         """Write a case and say what came of it.
@@ -196,6 +198,15 @@ class Steps:
         volumes = ", ".join(f"{region} {volume:.0f} ml" for region, volume in report["volume_ml"].items())
         print(f"{case.output}: {volumes}, {report['durations_s']['total']:.1f} s", flush=True)
         return 0
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error without the frames that it came through, which would hold a scan and its crops through the cases that follow."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def _first_line(error: Exception) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from medseg.build import load_stages, pick_device
 from medseg.cascade.segment import RegionBox, Segmentation, check_stages, segment
 from medseg.cascade.stage import CascadeOptions, TrainedStage
@@ -69,6 +71,7 @@ class LungSegmenter:
         names = [choice.value for choice in Accelerator]
         require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
         self.options = options or CascadeOptions()
+        self.num_threads = torch.get_num_threads()
         self.coarse, self.fine = load_cascade(coarse, fine, Accelerator(accelerator), precision)
 
     def segment(self, scan: str | Path | Volume | Any, hu: HuScale = AS_STORED) -> SegmentedScan:
@@ -84,6 +87,8 @@ class LungSegmenter:
         Raises:
             UserError: If it cannot be read as one regular 3D volume, or shows nothing.
         """
+        # A thread that began while another one resampled may have been given a single one to compute with.
+        torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
         if isinstance(scan, (str, Path)):
             name, volume = str(scan), read_image(Path(scan))

@@ -495,9 +495,9 @@ def _check_train(config: TrainConfig) -> None:
             f"but got {list(size or ())}",
         )
         _require(
-            size is None or tuple(size) != divisor,
-            f"{key}={list(size or ())}: the deepest level of the network would have a single voxel, and no norm takes a variance of one; "
-            "choose more along an axis",
+            size is None or tuple(size) != divisor or config.model.norm is not Norm.instance,
+            f"{key}={list(size or ())}: the deepest level of the network would have a single voxel, and model.norm=instance takes no "
+            "variance of one; choose more along an axis",
         )
         _require(
             fixed_size is None or size is None or all(part <= whole for part, whole in zip(size, fixed_size, strict=True)),
@@ -567,6 +567,10 @@ def _check_train(config: TrainConfig) -> None:
     _require(
         not trainer.sync_batchnorm or config.model.norm is Norm.batch,
         f"trainer.sync_batchnorm=true: with model.norm={config.model.norm.value} a sample's norms see nothing of other ranks; leave it out",
+    )
+    _require(
+        not (trainer.sync_batchnorm and stage.region_mode is RegionMode.separate),
+        "trainer.sync_batchnorm=true does not go with stage.region_mode=separate (ranks would wait for each other's networks); change one",
     )
     share = ranks * memory.accumulate
     _require(

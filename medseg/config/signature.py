@@ -41,6 +41,15 @@ NEUTRAL_KEYS = (
     "trainer.threads",
 )
 
+# Keys that came later, with the value that stands for how runs were made before: it counts as no key, so that older folders are found again.
+LATER_KEYS: dict[str, Any] = {
+    "spacing.size": None,
+    "spacing.range_mm": None,
+    "spacing.draw": None,
+    "spacing.resampling": "antialiased",
+    "trainer.sync_batchnorm": False,
+}
+
 
 def plain(config: Any) -> dict[str, Any]:
     """Dataclasses to types that YAML and a checkpoint hold."""
@@ -92,7 +101,14 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     micro_batch = values["stage.batch_size"] / (
         values["trainer.devices"] * values["trainer.num_nodes"] * values["memory.accumulate"]
     )
-    return {key: value for key, value in values.items() if not is_neutral(key)} | {"micro_batch": micro_batch}
+    found = {key: value for key, value in values.items() if not is_neutral(key) and not _is_as_before(key, value)}
+    if values.get("trainer.sync_batchnorm"):
+        found["norm_batch"] = values["stage.batch_size"] / values["memory.accumulate"]
+    return found | {"micro_batch": micro_batch}
+
+
+def _is_as_before(key: str, value: Any) -> bool:
+    return key in LATER_KEYS and LATER_KEYS[key] == value
 
 
 def signature(config: Mapping[str, Any]) -> str:

@@ -185,7 +185,7 @@ class CoarseSamples(Dataset[Sample]):
         step = self.divisor[0]
         depth = max(step, self.max_voxels // (height * width) // step * step)
         whole = body if body.shape[0] >= depth else crop.box
-        z = whole.start[0] + int(rng.integers(0, whole.shape[0] - depth, endpoint=True))
+        z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
         return Crop(crop.lattice, VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
 
     def _filled(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -77,7 +77,7 @@ class GridRule:
         if patch_size is not None:
             return Crop(lattice, box.at_least(patch_size))
         box = box.to_multiple(divisor)
-        # At its deepest level a network would see a single voxel, of which no norm can take a variance.
+        # At its deepest level a network would see a single voxel, of which an instance norm can take no variance.
         return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box)
 
     def to_dict(self) -> dict[str, Any]:

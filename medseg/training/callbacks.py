@@ -225,7 +225,7 @@ class ValidationPictures(pl.Callback):
 
 
 class Distortions(pl.Callback):
-    """Say by how much crops of fixed size bend each case, when it is first seen; each rank in its own log.
+    """Say by how much crops of fixed size bend each case, by its first sample (which may be a slab); each rank in its own log.
 
     Args:
         names: Name of each region; of the whole scan for the coarse stage.

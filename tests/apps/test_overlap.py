@@ -6,9 +6,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from medseg.apps import overlap
 from medseg.apps.overlap import overlapped
 
 LIMIT_S = 60.0
@@ -182,3 +184,18 @@ def test_an_interrupt_lets_the_file_that_is_being_written_become_whole() -> None
 
 def test_no_cases_are_no_work() -> None:
     assert overlapped([], lambda *_: 0, lambda *_: 0, lambda *_: 0) == []
+
+
+def test_an_interrupt_between_two_cases_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Interrupted(overlap._Background[int]):
+        def __init__(self, *arguments: Any, is_daemon: bool) -> None:
+            started.append(is_daemon)
+            if started.count(False) == 2:  # the second case is about to be finished
+                raise KeyboardInterrupt
+            super().__init__(*arguments, is_daemon=is_daemon)
+
+    monkeypatch.setattr(overlap, "_Background", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        overlapped([1, 2, 3], lambda case, _: case, lambda case, _: case, lambda case, _: case)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import PredictConfig
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
 from medseg.io.write import write_image
 
@@ -161,6 +164,29 @@ def test_memory_that_is_short_ahead_of_its_turn_is_asked_for_again(
     monkeypatch.setattr(app, "read_case", once)
     assert predict(scans, tmp_path / "out") == 0
     assert tries == ["a", "b", "b"]
+
+
+def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[VoxelGrid]] = []
+
+    def fail(*_: object) -> None:
+        assert all(crop() is None for crop in held), "the error of the case before holds what it was working on"
+        crop = VoxelGrid((1, 1, 1), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+        held.append(weakref.ref(crop))
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise RuntimeError("then") from error
+
+    monkeypatch.setattr(app, "segment_case", fail)
+    gc.disable()  # it would find them some time
+    try:
+        assert predict(scans, tmp_path / "out") == 1
+    finally:
+        gc.enable()
+    assert len(held) == 2
 
 
 def test_a_large_scan_waits_for_its_turn(

@@ -58,6 +58,10 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["trainer=fsdp", "stage.batch_size=2", "memory.precision=fp16"], "precision=fp16 does not go with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "model.norm=batch"], "model.norm=batch does not go with trainer=fsdp"),
         (["trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true"], "with model.norm=instance a sample's norms see nothing"),
+        (
+            ["trainer=ddp", "stage=fine", "stage.batch_size=2", "model.norm=batch", "trainer.sync_batchnorm=true", "stage.region_mode=separate"],
+            "trainer.sync_batchnorm=true does not go with stage.region_mode=separate",
+        ),
         (["trainer=fsdp", "stage=fine", "stage.batch_size=2", "stage.region_mode=separate"], "each other's networks"),
         (["memory.precision=fp16", "trainer.accelerator=cpu"], "choose memory.precision=bf16"),
         (["memory.offload=true", "trainer.accelerator=cpu"], "choose memory.offload=false"),

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from medseg.apps.entry import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import TrainConfig
-from medseg.config.signature import NEUTRAL_KEYS, flat, plain, signature
+from medseg.config.signature import LATER_KEYS, NEUTRAL_KEYS, flat, plain, signature
 
 
 def composed(*overrides: str) -> dict[str, object]:
@@ -46,6 +46,25 @@ def test_it_survives_the_file_of_the_run_folder() -> None:
     assert signature(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(config))))) == signature(config)  # type: ignore[arg-type]
 
 
+def test_a_folder_from_before_a_key_existed_is_the_run_without_it() -> None:
+    config = composed()
+    older = composed()
+    for key, value in LATER_KEYS.items():
+        group, name = key.split(".")
+        assert older[group].pop(name) == value, f"{key}: the default is another run than before"
+    assert signature(older) == signature(config)
+    assert signature(composed("spacing.resampling=linear")) != signature(older)
+
+
+def test_norms_that_look_at_all_ranks_make_the_number_of_ranks_count() -> None:
+    batch = ["stage.batch_size=4", "model.norm=batch", "trainer=ddp"]
+    two_ranks, accumulated = [*batch, "memory.accumulate=1"], [*batch, "trainer.devices=1", "memory.accumulate=2"]
+    assert signature(composed(*two_ranks)) == signature(composed(*accumulated))
+    synchronised = "trainer.sync_batchnorm=true"
+    assert signature(composed(*two_ranks, synchronised)) != signature(composed(*accumulated, synchronised))
+
+
 def test_every_neutral_key_exists() -> None:
     keys = [f"{key}." for key in flat(composed())]
+    assert LATER_KEYS.keys() <= flat(composed()).keys()
     assert not [neutral for neutral in NEUTRAL_KEYS if not any(key.startswith(neutral.rstrip(".") + ".") for key in keys)]

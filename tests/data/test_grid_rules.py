@@ -13,6 +13,7 @@ from medseg.data.cache import CachedCase
 from medseg.data.samples import CoarseSamples, CropOf, FineSamples, Sample, collate_padded
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import Crop, GridRule, region_crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
@@ -227,3 +228,11 @@ def test_a_sample_depends_on_seed_and_number_alone(
     backwards = [fresh[n] for n in reversed(range(8))][::-1]
     assert all(is_same(a, b) for a, b in zip(in_order, backwards, strict=True))
     assert not any(is_same(a, other[n]) for n, a in enumerate(in_order))
+
+
+def test_a_scan_of_fewer_slices_than_a_bounded_crop_stays_in_it(cached_cases: list[CachedCase], task: Task) -> None:
+    samples = CoarseSamples(cached_cases, task, seed=3, max_voxels=1, divisor=(16, 16, 16), rule=GridRule(range_mm=(1.0, 4.0)))
+    lattice = VoxelGrid((12, 40, 48), (4.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+    whole = VoxelBox.full(lattice.shape)
+    crop = samples._cut_to_bound(Crop(lattice, whole), whole, np.random.default_rng(0))
+    assert crop.box == VoxelBox((0, 0, 0), (16, 40, 48))
