@@ -42,12 +42,16 @@ def join(
         Label map (D, H, W) on the oriented native grid, uint8.
     """
     labels = merge(regions, grid, task)
-    is_gas = None
-    if task.least_hu is not None and image_hu is not None:
-        least_hu, image = task.least_hu, image_hu
-        is_gas = lambda planes: image[planes] < least_hu  # noqa: E731
-    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction, is_gas)
+    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction, _gas(image_hu, task))
     return labels
+
+
+def _gas(image_hu: np.ndarray | None, task: Task) -> Planes | None:
+    """Which voxels of the scan lie below `task.least_hu`, by planes; None where that cannot be asked."""
+    least_hu = task.least_hu
+    if image_hu is None or least_hu is None:
+        return None
+    return lambda planes: image_hu[planes] < least_hu
 
 
 def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarray:
