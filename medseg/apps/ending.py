@@ -32,6 +32,8 @@ EXIT_NOT_FINITE = 4
 # Asked to stop by the system, and saved: start the same again with resume. The number is EX_TEMPFAIL of sysexits.h.
 EXIT_RESUME = 75
 EXIT_INTERRUPTED = 130
+# Nobody reads what is printed any more, as after `| head`: what a shell says of a program that SIGPIPE ended.
+EXIT_UNREAD = 141
 
 _STATUS_OF = {
     0: Status.finished,

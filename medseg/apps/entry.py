@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from medseg.apps.ending import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from medseg.apps.ending import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR
 from medseg.config.check import explain, to_config
 from medseg.errors import UserError
 
@@ -133,6 +133,11 @@ def run(
     try:
         main: Callable[[], Any] = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(one_job)
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        sys.exit(EXIT_UNREAD)
     except (HydraException, OmegaConfBaseException) as error:
         say(explain(error, _defaults(config_name)))
         sys.exit(EXIT_USER_ERROR)
@@ -150,6 +155,16 @@ def remove_if_empty(folder: Path) -> None:
     """Take back the run folder that Hydra made for a run that never began there."""
     if folder.is_dir() and folder != Path.cwd() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether the reader of a stream has left; what the stream still holds is then dropped, or Python would fail at its exit."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return True
+    return False
 
 
 def _defaults(config_name: str) -> DictConfig | None:

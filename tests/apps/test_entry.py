@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from medseg.apps.ending import EXIT_UNREAD
 from medseg.apps.entry import quote_paths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,26 @@ def test_a_path_in_brackets_that_exists_is_a_path(tmp_path: Path, monkeypatch: p
 def test_other_arguments_are_left_alone() -> None:
     arguments = ["-m", "seed=1,2", "resume=null", "--cfg", "job", "data.cases='x y'", "name=a b"]
     assert quote_paths(arguments) == arguments
+
+
+@pytest.mark.parametrize("arguments", [["train", "--cfg", "job"], ["plan", "stage=coarse", "shape=[32,32,32]"]])
+def test_a_reader_that_leaves_ends_the_command_quietly(arguments: list[str], tmp_path: Path) -> None:
+    """As `| head` does, once it has its lines."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "medseg.apps.cli", *arguments],
+        cwd=tmp_path,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env={"PATH": "/usr/bin", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == EXIT_UNREAD, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
 
 
 WITH_TORCH = """
