@@ -187,12 +187,9 @@ def write_rows(rows: Sequence[dict[str, Any]], output: Path, whole: Set[str]) ->
     replace_text(output / "folds.csv", text.getvalue())
     scans = [row for row in rows if row["case"] in whole]
     pieces = [row for row in rows if row["case"] not in whole]
-    lines = _table(scans)
-    for trust in dict.fromkeys(row["trust"] for row in scans):
-        dices = [row["dice"] for row in scans if row["trust"] == trust]
-        lines.append(f"\nMean Dice, {trust or 'all'} ({len(dices)}): {sum(dices) / len(dices):.4f}, worst {min(dices):.4f}")
+    lines = [*_table(scans), *_means(scans)]
     if pieces:
-        lines += ["\nPieces cut out of these scans:\n", *_table(pieces)]
+        lines += ["\nPieces cut out of these scans:\n", *_table(pieces), *_means(pieces)]
     replace_text(output / "folds.md", "\n".join(lines) + "\n")
 
 
@@ -207,6 +204,25 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
             for row in rows
         ),
     ]
+
+
+def _means(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Mean and worst where the reference shows something, for each kind of trust apart; and the most that was found where it shows nothing."""
+    lines = []
+    shown = [row for row in rows if row["volume_ref_ml"] > 0]
+    for trust in dict.fromkeys(row["trust"] for row in shown):
+        scores = [row for row in shown if row["trust"] == trust]
+        worst = min(scores, key=lambda row: row["dice"])
+        mean = sum(row["dice"] for row in scores) / len(scores)
+        lines.append(f"\nMean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, worst {worst['dice']:.4f}: {_place(worst)}")
+    if absent := [row for row in rows if row["volume_ref_ml"] == 0]:
+        most = max(absent, key=lambda row: row["volume_pred_ml"])
+        lines.append(f"\nMost found where nothing is ({len(absent)}): {most['volume_pred_ml']:.1f} ml: {_place(most)}")
+    return lines
+
+
+def _place(row: dict[str, Any]) -> str:
+    return f"{row['case']} {row['region']} (scores/overlays/{row['case']}.png)"
 
 
 def _short(value_mm: float) -> str:

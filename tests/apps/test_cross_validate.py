@@ -102,16 +102,19 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     first, second = read_case_table(write_table(given, tmp_path / "fold_0" / "held_out.csv"))
     assert first == replace(given[0], image=Path("a b/ü.nii.gz").absolute(), labels=Path("l.nrrd").absolute())
     assert second == replace(given[1], image=Path("dicom").absolute())
-    scores = {"dice": 0.5, "nsd_1mm": 0.25, "nsd_2mm": 0.3, "hd95_mm": np.inf, "volume_pred_ml": 1.0, "volume_ref_ml": 0.0}
+    scores = {"dice": 0.5, "nsd_1mm": 0.25, "nsd_2mm": 0.3, "hd95_mm": np.inf, "volume_pred_ml": 1.0, "volume_ref_ml": 2.0}
     rows = [{"case": c, "fold": 0, "region": "left_lung", "trust": t, **scores, "share_in_crop": 0.999, "total_s": 1.0}
             for c, t in (("a", "reference"), ("b", "reference"), ("c", "absent"))]  # fmt: skip
     rows[1]["dice"] = 0.9
+    rows[2] |= {"volume_pred_ml": 7.0, "volume_ref_ml": 0.0}
     write_rows(rows, tmp_path, {"a", "b"})
     with (tmp_path / "folds.csv").open() as file:
         assert [row["dice"] for row in csv.DictReader(file)] == ["0.5", "0.9", "0.5"]
     text = (tmp_path / "folds.md").read_text()
-    assert "Mean Dice, reference (2): 0.7000, worst 0.5000" in text
-    assert "| a | 0 | left_lung | reference | 0.5000 | 0.250 | none | 1 | 0 | 99.90 % |" in text
+    assert "Mean Dice, reference (2): 0.7000, worst 0.5000: a left_lung (scores/overlays/a.png)" in text
+    assert "Mean Dice, absent" not in text, "where nothing is, millilitres say more"
+    assert "Most found where nothing is (1): 7.0 ml: c left_lung (scores/overlays/c.png)" in text
+    assert "| a | 0 | left_lung | reference | 0.5000 | 0.250 | none | 1 | 2 | 99.90 % |" in text
     scans, pieces = text.split("Pieces cut out of these scans:")
     assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)
 
