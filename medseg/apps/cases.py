@@ -14,6 +14,7 @@ from medseg.data.case_table import Case, read_case_table
 from medseg.data.sources import CaseSource
 from medseg.data.splits import Split, split_cases
 from medseg.errors import UserError
+from medseg.io.replacing import check_writable
 from medseg.preprocess.scale import HuScale
 
 # Phantoms made at a time; one of full detail takes 2 to 5 GB.
@@ -124,7 +125,7 @@ def make_phantoms(config: PhantomConfig, folder: Path, num_train: int, *, with_h
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}
     total = sum(splits.values())
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder)
     # Ranks and the jobs of a sweep begin at the same time: the first one makes them.
     with locked(folder / ".lock"), Progress(transient=True) as progress:
         bar = progress.add_task("phantoms", total=total)

@@ -32,6 +32,7 @@ from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid
+from medseg.io.replacing import check_writable
 from medseg.pictures.panels import Panel, draw_panels
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
@@ -82,6 +83,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     if not cases:
         raise UserError("data.test_patients: no case with labels is held out; name patients of the case table")
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
+    check_writable(output)
     table = write_table(cases, output / "held_out.csv")
     scored_as = [label_values_argument(config.data.label_values), *(one for one in given if one.startswith("task"))]
     failed: dict[Path, str] = {}

@@ -22,6 +22,7 @@ from medseg.data.case_table import TRUST_PREFIX, Case, read_case_table
 from medseg.data.splits import split_cases
 from medseg.data.task import Task
 from medseg.io.read import read_labels
+from medseg.io.replacing import check_writable
 from medseg.preprocess.orient import orient
 
 COLUMNS = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml")
@@ -44,6 +45,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
 
     output = Path(config.output)
     cases = read_case_table(Path(config.cases), config.data.labels_column)
+    check_writable(output)
     task, values = make_task(config.task), file_values(config.data.label_values)
     label_values = label_values_argument(config.data.label_values)
     organ = [value for value, name in values.items() if name in task.labels]

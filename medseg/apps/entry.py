@@ -113,8 +113,10 @@ def run(
         read: Makes checked objects of what is composed; None = `to_config` with the schema.
     """
     codes: list[int] = []
+    begun: list[DictConfig] = []
 
     def one_job(composed: DictConfig) -> None:
+        begun.append(composed)
         try:
             codes.append(job(read(composed) if read is not None else to_config(composed, schema)))
         except UserError as error:
@@ -138,6 +140,12 @@ def run(
         if not _is_unread(sys.stdout):
             raise
         sys.exit(EXIT_UNREAD)
+    except OSError as error:
+        if begun:
+            raise
+        # Hydra makes the folder of a run before the job begins.
+        say(f"{error.filename}: cannot be written ({error.strerror}); check the folder, its permissions and its space.")
+        sys.exit(EXIT_USER_ERROR)
     except (HydraException, OmegaConfBaseException) as error:
         say(explain(error, _defaults(config_name)))
         sys.exit(EXIT_USER_ERROR)

@@ -22,7 +22,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import case_name
 from medseg.io.read import read_image
-from medseg.io.replacing import replace_text
+from medseg.io.replacing import check_writable, replace_text
 from medseg.metrics.summary import METRICS, ScoreRow, Statistics, console_table, summarise
 from medseg.metrics.surface import score_region
 from medseg.pictures.overlay import overlay_montage
@@ -148,6 +148,7 @@ def evaluate_folder(
             f"(predictions: {some_of(list(predictions))}; references: {some_of(list(references))}); "
             "name each prediction after its case."
         )
+    check_writable(output)
     left_out = [region.name for region in task.regions if region not in regions]
     warnings = [f"{name} is not scored: data.label_values does not name all its labels" for name in left_out]
 

@@ -13,6 +13,7 @@ from medseg.apps.runs import replace_text
 from medseg.apps.spacing import find_spacing
 from medseg.config.schema import FindLrConfig
 from medseg.errors import UserError
+from medseg.io.replacing import check_writable
 
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 
@@ -44,7 +45,7 @@ def find_lr(config: FindLrConfig) -> int:
 
     find_spacing(config.spacing, config.data)
     output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
+    check_writable(output)
     # The rates are the test's own, and nothing is left behind but its result.
     config = replace(config, schedule=CONSTANT, warmup_steps=0, logger={}, run_dir=str(output))
     task = build.make_task(config.task)

@@ -27,6 +27,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.errors import UserError
+from medseg.io.replacing import check_writable
 from medseg.pictures.ladder import Rung, draw_ladder
 
 # Keys of the ladder that its rows, which are configurations of `train`, do not have.
@@ -75,6 +76,7 @@ def ladder(config: LadderConfig) -> int:
     shape, output = input_shape(config), Path(config.output)
     rows = list(ladder_rows(config, without_keys(HydraConfig.get().overrides.task, OWN_KEYS)))
     configs = [compose(row) for row in rows]  # all of them are checked before the first is measured
+    check_writable(output)
     python = make_environment(Path(config.peers_env).absolute()) if config.peers else Path(sys.executable)
     table: list[dict[str, Any]] = []
     for row, row_config in zip(rows, configs, strict=True):

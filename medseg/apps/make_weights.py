@@ -9,6 +9,7 @@ from medseg.apps import entry
 from medseg.apps.recipe import cascade_steps, last_checkpoint, run_steps
 from medseg.apps.runs import replace_text
 from medseg.config.schema import MakeWeightsConfig
+from medseg.io.replacing import check_writable
 
 # Keys of the configuration that say where things lay on the machine that trained.
 PLACES = ("run_dir", "resume", "init_from", "data.cases", "data.cache", "data.phantoms.folder", "stage.coarse", "logger.save_dir")
@@ -26,6 +27,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
         Exit code of the step that failed, else 0.
     """
     runs, output = Path(config.runs), Path(config.output)
+    check_writable(output)
     data = [
         f"data.cases={Path(config.cases).absolute()}",
         "data.fold=all",
@@ -47,7 +49,6 @@ def make_weights(config: MakeWeightsConfig) -> int:
         return code
     from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
 
-    output.mkdir(parents=True, exist_ok=True)
     sums = []
     for stage in ("coarse", "fine"):
         card, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)

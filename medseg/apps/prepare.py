@@ -21,6 +21,7 @@ from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
 from medseg.data.case_table import Case
 from medseg.data.task import Task
 from medseg.errors import UserError
+from medseg.io.replacing import check_writable
 
 if TYPE_CHECKING:
     from medseg.pictures.audit import Slice
@@ -53,6 +54,8 @@ def prepare(config: PrepareConfig) -> int:
     task = make_task(config.task)
     for spacing in config.spacings.values():
         find_spacing(spacing, config.data)
+    output = Path(config.output)
+    check_writable(output)
     cases = [(case, label_values) for group, label_values in find_cases(config.data) for case in group]
     prepared = []
     for case, label_values in track(cases, "prepare"):
@@ -62,8 +65,6 @@ def prepare(config: PrepareConfig) -> int:
     for one in audited:
         for finding in one.compared:
             tell_finding(one.case, finding)
-    output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
     replace_text(output / "audit.csv", audit_csv(audited))
     pictures = draw(audited, [one.slices for one in prepared], output / "audit.png", task)
     print(summary(audited, [output / "audit.csv", *pictures]), flush=True)

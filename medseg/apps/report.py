@@ -20,6 +20,7 @@ from medseg.apps.runs import CONFIG_FILE, SUMMARY_FILE, replace_text
 from medseg.config.schema import ReportConfig
 from medseg.config.signature import flat
 from medseg.errors import UserError
+from medseg.io.replacing import check_writable
 from medseg.report.compare import compare, csv_table
 from medseg.report.page import render
 from medseg.report.run import Run, Study
@@ -48,7 +49,7 @@ def report(config: ReportConfig) -> int:
     if not runs:
         raise UserError(f"runs={config.runs}: no run lies below it; a run is a folder with {CONFIG_FILE} or {JOB_FILE}")
     output = Path(config.output).absolute() if config.output else folder
-    output.mkdir(parents=True, exist_ok=True)
+    check_writable(output)
     comparison = compare(runs)
     page = render(comparison, read_study(folder), folder.name, str(folder), config.num_pictures, entry.say)
     replace_text(output / "report.csv", csv_table(comparison))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class Scan(NamedTuple):
 
 def find_cases(
     source: Path, split: str | None, series: str | None = None, hu: HuScale = AS_STORED
-) -> tuple[list[Scan], list[Scan]]:
+) -> tuple[list[Scan], dict[Path, str]]:
     """Every case of an input.
 
     Args:
@@ -43,7 +44,7 @@ def find_cases(
         hu: HU scale of the cases that have none of their own in the table.
 
     Returns:
-        The cases to predict, and all that the input knows: none of those may be overwritten.
+        The cases to predict, and all files and folders that the input knows, with what they are: none may be overwritten.
 
     Raises:
         UserError: If there is nothing to predict.
@@ -53,8 +54,8 @@ def find_cases(
             raise UserError(f"split={split}: only a case table has parts, but input={source} is none")
         paths = list_inputs(source) if series is None else [(case_name(source), source)]
         scans = [Scan(name, path, series, hu) for name, path in paths]
-        return scans, scans
-    from medseg.data.case_table import read_case_table
+        return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
+    from medseg.data.case_table import named_files, read_case_table
 
     if series is not None:
         raise UserError(f"series={series}: a case table has a column series for that; fill it in input={source}")
@@ -63,7 +64,8 @@ def find_cases(
     chosen = [Scan(case.name, case.image, case.series, case.hu) for case in table if split is None or case.split == split]
     if not chosen:
         raise UserError(f"input={source}: no case of the table is marked split={split}")
-    return chosen, [Scan(case.name, case.image, case.series, case.hu) for case in table]
+    known = {path: f"a file of the case {name}" for name, path in named_files(source)}
+    return chosen, known | {case.image: f"the scan of the case {case.name}" for case in table}
 
 
 def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[Path]:
@@ -90,18 +92,22 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
     return [output / f"{name}.nii.gz" for name in names]
 
 
-def check_outputs(outputs: list[Path], inputs: list[Scan]) -> None:
-    """Refuse outputs that would overwrite a scan or each other, also through links.
+def check_outputs(outputs: list[Path], known: Mapping[Path, str]) -> None:
+    """Refuse outputs that would overwrite what the input knows, or each other, also through links.
+
+    Args:
+        outputs: Where the label maps go.
+        known: What the input knows, from `find_cases`.
 
     Raises:
         UserError: If a path stands for two things.
     """
-    names = {scan.path.resolve(): scan.name for scan in inputs}
+    kept = {path.resolve(): what for path, what in known.items()}
     taken: dict[str, Path] = {}
     for output in outputs:
         place = output.resolve()
-        if place in names:
-            raise UserError(f"{output} is the scan of the case {names[place]}, not to be overwritten; give another output")
+        if place in kept:
+            raise UserError(f"{output} is {kept[place]}, not to be overwritten; give another output")
         # Some systems take two spellings of ü for one name.
         other = taken.setdefault(unicodedata.normalize("NFC", str(place)), output)
         if other is not output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,6 +107,28 @@ def read_case_table(
     if not cases:
         raise UserError(f"{path}: the table has no case; add one line per scan below the header.")
     return cases
+
+
+def named_files(path: Path) -> Iterator[tuple[str, Path]]:
+    """Find the files and folders that a case table names in any column: references too, whatever their column is called.
+
+    Args:
+        path: The table, one that `read_case_table` takes.
+
+    Yields:
+        Name of the case and path, of those that exist.
+    """
+    rows = _rows(path)
+    columns = [column.strip() for column in next(rows)[1]]
+    for _, cells in rows:
+        row = dict(zip(columns, map(str.strip, cells), strict=False))
+        yield from ((row["case"], path.parent / cell) for cell in row.values() if cell and _is_there(path.parent / cell))
+
+
+def _is_there(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # a text that cannot be a name
+        return path.exists()
+    return False
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:

@@ -79,6 +79,13 @@ def is_dicom_folder(folder: Path) -> bool:
     return next(dicom_files(folder), None) is not None
 
 
+def _may_hold_dicom(folder: Path) -> bool:
+    try:
+        return is_dicom_folder(folder)
+    except OSError:  # as in another user's folder
+        return True
+
+
 def case_name(path: Path) -> str:
     """Name a case after its file, without the suffix; a DICOM series after its folder.
 
@@ -113,9 +120,10 @@ def input_format(path: Path) -> str:
 def list_inputs(path: Path) -> list[tuple[str, Path]]:
     """List the scans that a path stands for.
 
-    A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself. Another folder gives its volume files
-    and those of its subfolders that hold DICOM files at any depth, one scan each, sorted by name. Other files (tables,
-    notes) and hidden ones are ignored.
+    A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself, whatever else lies there. Another folder
+    gives its volume files and those of its subfolders that hold DICOM files at any depth, one scan each, sorted by name. Other
+    files (tables, notes) and hidden ones are ignored. A subfolder that may not be looked into counts as a scan, which then fails
+    alone.
 
     Args:
         path: File or folder.
@@ -124,17 +132,23 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
         Pairs (case name, path).
 
     Raises:
-        UserError: If there is no scan, or two scans would have the same name.
+        UserError: If there is no scan, two scans would have the same name, or the path cannot be looked into.
     """
+    try:
+        return _list_inputs(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
+
+
+def _list_inputs(path: Path) -> list[tuple[str, Path]]:
     if not path.is_dir():
         input_format(path)
         return [(case_name(path), path)]
     entries = _visible(path)
-    found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
-    is_scan = any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None
-    if not found and is_scan:
+    if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
         return [(case_name(path), path)]
-    found += [entry for entry in entries if entry.is_dir() and is_dicom_folder(entry)]
+    found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
+    found += [entry for entry in entries if entry.is_dir() and _may_hold_dicom(entry)]
     if not found:
         raise UserError(
             f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder "

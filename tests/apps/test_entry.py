@@ -131,6 +131,29 @@ def test_a_mistake_ends_with_code_2_and_no_traceback(arguments: list[str], said:
     assert not left, "a refused command leaves nothing behind"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "hydra.run.dir=file/run"],
+        ["prepare", "data.cases=t.csv", "output=file/out"],
+        ["find_lr", "stage=coarse", "output=file/out"],
+        ["ladder", "stage=coarse", "shape=[32,32,32]", "output=file/out"],
+        ["cross_validate", "cases=t.csv", "output=file/out"],
+        ["make_weights", "cases=t.csv", "runs=runs", "output=file/out"],
+        ["phantom", "output=file/out"],
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii,b.nii\n")
+    result = run("-m", "medseg.apps.cli", *arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    (said,) = result.stderr.splitlines()
+    assert said.startswith(("medseg: file/", f"medseg: {tmp_path}/file/"))
+    assert "cannot be written (" in said
+    assert (tmp_path / "file").read_bytes() == b"kept"
+
+
 def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: Path) -> None:
     for command in ("train", "prepare", "predict", "evaluate", "report", "phantom", "demo"):
         result = run("-m", "medseg.apps.cli", command, "--cfg", "job", cwd=tmp_path)

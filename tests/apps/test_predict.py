@@ -101,6 +101,19 @@ def test_scans_of_other_splits_are_safe_too(scans: Path, tmp_path: Path) -> None
         predict(table, scans, "split=test")
 
 
+@pytest.mark.parametrize("column", ["labels", "expert"])
+def test_references_of_a_table_are_not_overwritten(tmp_path: Path, column: str) -> None:
+    """Not even those of another split."""
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "z.nii.gz").write_bytes(b"drawn by hand")
+    table = tmp_path / "t.csv"
+    table.write_text(f"case,image,split,{column}\nz,1.nii,test,\n\ny,2.nii,train,masks/z.nii.gz\n")
+    with pytest.raises(UserError) as caught:
+        predict(table, tmp_path / "masks", "split=test")
+    assert str(caught.value) == (f"{tmp_path}/masks/z.nii.gz is a file of the case y, not to be overwritten; give another output")
+    assert (tmp_path / "masks" / "z.nii.gz").read_bytes() == b"drawn by hand"
+
+
 def test_two_cases_do_not_share_a_file(tmp_path: Path) -> None:
     table = tmp_path / "t.csv"
     table.write_text("case,image\nü,1.nii\nu\u0308,2.nii\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -80,14 +81,54 @@ def test_names_that_would_overwrite_each_other(tmp_path: Path) -> None:
         list_inputs(tmp_path)
 
 
+def test_a_folder_of_dicom_files_is_one_scan_whatever_else_lies_there(tmp_path: Path) -> None:
+    """As its own label map, which `predict` has written into it."""
+    folder = tmp_path / "thorax"
+    save_dicom(folder, make_hu(), make_grid(np.eye(3)))
+    write_labels(folder / "thorax.nii.gz", make_labels(), make_grid(np.eye(3)), None)
+    assert list_inputs(folder) == [("thorax", folder)]
+    assert np.array_equal(read_image(folder).array, make_hu())
+
+
 def test_nothing_to_read(tmp_path: Path) -> None:
     (tmp_path / "cases.csv").write_text("case,image\n")
-    with pytest.raises(UserError, match="holds none"):
-        list_inputs(tmp_path)
-    with pytest.raises(UserError, match="does not exist"):
-        list_inputs(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="another kind"):
-        list_inputs(tmp_path / "cases.csv")
+    suffixes = ".nii.gz, .nii, .nrrd, .nhdr, .mha, .mhd"
+    long = tmp_path / ("x" * 300)
+    for path, said in (
+        (
+            tmp_path,
+            f"expected scans ({suffixes}, or folders of one DICOM series each), but the folder holds none; check the path.",
+        ),
+        (tmp_path / "nowhere", "this file or folder does not exist; check the path."),
+        (tmp_path / "nowhere.nrrd", "this file or folder does not exist; check the path."),
+        (tmp_path / "cases.csv", f"expected {suffixes} or a DICOM series, got a file of another kind."),
+        (long, "cannot be read (File name too long); check the path and its permissions."),
+    ):
+        with pytest.raises(UserError) as caught:
+            list_inputs(path)
+        assert str(caught.value) == f"{path}: {said}"
+
+
+def test_a_folder_that_may_not_be_looked_into_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `lost+found` of a disk does."""
+    write_image(tmp_path / "a.nii.gz", make_hu(), make_grid(np.eye(3)))
+    (tmp_path / "lost+found").mkdir()
+    look = Path.iterdir
+
+    def refuse(folder: Path) -> Iterator[Path]:
+        if folder.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return look(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # a mode would not stop root
+    assert [name for name, _ in list_inputs(tmp_path)] == ["a", "lost+found"]
+    with pytest.raises(UserError) as caught:
+        read_image(tmp_path / "lost+found")
+    said = "cannot be read (Permission denied); check"
+    assert str(caught.value) == f"{tmp_path}/lost+found: the file {said} the file and its permissions."
+    with pytest.raises(UserError) as caught:
+        list_inputs(tmp_path / "lost+found")
+    assert str(caught.value) == f"{tmp_path}/lost+found: {said} the path and its permissions."
 
 
 def test_a_folder_is_named_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
