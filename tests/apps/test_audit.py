@@ -128,9 +128,9 @@ def bad_scans() -> dict[str, Scan]:
 SWAP = np.array([0, 2, 1], dtype=np.uint8)
 WINDOW = (
     "they are windowed or normalised, not HU; convert the scan again from its DICOM files, or bring back a window that you know: "
-    "one of -1250 to 250 HU by data.hu_slope=5.88235 data.hu_offset=-1250, or by these columns of the case table"
+    "one of -1250 to 250 HU by data.hu_slope=5.88235 data.hu_offset=-1250 (predict: without data.), or by these columns of the case table"
 )
-OFFSET = "they are 1024 too {} for HU; data.hu_offset={} corrects them (predict: hu_offset={}), or the column hu_offset of the case table"
+OFFSET = "they are about 1024 too {} for HU; data.hu_offset={} corrects them (predict: hu_offset={}), or the column hu_offset of the case table"
 BY_VOXEL = (
     " (tolerance 0.1 mm); resample it to the image, or, where only its header is wrong, lay it on the image voxel by voxel with "
     "data.ignore_findings=[label_grid]"
@@ -151,7 +151,7 @@ SEEN = {
     "normalised": ["refused (hu_range): the values run from -2.56 to 1.8575: " + WINDOW],
     "magnetic": [
         "refused (hu_range): the values run from 88 to 974, and next to nothing has the values of fat or air: this does not look "
-        "like HU of a CT; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset"
+        "like HU of a CT; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (predict: without data.)"
     ],
     "constant": ["refused (hu_range): every voxel holds 3; export the scan again"],
     "inside": [
@@ -341,6 +341,35 @@ def test_warnings_are_kept_with_the_case_and_nothing_is_read_again(seen: Run, mo
     assert read == [name for name in SEEN if name not in good], "the others once, for two spacings"
     assert again.table() == before
     assert again.err == seen.err
+
+
+@pytest.mark.parametrize("axes", ["zyx", "xzy"])
+def test_sides_are_those_of_the_world_whatever_the_order_in_the_file(axes: str, tmp_path: Path) -> None:
+    image, labels = chest()
+    order = tuple("zyx".index(axis) for axis in axes)
+    turned = GRID.reoriented(order, (False, True, True))  # from the patient's left to right, and from back to front
+
+    def stored(array: np.ndarray) -> np.ndarray:
+        return np.flip(array.transpose(order), (1, 2))
+
+    scans = {
+        "good": Scan(stored(image), stored(labels), turned),
+        "swapped": Scan(stored(chest(17)[0]), stored(SWAP[labels]), turned),
+        "mixed": Scan(stored(chest(18)[0]), labels, turned, label_grid=GRID),
+    }
+    out = run(write_table(tmp_path, scans))
+    assert {name: out.told(name) for name in scans} == {"good": [], "swapped": SEEN["swapped"], "mixed": []}
+    assert out.out[0] == "good: 20×44×56 at 8×6×6.5 mm, left_lung 453 ml, right_lung 778 ml"
+
+
+def test_a_key_is_the_way_out_for_all_cases(tmp_path: Path) -> None:
+    out = run(write_table(tmp_path, {"offset": Scan(chest()[0] + 1024, chest()[1])}), "data.hu_offset=-1024")
+    assert (out.code, out.err) == (0, [])
+    (cached,) = tmp_path.glob("cache/4x4x4-*/*/image.npy")
+    right = run(write_table(tmp_path / "right", {"good": Scan(*chest())}))
+    assert right.code == 0
+    (expected,) = tmp_path.glob("right/cache/4x4x4-*/*/image.npy")
+    assert np.array_equal(np.load(cached), np.load(expected))
 
 
 def test_every_case_has_a_way_out(tmp_path: Path) -> None:

@@ -34,7 +34,10 @@ def audit_grids(image_grid: VoxelGrid, label_grid: VoxelGrid, stored_shapes: tup
         return [
             error(
                 "label_shape",
-                f"the label map has {_times(label_grid.shape)} voxels, the image {_times(image_grid.shape)} (z, y, x)",
+                f"the label map has {_times(label_grid.shape)} voxels, the image {_times(image_grid.shape)} (z, y, x)"
+                if label_grid.shape != image_grid.shape
+                else "the label map is stored in another order of axes than its image and does not lie on its grid: "
+                f"{_difference(image_grid, label_grid)}",
                 "resample the label map to the grid of the image with nearest neighbours",
             )
         ]

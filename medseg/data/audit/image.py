@@ -158,7 +158,7 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
             "hu_range",
             f"{runs}: they are windowed or normalised, not HU",
             "convert the scan again from its DICOM files, or bring back a window that you know: one of -1250 to 250 HU by "
-            f"data.hu_slope={1500 / top:.6g} data.hu_offset=-1250, or by these columns of the case table",
+            f"data.hu_slope={1500 / top:.6g} data.hu_offset=-1250 (predict: without data.), or by these columns of the case table",
         )
     is_dark = _mass(tissue, -np.inf, FAT_HU) >= DARK_SHARE
     if not is_dark and _is_soft_at(tissue, OFFSET_HU):
@@ -171,7 +171,7 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
         return error(
             "hu_range",
             f"{runs}, and next to nothing has the values of {lacking}: this does not look like HU of a CT",
-            "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset",
+            "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (predict: without data.)",
         )
     return None
 
@@ -191,7 +191,7 @@ def _offset(found: str, offset_hu: int) -> Finding:
     way = "high" if offset_hu > 0 else "low"
     return error(
         "hu_offset",
-        f"{found}: they are {abs(offset_hu)} too {way} for HU",
+        f"{found}: they are about {abs(offset_hu)} too {way} for HU",
         f"data.hu_offset={-offset_hu} corrects them (predict: hu_offset={-offset_hu}), or the column hu_offset of the case table",
     )
 

@@ -135,6 +135,16 @@ def test_one_tolerance_decides_about_grids(away: float) -> None:
     assert bool(audit_grids(GRID, stretched, (GRID.shape, GRID.shape))) == (away > 1)
 
 
+def test_a_label_map_in_another_order_of_axes_is_told_by_where_it_lies() -> None:
+    """Its voxels cannot be laid on the image one by one, so that this cannot be ignored."""
+    away = VoxelGrid(GRID.shape, GRID.spacing_mm, (-59.0, 5.0, 7.0), GRID.direction)
+    (finding,) = audit_grids(GRID, away, (GRID.shape, GRID.shape[::-1]))
+    assert (finding.code, finding.message) == (
+        "label_shape",
+        "the label map is stored in another order of axes than its image and does not lie on its grid: its corners lie up to 1.00 mm off",
+    )
+
+
 def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None:
     _, labels = lungs()
     same, nothing = map_values(labels, task, {1: "left_lung", 2: "right_lung"})
