@@ -9,6 +9,7 @@ from typing import Any
 
 from medseg.data.case_table import Case
 from medseg.io.inputs import dicom_files, is_dicom_file, is_dicomdir, volume_suffix
+from medseg.io.textheader import data_files
 
 
 def sources_of(case: Case) -> dict[str, Path]:
@@ -22,8 +23,9 @@ def _source_files(path: Path) -> list[Path]:
         return list(dicom_files(path if path.is_dir() else path.parent))
     if path.suffix.lower() in (".mhd", ".nhdr"):
         head = path.read_bytes()[:65536].decode("latin-1")
-        names = re.findall(r"^(?:ElementDataFile\s*=|data ?file:)\s*(\S.*?)\s*$", head, flags=re.M | re.I)
-        return [path, *(path.parent / name for name in names if (path.parent / name).is_file())]
+        found = re.search(r"^(?:ElementDataFile\s*=|data ?file:)\s*(\S.*?)\s*$", head, flags=re.M | re.I)
+        files = data_files(path, found[1], head[found.end() :].splitlines()) if found else ()
+        return [path, *(file for file in files if file.is_file())]
     if volume_suffix(path) is None and is_dicom_file(path):
         return list(dicom_files(path.parent, is_deep=False))
     return [path]

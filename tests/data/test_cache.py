@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
 import multiprocessing
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from medseg.data.cache import CachedCase, is_current, open_case, prepare_case
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.samples import CoarseSamples
 from medseg.data.source_case import CaseRefused, SourceCase, read_source
+from medseg.data.source_files import fingerprint, is_same_source
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
@@ -145,6 +148,27 @@ def test_same_size_and_other_content_is_noticed(case: Case, tmp_path: Path, task
     case.image.write_bytes(content)
     os.utime(case.image, ns=(5, 5))
     assert not is_current(case, tmp_path, SPACING_MM, task, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("a.mhd", "NDims = 3\nElementDataFile = LIST\ns1.raw\ns2.raw\n"),
+        ("a.mhd", "NDims = 3\nElementDataFile = s%d.raw 1 2 1\n"),
+        ("a.nhdr", "NRRD0005\ndata file: LIST\ns1.raw\ns2.raw\n"),
+        ("a.nhdr", "NRRD0005\ndata file: s%d.raw 1 2 1\n\n"),
+        ("a.nhdr", "NRRD0005\r\ndatafile: s2.raw\r\n"),
+    ],
+)
+def test_every_file_of_the_voxels_is_a_source(name: str, header: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(header)
+    for raw in ("s1.raw", "s2.raw"):
+        (tmp_path / raw).write_bytes(b"voxels")
+    known = fingerprint(tmp_path / name)
+    assert is_same_source(tmp_path / name, known)
+    (tmp_path / "s2.raw").write_bytes(b"Voxels")
+    os.utime(tmp_path / "s2.raw", ns=(5, 5))
+    assert not is_same_source(tmp_path / name, known)
 
 
 @pytest.mark.parametrize("damage", ["cut image", "no labels", "cut json", "no json", "other json", "a file"])
@@ -347,6 +371,33 @@ def test_a_cache_that_cannot_be_written_is_the_users_mistake(case: Case, tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache"):
         prepare_case(case, tmp_path / "file", SPACING_MM, task, NAMES)
+
+
+def test_a_disk_that_fills_up_leaves_the_entry_as_it_was(
+    case: Case, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    before = {path: path.read_bytes() for path in entry.folder.iterdir()}
+    case.image.write_bytes(case.image.read_bytes() + b"\0")  # stale, so that it is built anew
+    save = np.save
+
+    saved = []
+
+    def full_at_the_second(*arguments: Any) -> None:
+        saved.append(arguments)
+        if len(saved) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*arguments)
+
+    monkeypatch.setattr(np, "save", full_at_the_second)
+    with pytest.raises(UserError) as caught:
+        prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert str(caught.value) == (
+        f"The case {case.name!r} could not be put into the cache {tmp_path} ([Errno 28] No space left on device); make sure that the "
+        "folder can be written and has room (data.cache), and that the scan can be read."
+    )
+    assert {path: path.read_bytes() for path in entry.folder.iterdir()} == before
+    assert list(entry.folder.parent.iterdir()) == [entry.folder], "nothing half-written is left"
 
 
 def test_training_from_the_cache_needs_no_reader(case: Case, tmp_path: Path, task: Task) -> None:
