@@ -82,7 +82,8 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
     (scans / "cut.nii.gz").write_bytes(good[: len(good) // 2])
     (scans / "empty.nrrd").write_bytes(b"")
     (scans / "html.mha").write_bytes(b"<html>404 not found</html>")
-    write_image(scans / "nothing.mha", np.full_like(volume.array, -1000), volume.grid)
+    for suffix in ("mha", "nii", "nrrd"):
+        write_image(scans / f"nothing_{suffix}.{suffix}", np.full_like(volume.array, -1000), volume.grid)
     write_image(scans / "header.mhd", volume.array, volume.grid)
     (scans / "header.zraw").unlink()
     colours = np.zeros((9, 7, 5), [("R", "u1"), ("G", "u1"), ("B", "u1")])
@@ -97,8 +98,11 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
         "medseg: header: header.mhd: its voxels should lie in 'header.zraw', which does not exist; copy both files.",
         "medseg: html: html.mha: expected a MetaImage file, but its header does not say where the voxels lie (ElementDataFile); "
         "check it.",
-        "medseg: nothing: nothing.mha: expected a scan, but every voxel holds -1000; export it again.",
-        "medseg: 6 of 7 cases failed",
+        *(
+            f"medseg: nothing_{suffix}: nothing_{suffix}.{suffix}: expected a scan, but every voxel holds -1000; export it again."
+            for suffix in ("mha", "nii", "nrrd")
+        ),
+        "medseg: 8 of 9 cases failed",
     ]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["good.json", "good.nii.gz"]
     assert is_right(tmp_path / "out" / "good.nii.gz")

@@ -131,9 +131,23 @@ def test_a_number_beyond_float32_is_none(tmp_path: Path) -> None:
     assert scan.remarks[0].startswith("1 of 315 voxels (0.32 %) hold no number")
 
 
-def test_one_slice_is_read_with_a_warning(tmp_path: Path) -> None:
-    save_itk(tmp_path / "a.mha", make_hu((1, 7, 9)), make_grid(np.eye(3), (1, 7, 9)))
-    scan = read_image(tmp_path / "a.mha")
+@pytest.mark.parametrize("suffix", [".nii.gz", ".nrrd", ".mha"])
+def test_voxels_that_are_no_numbers_are_air_and_counted(tmp_path: Path, suffix: str) -> None:
+    values: Any = make_hu().astype(np.float32)
+    values[0, 0, :3] = np.nan, np.inf, -np.inf
+    save_itk(tmp_path / f"a{suffix}", values, make_grid(np.eye(3)))
+    scan = read_image(tmp_path / f"a{suffix}")
+    expected = make_hu()
+    expected[0, 0, :3] = -1024
+    assert np.array_equal(scan.array, expected)
+    said = "3 of 315 voxels (0.95 %) hold no number (NaN or infinity) and count as air, -1024 HU"
+    assert scan.remarks == (said,)
+
+
+@pytest.mark.parametrize("suffix", [".nii.gz", ".nrrd", ".mha"])
+def test_one_slice_is_read_with_a_warning(tmp_path: Path, suffix: str) -> None:
+    save_itk(tmp_path / f"a{suffix}", make_hu((1, 7, 9)), make_grid(np.eye(3), (1, 7, 9)))
+    scan = read_image(tmp_path / f"a{suffix}")
     assert np.array_equal(scan.array, make_hu((1, 7, 9)))
     assert scan.remarks == ("the scan of 9 x 7 x 1 voxels is a single slice: expect a poor result",)
 
