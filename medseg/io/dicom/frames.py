@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from pydicom import dcmread
+from pydicom.dataelem import RawDataElement
 from pydicom.dataset import Dataset, FileDataset
-from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, MediaStorageDirectoryStorage
+from pydicom.uid import (
+    UID,
+    DeflatedExplicitVRLittleEndian,
+    ExplicitVRLittleEndian,
+    ImplicitVRLittleEndian,
+    MediaStorageDirectoryStorage,
+)
 
 from medseg.errors import UserError
+from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.fields import items_of, numbers_of, pixel_value_of, tag_of, text_of, value_of, whole_of
 
 MAX_SLICE_PIXELS = 2**26
@@ -25,6 +31,9 @@ NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", 
 """Modalities whose objects are no images of a scanner."""
 
 NO_GROUP = Dataset()
+
+PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
+"""Pixel Data, little and big endian."""
 
 RESCALE_TYPES = frozenset({"", "HU", "HU_MOD", "US"})
 """What the rescaled values of a CT may be called; US is "unspecified"."""
@@ -68,7 +77,11 @@ class Series:
     description: str
 
     def __str__(self) -> str:
-        return f"series {self.number or self.uid}" + (f" '{self.description}'" if self.description else "")
+        name = f"series {self.number or self.uid}" if self.number or self.uid else "unknown series"
+        return name + (f" '{self.description}'" if self.description else "")
+
+
+UNKNOWN_SERIES = Series("", "", "")
 
 
 @dataclass(frozen=True)
@@ -143,46 +156,62 @@ class LeftOut:
     reason: str
 
 
-@contextmanager
-def explained(path: Path, says: str = "") -> Iterator[None]:
-    """Turn whatever a damaged file makes pydicom and its decoders raise into one sentence."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        says = says or f"the DICOM file cannot be read ({reason})"
-        raise UserError(f"{path}: {says}; it is damaged, copy or export it again.") from error
+@dataclass(frozen=True)
+class Unreadable:
+    """A file that may hold slices of a CT scan and cannot be read; it is refused only with its series.
+
+    Attributes:
+        path: File.
+        series: What it belongs to; `UNKNOWN_SERIES` where that cannot be read either.
+        says: The sentence that refuses it, without the path.
+    """
+
+    path: Path
+    series: Series
+    says: str
 
 
-def read_frames(path: Path) -> list[Frame | LeftOut]:
+Image = Frame | LeftOut | Unreadable
+
+
+def _damage(error: Exception) -> str:
+    """Say in one sentence, without the path, what a damaged file made pydicom raise."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    return f"the DICOM file cannot be read ({reason}); it is damaged, copy or export it again."
+
+
+def read_frames(path: Path) -> list[Image]:
     """Read the header of a file.
 
     Returns:
         Its slices, or what it is instead; nothing for a table of contents (DICOMDIR).
-
-    Raises:
-        UserError: If the header is damaged, or its pixels are of a kind that we do not read.
     """
-    with explained(path), path.open("rb") as file:
-        # Forced: files without preamble are known by `is_dicom_file`.
-        header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=[tag_of(keyword) for keyword in FIELDS])
-        if value_of(header.file_meta, "MediaStorageSOPClassUID") == MediaStorageDirectoryStorage:
-            return []
-        # The description alone depends on the file's character set.
-        description = " ".join(str(header.get("SeriesDescription") or "").split())
-        series = Series(text_of(header, "SeriesInstanceUID"), text_of(header, "SeriesNumber"), description)
-        reason = _other_kind(header)
-        if reason:
-            return [LeftOut(path, series, reason)]
-        pixels = _pixel_format(path, file, header)
+    series = UNKNOWN_SERIES
+    try:
+        with path.open("rb") as file:
+            # Forced: files without preamble are known by `is_dicom_file`.
+            header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=[tag_of(keyword) for keyword in FIELDS])
+            if value_of(header.file_meta, "MediaStorageSOPClassUID") == MediaStorageDirectoryStorage:
+                return []
+            if _is_cut(header):
+                raise UserError("the DICOM file is truncated: it ends within its header; copy or export it again.")
+            # The description alone depends on the file's character set.
+            description = " ".join(str(header.get("SeriesDescription") or "").split())
+            series = Series(text_of(header, "SeriesInstanceUID"), text_of(header, "SeriesNumber"), description)
+            reason = _other_kind(header)
+            if reason:
+                return [LeftOut(path, series, reason)]
+            pixels = _pixel_format(file, header)
         num_frames = whole_of(header, "NumberOfFrames", 1)
         shared, *_ = items_of(header, "SharedFunctionalGroupsSequence") or [NO_GROUP]
         groups = items_of(header, "PerFrameFunctionalGroupsSequence") or [NO_GROUP]
         if len(groups) != num_frames:
             return [LeftOut(path, series, "multi-frame image without a position for each frame")]
         return [_slice(path, index, (group, shared, header), series, pixels) for index, group in enumerate(groups)]
+    except MemoryError:
+        raise
+    except Exception as error:
+        return [Unreadable(path, series, str(error) if isinstance(error, UserError) else _damage(error))]
 
 
 def _find(places: tuple[Dataset, ...], sequence: str, keyword: str) -> Dataset:
@@ -194,14 +223,21 @@ def _find(places: tuple[Dataset, ...], sequence: str, keyword: str) -> Dataset:
     return places[-1]
 
 
-def _other_kind(header: Dataset) -> str:
-    """Say what an object is that holds no CT slice; "" for CT."""
+def _other_kind(header: FileDataset) -> str:
+    """Say what an object is that holds no CT slice; "" for CT.
+
+    Raises:
+        UserError: If it is a CT image, or nothing says what it is, and no image is there; without the path.
+    """
     modality, sop_class = text_of(header, "Modality"), text_of(header, "SOPClassUID")
     if modality in NO_IMAGES:
         return f"{modality} object"
     if sop_class.startswith(SECONDARY_CAPTURE):
         return "secondary capture"
     if not whole_of(header, "Rows", 0) or not whole_of(header, "Columns", 0):
+        known_class = sop_class or text_of(header.file_meta, "MediaStorageSOPClassUID")
+        if not known_class or "CT" in UID(known_class).name.split():
+            raise UserError("the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.")
         return "object without an image"
     if modality and modality != "CT":
         return f"{modality} image"
@@ -212,8 +248,18 @@ def _other_kind(header: Dataset) -> str:
     return ""
 
 
+def _is_cut(header: FileDataset) -> bool:
+    """Whether a value is shorter than it should be, because the file ends there."""
+    elements = [*header.file_meta.values(), *header.values()]
+    return any(isinstance(one, RawDataElement) and len(one.value or b"") < one.length for one in elements)
+
+
 def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, pixels: PixelFormat) -> Frame | LeftOut:
-    """One slice from its own fields, those that it shares with other frames, and those of the file."""
+    """One slice from its own fields, those that it shares with other frames, and those of the file.
+
+    Raises:
+        UserError: If it has no place, or values that are not HU; without the path.
+    """
     header = places[-1]
     image_types = [text_of(header, "ImageType"), text_of(_find(places, "CTImageFrameTypeSequence", "FrameType"), "FrameType")]
     if any("LOCALIZER" in image_type.upper().split("\\") for image_type in image_types):
@@ -228,10 +274,16 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
         return LeftOut(path, series, "image without a position and an orientation")
     spacing_mm = numbers("PixelMeasuresSequence", "PixelSpacing", 2)
     if spacing_mm is None or min(spacing_mm) <= 0:
-        raise UserError(f"{path}: expected two positive numbers in PixelSpacing, got {spacing_mm}; export the series again.")
+        raise UserError(f"expected two positive numbers in PixelSpacing, got {spacing_mm}; export the series again.")
     lengths = math.hypot(*axes[:3]), math.hypot(*axes[3:])
-    if min(lengths) == 0:
-        raise UserError(f"{path}: expected two directions in ImageOrientationPatient, got {axes}; export the series again.")
+    if min(lengths) == 0 or not math.isfinite(max(lengths)):
+        raise UserError(f"expected two directions in ImageOrientationPatient, got {axes}; export the series again.")
+    axes = tuple(value / lengths[place // 3] for place, value in enumerate(axes))
+    if abs(sum(along * across for along, across in zip(axes[:3], axes[3:], strict=True))) > DIRECTION_TOLERANCE:
+        raise UserError(
+            "expected rows and columns at right angles, but ImageOrientationPatient is "
+            f"{tuple(round(value, 6) for value in axes)}; export the DICOM series again."
+        )
 
     remarks = []
     slope = numbers("PixelValueTransformationSequence", "RescaleSlope", 1)
@@ -240,7 +292,7 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
     has_table = bool(items_of(header, "ModalityLUTSequence"))
     if has_table or rescale_type.upper() not in RESCALE_TYPES or (slope and slope[0] == 0):
         raise UserError(
-            f"{path}: expected a rescale slope and intercept to HU, but the slices have "
+            "expected a rescale slope and intercept to HU, but the slices have "
             f"{'a table of values' if 'ModalityLUTSequence' in header else 'a slope of 0' if slope == (0,) else rescale_type}; "
             "choose or export a series in HU."
         )
@@ -255,7 +307,7 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
         (whole_of(header, "Rows", 0), whole_of(header, "Columns", 0)),
         (spacing_mm[0], spacing_mm[1]),
         position,
-        tuple(value / lengths[place // 3] for place, value in enumerate(axes)),
+        axes,
         slope[0] if slope else 1.0,
         intercept[0] if intercept else 0.0,
         pixels,
@@ -267,11 +319,11 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
     )
 
 
-def _pixel_format(path: Path, file: BinaryIO, header: FileDataset) -> PixelFormat:
+def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     """Read how pixels are stored; the file stands at their element.
 
     Raises:
-        UserError: If they are of a kind that we do not read, or fewer than the header says.
+        UserError: If they are of a kind that we do not read, or fewer than the header says; without the path.
     """
     rows, columns, num_frames = (whole_of(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames"))
     bits = whole_of(header, "BitsAllocated", 16)
@@ -279,7 +331,7 @@ def _pixel_format(path: Path, file: BinaryIO, header: FileDataset) -> PixelForma
     high_bit = whole_of(header, "HighBit", stored - 1)
     if bits not in (8, 16, 32) or not 1 <= stored <= bits or high_bit != stored - 1 or rows * columns > MAX_SLICE_PIXELS:
         raise UserError(
-            f"{path}: expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} "
+            f"expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} "
             f"bits with {stored} used up to bit {high_bit}; export the DICOM series again."
         )
     is_signed = whole_of(header, "PixelRepresentation", 0) == 1
@@ -287,16 +339,20 @@ def _pixel_format(path: Path, file: BinaryIO, header: FileDataset) -> PixelForma
         ImplicitVRLittleEndian if header.original_encoding[0] else ExplicitVRLittleEndian
     )
     offset = None
-    if syntax in (ImplicitVRLittleEndian, ExplicitVRLittleEndian):
-        is_implicit = header.original_encoding[0]
-        element = file.read(8 if is_implicit else 12)
-        length = int.from_bytes(element[-4:], "little")
-        if element[:4] != struct.pack("<HH", 0x7FE0, 0x0010) or length < rows * columns * num_frames * bits // 8:
-            raise UserError(
-                f"{path}: the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of "
-                f"{bits} bits; copy or export it again."
-            )
+    element = file.read(8 if header.original_encoding[0] else 12)
+    is_plain = syntax in (ImplicitVRLittleEndian, ExplicitVRLittleEndian)
+    num_bytes = rows * columns * num_frames * bits // 8
+    # A deflated file was read to its end, and is refused where it has none.
+    is_missing = element[:4] not in PIXEL_TAGS and syntax != DeflatedExplicitVRLittleEndian
+    if is_missing or (is_plain and int.from_bytes(element[-4:], "little") < num_bytes):
+        raise UserError(
+            f"the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of {bits} bits; copy or "
+            "export it again."
+        )
+    if is_plain:
         offset = file.tell()
+        if os.fstat(file.fileno()).st_size < offset + num_bytes:
+            raise UserError("the DICOM file is truncated: it ends within its pixels; copy or export it again.")
     ends = [pixel_value_of(header, keyword, is_signed) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit")]
     padding = [end for end in ends if end is not None]
     return PixelFormat(str(syntax), offset, bits, stored, is_signed, (min(padding), max(padding)) if padding else None)

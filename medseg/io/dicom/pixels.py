@@ -11,7 +11,7 @@ from pydicom.uid import UID
 
 from medseg.errors import UserError
 from medseg.io.dicom.codecs import decode
-from medseg.io.dicom.frames import Frame, explained
+from medseg.io.dicom.frames import Frame
 from medseg.io.volume import AIR_HU
 
 DENSEST_HU = 3071
@@ -36,7 +36,16 @@ class PixelReader:
         Raises:
             UserError: If the pixels are damaged, too few, or compressed in a way that nothing here reads.
         """
-        return to_hu(self._stored(frame), frame)
+        try:
+            stored = self._stored(frame)
+        except (UserError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{frame.path}: its pixels, encoded as {UID(frame.pixels.transfer_syntax).name}, cannot be decoded; it is damaged, "
+                "copy or export it again."
+            ) from error
+        return to_hu(stored, frame)
 
     def _stored(self, frame: Frame) -> np.ndarray:
         """Stored values (H, W) as they are."""
@@ -45,17 +54,13 @@ class PixelReader:
             return self._decoded(frame)
         dtype = np.dtype(f"<{'i' if pixels.is_signed else 'u'}{pixels.bits_allocated // 8}")
         count = frame.shape[0] * frame.shape[1]
-        with explained(frame.path):
-            values = np.fromfile(frame.path, dtype, count, offset=pixels.offset + frame.index * count * dtype.itemsize)
-        if len(values) < count:
-            raise UserError(f"{frame.path}: the DICOM file is truncated: it ends within its pixels; copy or export it again.")
+        values = np.fromfile(frame.path, dtype, count, offset=pixels.offset + frame.index * count * dtype.itemsize)
         return values.reshape(frame.shape)
 
     def _decoded(self, frame: Frame) -> np.ndarray:
-        with explained(frame.path, f"its pixels, encoded as {UID(frame.pixels.transfer_syntax).name}, cannot be decoded"):
-            if self._path != frame.path:
-                self._dataset, self._path = dcmread(frame.path, force=True), frame.path
-            return decode(self._dataset, frame)
+        if self._path != frame.path:
+            self._dataset, self._path = dcmread(frame.path, force=True), frame.path
+        return decode(self._dataset, frame)
 
 
 def is_whole(frame: Frame) -> bool:

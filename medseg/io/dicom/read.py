@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from pydicom import config
 
-from medseg.io.dicom.frames import Frame, LeftOut, read_frames
+from medseg.io.dicom.frames import UNKNOWN_SERIES, Frame, Image, Unreadable, read_frames
 from medseg.io.dicom.pixels import PixelReader, is_whole
 from medseg.io.dicom.series import choose_stack
 from medseg.io.dicom.stack import Plan, make_plan
-from medseg.io.inputs import dicom_files, is_dicomdir
+from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
 from medseg.io.stored import Stored
 from medseg.io.volume import AIR_HU, FileHeader
 
@@ -25,6 +26,36 @@ def _lenient() -> Iterator[None]:
     with config.disable_value_validation(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _looks(path: Path) -> str:
+    """What names of slices share: a suffix of DICOM, else all but their (hexadecimal) numbers.
+
+    Example:
+        >>> _looks(Path("IM.0012")), _looks(Path("IM.000a1")), _looks(Path("1.dcm"))
+        ('im#', 'im#', '.dcm')
+    """
+    name = path.name.lower()
+    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f.]*[0-9][0-9a-f.]*", "#", name)
+
+
+def _broken_copies(files: list[Path], images: list[Image]) -> Iterator[Unreadable]:
+    """Find files that are named like the slices beside them and are no DICOM, such as copies that never got a byte."""
+    names: dict[Path, set[str]] = {}
+    for image in images:
+        if isinstance(image, Frame):
+            names.setdefault(image.path.parent, set()).add(_looks(image.path))
+    known = set(files)
+    for folder in names:
+        for entry in sorted(folder.iterdir()):
+            is_hidden = entry.name.startswith(".")
+            if _looks(entry) in names[folder] and entry not in known and not is_hidden and not entry.is_dir():
+                num_bytes = entry.stat().st_size if entry.is_file() else 0
+                says = (
+                    f"expected a slice, as its name is like those of the slices beside it, but its {num_bytes} bytes are no DICOM; "
+                    "copy it again or remove it."
+                )
+                yield Unreadable(entry, UNKNOWN_SERIES, says)
 
 
 def open_dicom(path: Path, series: str | None = None) -> Stored:
@@ -41,9 +72,11 @@ def open_dicom(path: Path, series: str | None = None) -> Stored:
     is_folder = path.is_dir() or is_dicomdir(path)
     folder = path.parent if path.is_file() else path
     with _lenient():
-        images: list[Frame | LeftOut] = []
-        for file in dicom_files(folder, is_deep=is_folder):
+        images: list[Image] = []
+        files = list(dicom_files(folder, is_deep=is_folder))
+        for file in files:
             images += read_frames(file)
+        images += _broken_copies(files, images)
         stack, remarks = choose_stack(path, images, series, None if is_folder else path)
         plan = make_plan(path, stack, PixelReader().hu)
     remarks += dict.fromkeys(remark for frame in plan.frames for remark in frame.remarks)

@@ -11,7 +11,7 @@ import numpy as np
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.dicom.frames import PHASES, Frame, LeftOut, Series
+from medseg.io.dicom.frames import PHASES, Frame, Image, LeftOut, Series, Unreadable
 
 SAME_PLACE_MM = 0.01
 """Slices nearer than this lie at one place: the thinnest CT slices are ten times as far apart."""
@@ -42,13 +42,7 @@ class Stack:
 def normal_of(frame: Frame) -> np.ndarray:
     """Unit vector across a slice, LPS, right-handed with its row and column."""
     normal = np.cross(frame.axes[:3], frame.axes[3:])
-    length = np.linalg.norm(normal)
-    if length < 1 - DIRECTION_TOLERANCE:
-        raise UserError(
-            f"{frame.path}: expected rows and columns at right angles, but ImageOrientationPatient is {frame.axes}; export the "
-            "DICOM series again."
-        )
-    return np.asarray(normal / length)
+    return np.asarray(normal / np.linalg.norm(normal))
 
 
 def _by_plane(frames: Sequence[Frame]) -> list[list[Frame]]:
@@ -145,10 +139,11 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[LeftOut]]:
     return stacks, left_out
 
 
-def choose_stack(
-    path: Path, images: Sequence[Frame | LeftOut], wanted: str | None, only_file: Path | None
-) -> tuple[Stack, list[str]]:
+def choose_stack(path: Path, images: Sequence[Image], wanted: str | None, only_file: Path | None) -> tuple[Stack, list[str]]:
     """Find the one stack that is meant.
+
+    Files that cannot be read are refused with their series: other series stay readable beside them. A series of nothing
+    else is left out, as what is no CT is, where there is one other to read.
 
     Args:
         path: What the user gave, for messages.
@@ -160,13 +155,16 @@ def choose_stack(
         The stack, and remarks on what was left out.
 
     Raises:
-        UserError: If there is none, or more than one.
+        UserError: If there is none, or more than one, or a file of it cannot be read.
     """
     by_series: dict[str, list[Frame]] = {}
     left_out: list[LeftOut] = []
+    unreadable: list[Unreadable] = []
     for image in images:
         if isinstance(image, LeftOut):
             left_out.append(image)
+        elif isinstance(image, Unreadable):
+            unreadable.append(image)
         else:
             by_series.setdefault(image.series.uid, []).append(image)
     stacks: list[Stack] = []
@@ -176,38 +174,69 @@ def choose_stack(
         left_out += alone
     stacks.sort(key=lambda stack: (_natural(stack.series.number), stack.series.uid, stack.part))
 
-    candidates = stacks
-    if only_file is not None:
-        candidates = [stack for stack in stacks if any(frame.path == only_file for frame in stack.frames)]
-        left_out = [
-            image for image in left_out if image.path == only_file or image.series.uid in {s.series.uid for s in candidates}
-        ]
-    if not candidates:
-        raise UserError(
-            f"{path}: expected a CT series of at least two slices, but found only {_summary(left_out) or 'no image'}; give the "
-            "folder of a CT series."
-        )
+    in_file = [stack for stack in stacks if only_file is None or any(frame.path == only_file for frame in stack.frames)]
+    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.series, stack.part)]
     names = _names(stacks)
-    chosen = candidates
-    if wanted is not None:
-        uid_or_number, _, part = wanted.partition("/")
-        chosen = [
-            stack
-            for stack in candidates
-            if uid_or_number in (stack.series.uid, stack.series.number) and part in ("", str(stack.part))
-        ]
-        left_out = [image for image in left_out if image.series.uid in {stack.series.uid for stack in chosen}]
-        if not chosen:
-            raise UserError(
-                f"{path}: there is no series={wanted} among {'; '.join(names[id(stack)] for stack in candidates)}; give one of them."
-            )
     if len(chosen) > 1:
         raise UserError(
             f"{path}: expected one CT series, but it holds {len(chosen)}: {'; '.join(names[id(stack)] for stack in chosen)}; "
             "choose one with series=, or in the column series of a case table."
         )
-    summary = _summary(left_out)
-    return chosen[0], [f"left out, being no slices of the scan: {summary}"] if summary else []
+    uids = {stack.series.uid for stack in chosen} or {
+        image.series.uid
+        for image in images
+        if only_file in (None, image.path) and (wanted is None or not in_file or _is_meant(wanted, image.series))
+    }
+    broken = [image for image in unreadable if _may_belong(image, uids, images)]
+    if broken:
+        raise UserError(f"{broken[0].path}{_and_more(broken)}: {broken[0].says}")
+    if not (wanted is None and only_file is None):
+        left_out = [image for image in left_out if image.series.uid in uids]
+    if not in_file:
+        raise UserError(
+            f"{path}: expected a CT series of at least two slices, but found only {_summary(left_out) or 'no image'}; give the "
+            "folder of a CT series."
+        )
+    if not chosen:
+        raise UserError(
+            f"{path}: there is no series={wanted} among {'; '.join(names[id(stack)] for stack in in_file)}; give one of them."
+        )
+    remarks = [f"left out, being no slices of the scan: {_summary(left_out)}"] if left_out else []
+    if wanted is None and only_file is None:
+        remarks += _unreadable_series(unreadable)
+    return chosen[0], remarks
+
+
+def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
+    """Whether `series=` names a series, and where it names a part, this one; `part` 0 stands for all of them."""
+    uid_or_number, _, wanted_part = wanted.partition("/")
+    return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
+
+
+def _may_belong(image: Unreadable, uids: set[str], images: Sequence[Image]) -> bool:
+    """Whether a file may belong to one of these series.
+
+    Where its own cannot be read, it may be any series of its folder; where the folder holds nothing else, any at all.
+    """
+    if image.series.uid:
+        return image.series.uid in uids
+    neighbours = {other.series.uid for other in images if other.path.parent == image.path.parent} - {""}
+    return not neighbours or not neighbours.isdisjoint(uids) or "" in uids
+
+
+def _and_more(images: Sequence[Unreadable]) -> str:
+    return f" and {len(images) - 1} more" if len(images) > 1 else ""
+
+
+def _unreadable_series(unreadable: Sequence[Unreadable]) -> list[str]:
+    """Say which series were left out because nothing of them can be read, and why."""
+    by_series: dict[Series, list[Unreadable]] = {}
+    for image in unreadable:
+        by_series.setdefault(image.series, []).append(image)
+    return [
+        f"{series} was left out, since it cannot be read: '{images[0].path.name}'{_and_more(images)}: {images[0].says.rstrip('.')}"
+        for series, images in by_series.items()
+    ]
 
 
 def _names(stacks: Sequence[Stack]) -> dict[int, str]:
