@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import imagecodecs
 import numpy as np
@@ -11,9 +12,13 @@ import pytest
 from dicom_files import NATIVE, enhanced, header, place, save, save_by_gdcm, save_packed, save_stored
 from io_volumes import make_hu
 from pydicom import dcmread
+from pydicom.dataset import FileMetaDataset
+from pydicom.encaps import generate_frames
 from pydicom.uid import (
     JPEG2000,
     MPEG2MPML,
+    UID,
+    ExplicitVRLittleEndian,
     HTJ2KLossless,
     JPEG2000Lossless,
     JPEG2000MCLossless,
@@ -36,6 +41,15 @@ GDCM = (
     "DeflatedExplicitVRLittleEndian",
 )
 SIZES = [(5, 17, 9), (4, 16, 10), (3, 11, 24)]
+
+
+def rle(values: np.ndarray) -> bytes:
+    """The code of one slice."""
+    dataset = header(values)
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    dataset.compress(RLELossless)
+    return next(generate_frames(dataset.PixelData, number_of_frames=1))
 
 
 def said(path: Path) -> str:
@@ -180,6 +194,39 @@ def test_damaged_compression_names_the_file(tmp_path: Path) -> None:
         f"{bad}: its pixels, encoded as JPEG Lossless, Non-Hierarchical, First-Order Prediction (Process 14 [Selection Value 1]), "
         "cannot be decoded; it is damaged, copy or export it again."
     )
+
+
+@pytest.mark.parametrize(
+    ("syntax", "encode", "options"),
+    [
+        (JPEGBaseline8Bit, "jpeg8_encode", {}),
+        (JPEGExtended12Bit, "jpeg8_encode", {"bitspersample": 12}),
+        (JPEGLosslessSV1, "jpeg_encode", {"lossless": True, "bitspersample": 12}),
+        (JPEGLSLossless, "jpegls_encode", {}),
+        (JPEGLSNearLossless, "jpegls_encode", {"level": 2}),
+        (JPEG2000Lossless, "jpeg2k_encode", {}),
+        (JPEG2000, "jpeg2k_encode", {"level": 90}),
+        (HTJ2KLossless, "htj2k_encode", {}),
+        (RLELossless, "rle", {}),
+    ],
+)
+def test_a_code_that_ends_early_is_never_completed(tmp_path: Path, syntax: UID, encode: str, options: dict[str, Any]) -> None:
+    """The file is whole; the code of a slice is not."""
+    bits = 8 if syntax == JPEGBaseline8Bit else 12
+    stored = np.random.default_rng(0).integers(0, 1 << bits, (3, 16, 24)).astype(np.uint8 if bits == 8 else np.uint16)
+    codes = [rle(values) if encode == "rle" else getattr(imagecodecs, encode)(values, **options) for values in stored]
+    for share in (1.0, 0.3, 0.6, 0.9, 0.99):
+        for index, values in enumerate(stored):
+            code = codes[index][: int(share * len(codes[2]))] if index == 2 else codes[index] + bytes(6)
+            dataset = header(values, BitsStored=bits, LossyImageCompression="00")
+            place(dataset, (0, 0, 2.5 * index))
+            save_packed(dataset, tmp_path / f"{index}", [code], syntax)
+        if share == 1:
+            assert read_image(tmp_path).grid.shape == stored.shape
+        else:
+            assert said(tmp_path) == (
+                f"{tmp_path / '2'}: its pixels, encoded as {syntax.name}, cannot be decoded; it is damaged, copy or export it again."
+            )
 
 
 @pytest.mark.slow

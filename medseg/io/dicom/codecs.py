@@ -22,6 +22,7 @@ JPEG_LS = frozenset({uid.JPEGLSLossless, uid.JPEGLSNearLossless})
 JPEG_2000 = frozenset({uid.JPEG2000Lossless, uid.JPEG2000, uid.HTJ2KLossless, uid.HTJ2KLosslessRPCL, uid.HTJ2K})
 BY_PYDICOM = frozenset({uid.ExplicitVRBigEndian, uid.DeflatedExplicitVRLittleEndian, uid.RLELossless})
 
+JPEG_END = b"\xff\xd9"
 J2K_START = b"\xff\x4f\xff\x51"
 
 
@@ -43,6 +44,9 @@ def decode(dataset: FileDataset, frame: Frame) -> np.ndarray:
             f"{frame.path}: its pixels are encoded as {syntax.name}, which is not read here; export the series without compression."
         )
     code = _code_of(dataset, frame.index)
+    # Its decoder makes up what is missing; the others raise.
+    if syntax in JPEG and not code.rstrip(b"\0").endswith(JPEG_END):
+        raise ValueError("the code ends early")
     bits, *shape = _j2k_format(code) if syntax in JPEG_2000 else _jpeg_format(code)
     if tuple(shape) != frame.shape or bits > 16:
         raise ValueError(f"the code holds {shape} pixels of {bits} bits")
