@@ -124,6 +124,31 @@ def test_lossy_encodings_are_read_as_itk_reads_them_and_said(
     assert volume.remarks == ("the slices were compressed with loss",)
 
 
+@pytest.mark.parametrize(
+    ("syntax", "encode", "tag", "says"),
+    [
+        (JPEGBaseline8Bit, "jpeg8_encode", None, "were"),
+        (JPEGBaseline8Bit, "jpeg8_encode", "00", "were"),
+        (JPEGLSNearLossless, "jpegls_encode", None, "were"),
+        (JPEG2000, "jpeg2k_encode", None, "may have been"),
+        (JPEG2000, "jpeg2k_encode", "00", ""),
+        (JPEG2000, "jpeg2k_encode", "01", "were"),
+        (JPEG2000Lossless, "jpeg2k_encode", None, ""),
+        (JPEG2000Lossless, "jpeg2k_encode", "01", "were"),
+    ],
+)
+def test_a_loss_is_said_whatever_the_header_leaves_out(
+    tmp_path: Path, syntax: UID, encode: str, tag: str | None, says: str
+) -> None:
+    for index in range(2):
+        values = np.random.default_rng(index).integers(0, 256, (16, 24), dtype=np.uint8)
+        dataset = header(values, LossyImageCompression=tag)
+        place(dataset, (0, 0, 2.5 * index))
+        save_packed(dataset, tmp_path / f"{index}", [getattr(imagecodecs, encode)(values)], syntax)
+    why = ": their encoding permits it, and the header does not say" if says == "may have been" else ""
+    assert read_image(tmp_path).remarks == ((f"the slices {says} compressed with loss{why}",) if says else ())
+
+
 def test_high_throughput_jpeg_2000(tmp_path: Path) -> None:
     """Written by another library (OpenJPH) than it is read by (OpenJPEG)."""
     for index, pixels in enumerate(make_hu((3, 40, 33))):

@@ -12,10 +12,15 @@ from pydicom import dcmread
 from pydicom.dataelem import RawDataElement
 from pydicom.dataset import Dataset, FileDataset
 from pydicom.uid import (
+    HTJ2K,
+    JPEG2000,
     UID,
     DeflatedExplicitVRLittleEndian,
     ExplicitVRLittleEndian,
     ImplicitVRLittleEndian,
+    JPEGBaseline8Bit,
+    JPEGExtended12Bit,
+    JPEGLSNearLossless,
     MediaStorageDirectoryStorage,
 )
 
@@ -37,6 +42,10 @@ PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
 RESCALE_TYPES = frozenset({"", "HU", "HU_MOD", "US"})
 """What the rescaled values of a CT may be called; US is "unspecified"."""
+
+LOSSY = frozenset({JPEGBaseline8Bit, JPEGExtended12Bit, JPEGLSNearLossless})
+PERHAPS_LOSSY = frozenset({JPEG2000, HTJ2K})
+"""Encodings that have lossless codes as well."""
 
 PHASES = (
     ("acquisition", "AcquisitionNumber", "FrameContentSequence", "FrameAcquisitionNumber"),
@@ -298,8 +307,11 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
         )
     if slope is None or intercept is None:
         remarks.append("slices without rescale slope and intercept: their values are taken for HU")
-    if text_of(header, "LossyImageCompression") == "01":
+    lossy = text_of(header, "LossyImageCompression")
+    if lossy == "01" or pixels.transfer_syntax in LOSSY:
         remarks.append("the slices were compressed with loss")
+    elif not lossy and pixels.transfer_syntax in PERHAPS_LOSSY:
+        remarks.append("the slices may have been compressed with loss: their encoding permits it, and the header does not say")
     return Frame(
         path,
         index,
