@@ -56,8 +56,8 @@ def read_fields(path: Path, lines: Sequence[str], separator: str) -> dict[str, s
 
 
 def shown(text: str) -> str:
-    """Quote what came for a sentence: on one line, short, without bytes that a terminal would act on."""
-    return ascii(text if len(text) <= 60 else text[:57] + "...")
+    """Quote what came for a sentence: on one line, short, in letters of any alphabet that no terminal would act on."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def numbers(path: Path, text: str, count: int, name: str) -> list[float]:

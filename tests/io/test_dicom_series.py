@@ -16,6 +16,7 @@ from medseg.io.read import read_image, read_labels
 
 HEIGHTS = list(2.5 * np.arange(5))
 CHOICE = "choose one with series=, or in the column series of a case table."
+ONLY = "expected a CT series of at least two slices, but found only {}; give the folder of a CT series."
 LEFT_OUT = "left out, being no slices of the scan: "
 
 
@@ -106,22 +107,23 @@ def test_what_is_no_slice_is_left_out_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("modality", ["MR", "PT", "US"])
 def test_another_modality_is_refused_by_name(tmp_path: Path, modality: str) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, Modality=modality, SeriesNumber=7, SeriesDescription="T1")
-    expected = f"expected a CT series of at least two slices, but found only 5 x {modality} image (series 7 'T1'); "
-    assert said(tmp_path / "d") == expected + "give the folder of a CT series."
+    assert said(tmp_path / "d") == ONLY.format(f"5 x {modality} image (series 7 'T1')")
 
 
 def test_only_scouts_or_one_slice(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, ImageType="ORIGINAL\\PRIMARY\\LOCALIZER", SeriesNumber=1)
-    assert "found only 5 x localiser (series 1)" in said(tmp_path / "d")
+    assert said(tmp_path / "d") == ONLY.format("5 x localiser (series 1)")
     save_stack(tmp_path / "e", make_hu()[:1], HEIGHTS[:1])
-    assert "found only 1 x slice alone at its place (series 1.2.3.4)" in said(tmp_path / "e")
+    assert said(tmp_path / "e") == ONLY.format("1 x slice alone at its place (series 1.2.3.4)")
+    other(tmp_path / "f" / "palette", SeriesNumber=5, PhotometricInterpretation="PALETTE COLOR")
+    assert said(tmp_path / "f") == ONLY.format("1 x colour image (series 5)")
 
 
 def test_a_modality_that_is_not_noted(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, Modality=None)
     assert np.array_equal(read_image(tmp_path / "d").array, make_hu())
     save_stack(tmp_path / "e", make_hu(), HEIGHTS, Modality=None, SOPClassUID="1.2.840.10008.5.1.4.1.1.4")
-    assert "found only 5 x image of unknown modality" in said(tmp_path / "e")
+    assert said(tmp_path / "e") == ONLY.format("5 x image of unknown modality (series 1.2.3.4)")
 
 
 def test_one_of_several_series_is_chosen(tmp_path: Path) -> None:
@@ -207,6 +209,56 @@ def test_labels_may_be_a_series(tmp_path: Path) -> None:
     labels = read_labels(tmp_path / "d").array
     assert labels.dtype == np.uint8
     assert np.array_equal(labels, make_hu() % 3)
+
+
+CLEAR = "\x1b[2J"  # clears a terminal
+
+
+def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> None:
+    """In choices, remarks and refusals alike."""
+    kernels = {"ConvolutionKernel": f"B{CLEAR}"}, {"ConvolutionKernel": "B70f"}
+    for kernel in kernels:
+        save_stack(
+            tmp_path / "d" / kernel["ConvolutionKernel"][-1],
+            make_hu(),
+            HEIGHTS,
+            SeriesNumber=4,
+            SeriesDescription=f"T1{CLEAR}",
+            **kernel,
+        )
+    size = "(5 slices, 2.5 x 0.8 x 0.648 mm)"
+    listed = rf"series=4/1 'T1\x1b[2J', kernel 'B\x1b[2J' {size}; series=4/2 'T1\x1b[2J', kernel B70f {size}"
+    assert said(tmp_path / "d") == f"expected one CT series, but it holds 2: {listed}; {CHOICE}"
+    save_stack(tmp_path / "e", make_hu(), HEIGHTS, uid=f"1.2{CLEAR}", Modality=f"MR{CLEAR}", SeriesDescription=70 * "x")
+    found = rf"5 x 'MR\x1b[2J' image (series '1.2\x1b[2J' '{57 * 'x'}...')"
+    assert (
+        said(tmp_path / "e")
+        == f"expected a CT series of at least two slices, but found only {found}; give the folder of a CT series."
+    )
+    save_stack(tmp_path / "f", make_hu(), HEIGHTS, SeriesNumber=3)
+    other(tmp_path / "f" / "plan", uid="1.2.3.9", SeriesDescription=CLEAR, Modality="SR")
+    assert read_image(tmp_path / "f").remarks == (rf"{LEFT_OUT}1 x SR object (series 1.2.3.9 '\x1b[2J')",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"RescaleType": CLEAR}, r"the slices have '\x1b[2J'; choose or export"),
+        ({"PixelSpacing": [1] * 200}, "cannot be read ('PixelSpacing should hold 2 numbers and holds [1.0, 1.0, 1...')"),
+    ],
+)
+def test_a_field_of_any_length_or_content_is_told_in_short(tmp_path: Path, fields: dict[str, object], says: str) -> None:
+    for index in range(2):
+        dataset = header(make_hu()[index])
+        place(dataset, (0, 0, 2.5 * index))
+        for keyword, value in fields.items():
+            setattr(dataset, keyword, value)
+        save(dataset, tmp_path / f"{index}")
+    with pytest.raises(UserError) as caught:
+        read_image(tmp_path)
+    assert says in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < len(str(tmp_path)) + 250
 
 
 def test_descriptions_in_another_alphabet(tmp_path: Path) -> None:

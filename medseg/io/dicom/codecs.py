@@ -15,6 +15,7 @@ from pydicom.encaps import get_frame
 from pydicom.pixels import get_decoder
 
 from medseg.errors import UserError
+from medseg.io.dicom.fields import plain
 from medseg.io.dicom.frames import Frame
 
 JPEG = frozenset({uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLossless, uid.JPEGLosslessSV1})
@@ -41,7 +42,7 @@ def decode(dataset: FileDataset, frame: Frame) -> np.ndarray:
         return values
     if syntax not in JPEG | JPEG_LS | JPEG_2000:
         raise UserError(
-            f"{frame.path}: its pixels are encoded as {syntax.name}, which is not read here; export the series without compression."
+            f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which is not read here; export the series without compression."
         )
     code = _code_of(dataset, frame.index)
     # Its decoder makes up what is missing; the others raise.

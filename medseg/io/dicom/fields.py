@@ -10,6 +10,11 @@ from pydicom.dataelem import RawDataElement, convert_raw_data_element
 from pydicom.dataset import Dataset
 from pydicom.tag import BaseTag, Tag
 
+from medseg.io.textheader import shown
+
+MAX_PLAIN = 100
+"""Longer texts are cut in sentences; those of the standard are shorter."""
+
 
 @cache
 def tag_of(keyword: str) -> BaseTag:
@@ -45,6 +50,11 @@ def text_of(header: Dataset, keyword: str) -> str:
     values = [value] if isinstance(value, str) or not hasattr(value, "__iter__") else value
     texts = ("" if one is None else f"{one:g}" if isinstance(one, float) else str(one) for one in values)
     return "\\".join(" ".join(text.split()) for text in texts)
+
+
+def plain(text: str) -> str:
+    """A text of the header for a sentence: quoted only where it is long, or holds what a terminal would act on."""
+    return text if text.isprintable() and len(text) <= MAX_PLAIN else shown(text)
 
 
 def whole_of(header: Dataset, keyword: str, default: int) -> int:

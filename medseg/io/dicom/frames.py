@@ -26,7 +26,8 @@ from pydicom.uid import (
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.dicom.fields import items_of, numbers_of, pixel_value_of, tag_of, text_of, value_of, whole_of
+from medseg.io.dicom.fields import items_of, numbers_of, pixel_value_of, plain, tag_of, text_of, value_of, whole_of
+from medseg.io.textheader import shown
 
 MAX_SLICE_PIXELS = 2**26
 """More (8192 × 8192) is a damaged header, for which no memory is asked."""
@@ -86,8 +87,8 @@ class Series:
     description: str
 
     def __str__(self) -> str:
-        name = f"series {self.number or self.uid}" if self.number or self.uid else "unknown series"
-        return name + (f" '{self.description}'" if self.description else "")
+        name = f"series {plain(self.number or self.uid)}" if self.number or self.uid else "unknown series"
+        return name + (f" {shown(self.description)}" if self.description else "")
 
 
 UNKNOWN_SERIES = Series("", "", "")
@@ -186,7 +187,7 @@ Image = Frame | LeftOut | Unreadable
 def _damage(error: Exception) -> str:
     """Say in one sentence, without the path, what a damaged file made pydicom raise."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    return f"the DICOM file cannot be read ({reason}); it is damaged, copy or export it again."
+    return f"the DICOM file cannot be read ({plain(reason)}); it is damaged, copy or export it again."
 
 
 def read_frames(path: Path) -> list[Image]:
@@ -249,7 +250,7 @@ def _other_kind(header: FileDataset) -> str:
             raise UserError("the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.")
         return "object without an image"
     if modality and modality != "CT":
-        return f"{modality} image"
+        return f"{plain(modality)} image"
     if not modality and "CT" not in UID(sop_class).name.split():
         return "image of unknown modality"
     if whole_of(header, "SamplesPerPixel", 1) != 1 or text_of(header, "PhotometricInterpretation") == "PALETTE COLOR":
@@ -302,7 +303,7 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
     if has_table or rescale_type.upper() not in RESCALE_TYPES or (slope and slope[0] == 0):
         raise UserError(
             "expected a rescale slope and intercept to HU, but the slices have "
-            f"{'a table of values' if 'ModalityLUTSequence' in header else 'a slope of 0' if slope == (0,) else rescale_type}; "
+            f"{'a table of values' if 'ModalityLUTSequence' in header else 'a slope of 0' if slope == (0,) else plain(rescale_type)}; "
             "choose or export a series in HU."
         )
     if slope is None or intercept is None:

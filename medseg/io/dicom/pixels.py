@@ -11,6 +11,7 @@ from pydicom.uid import UID
 
 from medseg.errors import UserError
 from medseg.io.dicom.codecs import decode
+from medseg.io.dicom.fields import plain
 from medseg.io.dicom.frames import Frame
 from medseg.io.volume import AIR_HU
 
@@ -42,7 +43,7 @@ class PixelReader:
             raise
         except Exception as error:
             raise UserError(
-                f"{frame.path}: its pixels, encoded as {UID(frame.pixels.transfer_syntax).name}, cannot be decoded; it is damaged, "
+                f"{frame.path}: its pixels, encoded as {plain(UID(frame.pixels.transfer_syntax).name)}, cannot be decoded; it is damaged, "
                 "copy or export it again."
             ) from error
         return to_hu(stored, frame)

@@ -11,7 +11,9 @@ import numpy as np
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.dicom.fields import plain
 from medseg.io.dicom.frames import PHASES, Frame, Image, LeftOut, Series, Unreadable
+from medseg.io.textheader import shown
 
 SAME_PLACE_MM = 0.01
 """Slices nearer than this lie at one place: the thinnest CT slices are ten times as far apart."""
@@ -99,7 +101,7 @@ def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, li
         # A value of its own for nearly every slice, as their times are, tells slices apart and not volumes.
         if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values()), normal_of(frames[0])):
             return [
-                (", ".join(filter(None, (f"{PHASES[key][0]} {value or 'unknown'}", rest))), part)
+                (", ".join(filter(None, (f"{PHASES[key][0]} {plain(value) or 'unknown'}", rest))), part)
                 for value in sorted(groups, key=_natural)
                 for rest, part in _by_phase(groups[value], key + 1)
             ]
@@ -248,8 +250,8 @@ def _names(stacks: Sequence[Stack]) -> dict[int, str]:
     for stack in stacks:
         series = stack.series
         is_unique = bool(series.number) and len(uids_of_number[series.number]) == 1
-        key = (series.number if is_unique else series.uid) + (f"/{stack.part}" if stack.part else "")
-        says = ", ".join(filter(None, (f"'{series.description}'" if series.description else "", stack.phase)))
+        key = plain(series.number if is_unique else series.uid) + (f"/{stack.part}" if stack.part else "")
+        says = ", ".join(filter(None, (shown(series.description) if series.description else "", stack.phase)))
         places = num_places(stack.heights_mm)
         step_mm = (stack.heights_mm[-1] - stack.heights_mm[0]) / (places - 1)
         spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *stack.frames[0].spacing_mm))
