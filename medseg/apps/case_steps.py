@@ -156,6 +156,7 @@ def write_case(scan: Scan, output: Path, cascade: Cascade, case: SegmentedCase) 
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},
         "passes": result.passes,
         "distortions": result.distortions,
+        "agreements": {name: round(value, 4) for name, value in result.agreements.items()},
         "warnings": result.warnings,
         "durations_s": {
             "read": case.read_s,

@@ -31,6 +31,7 @@ class SegmentedScan:
             a `Volume` in the storage order of the scan, whose array is uint8 (D, H, W).
         volumes_ml: Label name to its volume.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
+        agreements: Region name to the Dice coefficient between what the two stages say; absent regions are missing.
         warnings: Sentences for a person.
         durations_s: Seconds by step, and `total`.
     """
@@ -38,6 +39,7 @@ class SegmentedScan:
     labels: Any
     volumes_ml: dict[str, float]
     boxes: dict[str, RegionBox]
+    agreements: dict[str, float]
     warnings: list[str]
     durations_s: dict[str, float]
 
@@ -102,7 +104,7 @@ class LungSegmenter:
         is_image = not isinstance(scan, (str, Path, Volume))
         labels = to_simpleitk(result.labels, scan) if is_image else Volume(result.labels, volume.grid, volume.header)
         durations_s = {"read": read_s, **result.durations_s, "total": time.perf_counter() - start_s}
-        return SegmentedScan(labels, result.volumes_ml, result.boxes, result.warnings, durations_s)
+        return SegmentedScan(labels, result.volumes_ml, result.boxes, result.agreements, result.warnings, durations_s)
 
 
 def load_cascade(

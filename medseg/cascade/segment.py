@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from medseg.cascade.agreement import LEAST_AGREEMENT, agreement
 from medseg.cascade.join import RegionResult, join, paste_spread
 from medseg.cascade.localise import localise
 from medseg.cascade.refine import refine
@@ -61,6 +62,7 @@ class Segmentation:
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         passes: How the volume and each crop went through the networks: `whole`, or in what tiles; by the same steps.
         distortions: By step, how much the crop of a fixed size bends the anatomy, see `distortion`; empty where crops keep it.
+        agreements: Region name to the Dice coefficient of the two stages, see `agreement`; absent regions are missing.
         disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
             in the order of `labels`; else None.
     """
@@ -72,6 +74,7 @@ class Segmentation:
     durations_s: dict[str, float]
     passes: dict[str, str]
     distortions: dict[str, float]
+    agreements: dict[str, float]
     disagreement: np.ndarray | None = None
 
 
@@ -128,9 +131,15 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
     with _timed(durations_s, "join"):
         labels = join(results, grid, fine.task, options, image_hu)
         volumes_ml = label_volumes_ml(labels, grid, fine.task)
+        agreements = agreement(found, labels, grid, fine.task)
     for region, _, _ in results:
         if not any(volumes_ml[name] for name in region.labels):
             warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop")
+        elif agreements[region.name] < LEAST_AGREEMENT:
+            warnings.append(
+                f"{region.name}: the two stages agree by {agreements[region.name]:.2f} only (Dice; {LEAST_AGREEMENT:g} and more is usual): "
+                "look at the result"
+            )
     disagreement = paste_spread(spreads, grid) if fine.has_views(options) else None
     return Segmentation(
         np.ascontiguousarray(orientation.from_lps(labels)),
@@ -140,6 +149,7 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
         durations_s,
         passes,
         distortions,
+        agreements,
         None if disagreement is None else np.ascontiguousarray(orientation.from_lps(disagreement)),
     )
 

@@ -93,6 +93,29 @@ def test_a_region_at_the_edge_is_whole_and_said_aloud(block: tuple[slice, slice,
     assert f"left_lung touches the {face} border" in warning
 
 
+def test_stages_that_disagree_are_said_aloud() -> None:
+    class Upper(FineOracle):
+        """Sees no more than the upper 60 % of the left block."""
+
+        def forward(self, image, region):  # type: ignore[no-untyped-def]
+            logits = super().forward(image, region)
+            if region.item() == 0:
+                bright = (image[:, 0] > 0.01).any(dim=(0, 2, 3)).nonzero()
+                low, high = int(bright.min()), int(bright.max()) + 1
+                logits[:, 1, : low + round(0.4 * (high - low))] = -30.0
+            return logits
+
+    volume, target = scan()
+    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(Upper(), "fine"))
+    assert result.agreements["right_lung"] > 0.95
+    assert result.agreements["left_lung"] == pytest.approx(dice(result.labels == 1, target == 1), abs=0.03)
+    assert 0.6 < result.agreements["left_lung"] < 0.85
+    (warning,) = result.warnings
+    assert warning == (
+        f"left_lung: the two stages agree by {result.agreements['left_lung']:.2f} only (Dice; 0.85 and more is usual): look at the result"
+    )
+
+
 def test_an_empty_fine_result_is_said_aloud() -> None:
     class Nothing(FineOracle):
         def forward(self, image, region):  # type: ignore[no-untyped-def]
