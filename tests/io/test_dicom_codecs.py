@@ -208,6 +208,18 @@ def test_another_encoding_is_refused_by_name(tmp_path: Path, syntax: str) -> Non
     )
 
 
+def test_compressed_pixels_of_which_nothing_says_how(tmp_path: Path) -> None:
+    """Their code would make a slice of noise."""
+    for index, values in enumerate((make_hu((3, 16, 24)) + 1024).astype(np.uint16)):
+        dataset = header(values)
+        place(dataset, (0, 0, 2.5 * index))
+        code = imagecodecs.jpeg_encode(values, lossless=True, bitspersample=16)
+        file = save_packed(dataset, tmp_path / f"{index}", [code], JPEGLosslessSV1)
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"\x02\0\x10\0UI", b"\x02\0\x11\0UI"))
+    assert said(tmp_path) == f"{file}: its pixels are compressed, but the header does not say how; export the series again."
+
+
 def test_damaged_compression_names_the_file(tmp_path: Path) -> None:
     save_stored(tmp_path / "plain", make_hu((5, 16, 24)))
     (tmp_path / "packed").mkdir()

@@ -44,6 +44,16 @@ def test_without_rescale_the_values_are_taken_for_hu_and_that_is_said(tmp_path: 
     assert volume.remarks == ("slices without rescale slope and intercept: their values are taken for HU",)
 
 
+@pytest.mark.parametrize("keyword", ["RescaleSlope", "RescaleIntercept"])
+def test_without_rescale_in_some_slices_it_is_refused(tmp_path: Path, keyword: str) -> None:
+    """They would lie 1024 HU beside the others."""
+    folder = save_stored(tmp_path / "d", make_hu(), **{keyword: [1, None, 1, None, 1]})
+    assert said(folder) == (
+        f"{folder}: expected rescale slope and intercept in every slice or in none, but '1' and 1 more lack them; export the series "
+        "again."
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [

@@ -214,6 +214,7 @@ def test_labels_may_be_a_series(tmp_path: Path) -> None:
 CLEAR = "\x1b[2J"  # clears a terminal
 
 
+@pytest.mark.filterwarnings("ignore:Invalid value for VR", "ignore:The value length")  # pydicom's, when it writes
 def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> None:
     """In choices, remarks and refusals alike."""
     kernels = {"ConvolutionKernel": f"B{CLEAR}"}, {"ConvolutionKernel": "B70f"}
@@ -240,6 +241,7 @@ def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> No
     assert read_image(tmp_path / "f").remarks == (rf"{LEFT_OUT}1 x SR object (series 1.2.3.9 '\x1b[2J')",)
 
 
+@pytest.mark.filterwarnings("ignore:Invalid value for VR")
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

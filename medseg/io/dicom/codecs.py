@@ -45,8 +45,8 @@ def decode(dataset: FileDataset, frame: Frame) -> np.ndarray:
             f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which is not read here; export the series without compression."
         )
     code = _code_of(dataset, frame.index)
-    # Its decoder makes up what is missing; the others raise.
-    if syntax in JPEG and not code.rstrip(b"\0").endswith(JPEG_END):
+    # The decoder of JPEG makes up what is missing, that of JPEG-LS may look for it for seconds.
+    if syntax not in JPEG_2000 and not code.rstrip(b"\0").endswith(JPEG_END):
         raise ValueError("the code ends early")
     bits, *shape = _j2k_format(code) if syntax in JPEG_2000 else _jpeg_format(code)
     if tuple(shape) != frame.shape or bits > 16:

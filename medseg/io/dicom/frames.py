@@ -41,6 +41,11 @@ NO_GROUP = Dataset()
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 """Pixel Data, little and big endian."""
 
+UNDEFINED = 2**32 - 1
+"""Length of pixels that are compressed."""
+
+NO_RESCALE = "slices without rescale slope and intercept: their values are taken for HU"
+
 RESCALE_TYPES = frozenset({"", "HU", "HU_MOD", "US"})
 """What the rescaled values of a CT may be called; US is "unspecified"."""
 
@@ -307,7 +312,7 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
             "choose or export a series in HU."
         )
     if slope is None or intercept is None:
-        remarks.append("slices without rescale slope and intercept: their values are taken for HU")
+        remarks.append(NO_RESCALE)
     lossy = text_of(header, "LossyImageCompression")
     if lossy == "01" or pixels.transfer_syntax in LOSSY:
         remarks.append("the slices were compressed with loss")
@@ -357,7 +362,10 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     num_bytes = rows * columns * num_frames * bits // 8
     # A deflated file was read to its end, and is refused where it has none.
     is_missing = element[:4] not in PIXEL_TAGS and syntax != DeflatedExplicitVRLittleEndian
-    if is_missing or (is_plain and int.from_bytes(element[-4:], "little") < num_bytes):
+    length = int.from_bytes(element[-4:], "little")
+    if is_plain and length == UNDEFINED:
+        raise UserError("its pixels are compressed, but the header does not say how; export the series again.")
+    if is_missing or (is_plain and length < num_bytes):
         raise UserError(
             f"the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of {bits} bits; copy or "
             "export it again."

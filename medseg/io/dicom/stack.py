@@ -21,7 +21,7 @@ import numpy as np
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
-from medseg.io.dicom.frames import Frame
+from medseg.io.dicom.frames import NO_RESCALE, Frame
 from medseg.io.dicom.series import SAME_PLACE_MM, Stack, normal_of
 from medseg.io.stored import grid_from_columns
 
@@ -76,6 +76,12 @@ def make_plan(path: Path, stack: Stack, read_hu: Callable[[Frame], np.ndarray]) 
     Raises:
         UserError: If the slices do not make a regular volume, by the rule above.
     """
+    without = [frame for frame in stack.frames if NO_RESCALE in frame.remarks]
+    if 0 < len(without) < len(stack.frames):
+        raise UserError(
+            f"{path}: expected rescale slope and intercept in every slice or in none, but {_some(without)} lack them; export the "
+            "series again."
+        )
     frames, heights_mm, remarks = _without_doubles(path, stack, read_hu)
     sources, step_mm, says = _even(path, frames, heights_mm)
     shifts_mm, slant, tilt_says = _straight(path, frames, heights_mm)
