@@ -118,6 +118,7 @@ FOREIGN = {
     "DICOMDIR": b"",
     "._IM0001": b"\0",
     ".dcm": b"",
+    "IM0001.db": b"",
     "1.json": b"{}",
 }
 

@@ -33,10 +33,10 @@ def _looks(path: Path) -> str:
 
     Example:
         >>> _looks(Path("IM.0012")), _looks(Path("IM.000a1")), _looks(Path("1.dcm"))
-        ('im#', 'im#', '.dcm')
+        ('im.#', 'im.#', '.dcm')
     """
     name = path.name.lower()
-    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f.]*[0-9][0-9a-f.]*", "#", name)
+    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", name)
 
 
 def _broken_copies(files: list[Path], images: list[Image]) -> Iterator[Unreadable]:
