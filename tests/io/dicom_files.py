@@ -29,7 +29,7 @@ def header(stored: np.ndarray, *, uid: str = "1.2.3.4", **fields: Any) -> Datase
     """What every CT object has: an identity, a series, pixels (…, H, W) of 16 bits, HU + 1024 unless told otherwise."""
     dataset = Dataset()
     dataset.SOPClassUID = CTImageStorage
-    dataset.SOPInstanceUID = generate_uid()
+    dataset.SOPInstanceUID = generate_uid(entropy_srcs=[uid, stored.tobytes().hex()])  # the same in each run
     dataset.StudyInstanceUID = "1.2.3"
     dataset.SeriesInstanceUID = uid
     dataset.Modality = "CT"

@@ -116,11 +116,13 @@ def slices_of(path: Path) -> Iterator[Slice]:
             )
 
 
-def on_plane(one: Slice, points_xyz_mm: np.ndarray, snap_px: float) -> np.ndarray:
-    """The readings of a slice at points (H, W, 3) by linear interpolation within it; air beside it.
+def on_plane(one: Slice, points_xyz_mm: np.ndarray, is_resampled: bool) -> np.ndarray:
+    """The readings of a slice at points (H, W, 3), air beside it.
 
-    Points so near to a pixel are the pixel.
+    They are the nearest pixel, where positions and spacings are rounded decimals, or interpolated linearly where slices were
+    resampled, from pixels that end at air.
     """
+    least, snap_px = (AIR, 1e-3) if is_resampled else (-np.inf, 0.2)
     index = np.linalg.lstsq(one.steps, (points_xyz_mm - one.origin).reshape(-1, 3).T, rcond=None)[0]
     index = np.where(np.abs(index - np.rint(index)) < snap_px, np.rint(index), index).reshape(2, *points_xyz_mm.shape[:2])
-    return np.stack([map_coordinates(hu, index, order=1, mode="grid-constant", cval=AIR) for hu in one.hu])
+    return np.stack([map_coordinates(np.maximum(hu, least), index, order=1, mode="grid-constant", cval=AIR) for hu in one.hu])

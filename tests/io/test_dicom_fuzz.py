@@ -10,18 +10,22 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import imagecodecs
 import numpy as np
 import pydicom
 import pytest
-from dicom_files import enhanced, header, pack_frames, place, save, save_by_gdcm, save_stack
-from dicom_reference import AIR, Slice, on_plane, slices_of
+from dicom_files import enhanced, header, pack_frames, place, save, save_packed, save_stack
+from dicom_reference import Slice, on_plane, slices_of
 from io_volumes import make_hu
+from pydicom.uid import JPEGLosslessSV1
 
 from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, read_frames
 from medseg.io.dicom.pixels import PixelReader
 from medseg.io.read import read_image
 from medseg.io.volume import Volume
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pydicom")  # of the second reading
 
 SHAPE = (7, 12, 10)
 HEIGHTS = [2.5 * index for index in range(SHAPE[0])]
@@ -57,19 +61,17 @@ def write_slices(folder: Path) -> Path:
 
 
 def write_packed_slices(folder: Path) -> Path:
-    for index, pixels in enumerate(make_hu(SHAPE)):
-        dataset = header((pixels + 1024).astype(np.uint16), RescaleSlope=RESCALE[index][0], RescaleIntercept=RESCALE[index][1])
+    for index, values in enumerate((make_hu(SHAPE) + 1024).astype(np.uint16)):
+        dataset = header(values, RescaleSlope=RESCALE[index][0], RescaleIntercept=RESCALE[index][1])
         place(dataset, (-120.25, 33.5, HEIGHTS[index]))
-        plain = save(dataset, folder.parent / f"{folder.name}.plain")
-        folder.mkdir(exist_ok=True)
-        last = save_by_gdcm(plain, folder / f"{index}", "JPEGLosslessProcess14_1")
-    return last.with_name("3")
+        code = imagecodecs.jpeg_encode(values, lossless=True, bitspersample=16)
+        save_packed(dataset, folder / f"{index}", [code], JPEGLosslessSV1)
+    return folder / "3"
 
 
 def write_enhanced(folder: Path) -> Path:
-    stored = (make_hu(SHAPE) + 1024).astype(np.uint16)
     positions = [(-120.25, 33.5, height) for height in HEIGHTS]
-    return save(enhanced(stored, positions, RESCALE), folder / "e")
+    return save(enhanced(make_hu(SHAPE), positions, RESCALE), folder / "e")
 
 
 def write_packed_enhanced(folder: Path) -> Path:
@@ -91,16 +93,13 @@ def counted(pattern: str, remarks: str) -> int:
     return sum(int(count) for count in re.findall(pattern, remarks))
 
 
-def is_there(one: Slice, volume: Volume, plane: int, tolerance: float) -> bool:
+def is_there(one: Slice, volume: Volume, plane: int, is_resampled: bool) -> bool:
     """Whether a plane of the volume holds what a slice says."""
     rows_columns = np.moveaxis(np.indices(volume.grid.shape[1:]), 0, -1)
     index = np.concatenate([np.full((*rows_columns.shape[:2], 1), plane), rows_columns], axis=-1)
-    # Positions and spacings of rounded decimals are taken as they are, unless the slices were resampled.
-    readings = on_plane(one, volume.grid.index_to_world_xyz_mm(index), 1e-3 if tolerance else 0.2)
-    found = volume.array[plane]
-    if tolerance:  # interpolated HU end at air
-        readings, found = np.maximum(readings, AIR), np.maximum(found, AIR)
-    return bool((np.abs(readings - found) <= tolerance + 1e-6 * np.abs(readings)).any(axis=0).all())
+    readings = on_plane(one, volume.grid.index_to_world_xyz_mm(index), is_resampled)
+    tolerance = (1.0 if is_resampled else 0.0) + 1e-6 * np.abs(readings)
+    return bool((np.abs(readings - volume.array[plane]) <= tolerance).any(axis=0).all())
 
 
 def judge(volume: Volume, slices: Sequence[Slice], num_strange: int) -> None:
@@ -112,14 +111,14 @@ def judge(volume: Volume, slices: Sequence[Slice], num_strange: int) -> None:
         num_strange: How many slices more the files hold, which pydicom cannot read either.
     """
     said = "; ".join(volume.remarks)
-    tolerance = 1.0 if "resampled" in said or "interpolated" in said else 0.0
+    is_resampled = "resampled" in said or "interpolated" in said
     filled = set(range(volume.grid.shape[0]))
     num_lost = num_strange
     for one in slices:
         height = float(volume.grid.world_to_index_zyx(one.origin)[0])
         plane = round(height)
         is_near = abs(height - plane) * volume.grid.spacing_mm[0] <= JITTER_MM and 0 <= plane < volume.grid.shape[0]
-        if is_near and is_there(one, volume, plane, tolerance):
+        if is_near and is_there(one, volume, plane, is_resampled):
             filled.discard(plane)
         else:
             num_lost += is_near or "onto an even grid" not in said
