@@ -106,6 +106,8 @@ def names(style: str) -> list[str]:
     """Names of five slices, in order of place."""
     if style == "suffix":
         return ["apex.dcm", "b.DCM", "c.dcm", "d.dcm", "base.dcm"]
+    if style == "letters":
+        return ["IM00000E", "IM00000F", "IM00000G", "IM00000Z", "IM000010"]
     return [
         {"plain": f"IM{index:04d}", "uid": f"1.2.840.{index}", "hash": f"{index}f0c{9 - index}ab"}[style] for index in range(5)
     ]
@@ -134,7 +136,7 @@ def write(folder: Path, style: str) -> list[Path]:
     return files
 
 
-@pytest.mark.parametrize("style", ["plain", "suffix", "uid", "hash"])
+@pytest.mark.parametrize("style", ["plain", "suffix", "letters", "uid", "hash"])
 def test_foreign_files_are_passed_over(tmp_path: Path, style: str) -> None:
     write(tmp_path / "d", style)
     volume = read_image(tmp_path / "d")
@@ -142,7 +144,7 @@ def test_foreign_files_are_passed_over(tmp_path: Path, style: str) -> None:
     assert volume.remarks == ()
 
 
-@pytest.mark.parametrize("style", ["plain", "suffix", "uid", "hash"])
+@pytest.mark.parametrize("style", ["plain", "suffix", "letters", "uid", "hash"])
 @pytest.mark.parametrize("which", [[0], [2], [4], [3, 4]])
 @pytest.mark.parametrize("num_bytes", [0, 100, 131])
 def test_a_copy_that_broke_off_before_its_header(tmp_path: Path, style: str, which: list[int], num_bytes: int) -> None:

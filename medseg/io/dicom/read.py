@@ -29,14 +29,14 @@ def _lenient() -> Iterator[None]:
 
 
 def _looks(path: Path) -> str:
-    """What names of slices share: a suffix of DICOM, else all but their (hexadecimal) numbers.
+    """What names of slices share: a suffix of DICOM, else all but their numbers, which may have letters for digits.
 
     Example:
-        >>> _looks(Path("IM.0012")), _looks(Path("IM.000a1")), _looks(Path("1.dcm"))
+        >>> _looks(Path("IM.0012")), _looks(Path("IM.00001Z")), _looks(Path("1.dcm"))
         ('im.#', 'im.#', '.dcm')
     """
     name = path.name.lower()
-    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", name)
+    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
 
 
 def _broken_copies(files: list[Path], images: list[Image]) -> Iterator[Unreadable]:
