@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from medseg.cascade.agreement import LEAST_AGREEMENT, agreement
+from medseg.cascade.agreement import CONTRADICTION, LEAST_AGREEMENT, agreement
 from medseg.cascade.join import RegionResult, join, paste_spread
 from medseg.cascade.localise import localise
 from medseg.cascade.refine import refine
@@ -133,12 +133,20 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
         volumes_ml = label_volumes_ml(labels, grid, fine.task)
         agreements = agreement(found, labels, grid, fine.task)
     for region, _, _ in results:
-        if not any(volumes_ml[name] for name in region.labels):
+        volume_ml, agreed = sum(volumes_ml[name] for name in region.labels), agreements[region.name]
+        if not volume_ml:
             warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop")
-        elif agreements[region.name] < LEAST_AGREEMENT:
+        elif agreed < CONTRADICTION:
+            for plane in labels:
+                plane[np.isin(plane, fine.task.region_values(region))] = 0
+            volumes_ml |= dict.fromkeys(region.labels, 0.0)
             warnings.append(
-                f"{region.name}: the two stages agree by {agreements[region.name]:.2f} only (Dice; {LEAST_AGREEMENT:g} and more is usual): "
-                "look at the result"
+                f"no {region.name} found: the coarse stage marks something else than the {volume_ml:.0f} ml of the fine one (Dice "
+                f"{agreed:.2f}), so that neither is believed"
+            )
+        elif agreed < LEAST_AGREEMENT:
+            warnings.append(
+                f"{region.name}: the two stages agree by {agreed:.2f} only (Dice; {LEAST_AGREEMENT:g} and more is usual): look at the result"
             )
     disagreement = paste_spread(spreads, grid) if fine.has_views(options) else None
     return Segmentation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan, stage
 
 from medseg.cascade.segment import Segmentation, segment
@@ -114,6 +115,28 @@ def test_stages_that_disagree_are_said_aloud() -> None:
     assert warning == (
         f"left_lung: the two stages agree by {result.agreements['left_lung']:.2f} only (Dice; 0.85 and more is usual): look at the result"
     )
+
+
+def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
+    class Beside(FineOracle):
+        """Marks what lies above and below the left block, and not the block."""
+
+        def forward(self, image, region):  # type: ignore[no-untyped-def]
+            logits = super().forward(image, region)
+            if region.item() == 0:
+                is_block = (image[:, 0] > 0.01).any(dim=(2, 3))[..., None, None]
+                logits[:, 1] = torch.where(is_block, -30.0, 30.0)
+            return logits
+
+    volume, target = scan()
+    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"))
+    assert result.agreements["left_lung"] < 0.1
+    assert result.volumes_ml["left_lung"] == 0.0
+    assert dice(result.labels == 2, target == 2) >= 0.98
+    assert set(np.unique(result.labels)) == {0, 2}
+    (warning,) = result.warnings
+    assert warning.startswith("no left_lung found: the coarse stage marks something else than the ")
+    assert warning.endswith("so that neither is believed")
 
 
 def test_an_empty_fine_result_is_said_aloud() -> None:
