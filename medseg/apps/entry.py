@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -113,10 +114,8 @@ def run(
         read: Makes checked objects of what is composed; None = `to_config` with the schema.
     """
     codes: list[int] = []
-    begun: list[DictConfig] = []
 
     def one_job(composed: DictConfig) -> None:
-        begun.append(composed)
         try:
             codes.append(job(read(composed) if read is not None else to_config(composed, schema)))
         except UserError as error:
@@ -140,14 +139,13 @@ def run(
         if not _is_unread(sys.stdout):
             raise
         sys.exit(EXIT_UNREAD)
-    except OSError as error:
-        if begun:
-            raise
-        # Hydra makes the folder of a run before the job begins.
-        say(f"{error.filename}: cannot be written ({error.strerror}); check the folder, its permissions and its space.")
-        sys.exit(EXIT_USER_ERROR)
     except (HydraException, OmegaConfBaseException) as error:
         say(explain(error, _defaults(config_name)))
+        sys.exit(EXIT_USER_ERROR)
+    except OSError as error:
+        if not _is_of_run_folder(error):
+            raise
+        say(f"{error.filename}: cannot be written ({error.strerror}); check the folder, its permissions and its space.")
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         say("interrupted")
@@ -163,6 +161,12 @@ def remove_if_empty(folder: Path) -> None:
     """Take back the run folder that Hydra made for a run that never began there."""
     if folder.is_dir() and folder != Path.cwd() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _is_of_run_folder(error: OSError) -> bool:
+    """Whether Hydra could not make the folder of a run or a sweep, which it does before the job begins."""
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return names[-1] == "mkdir" and "one_job" not in names
 
 
 def _is_unread(stream: TextIO) -> bool:

@@ -9,6 +9,7 @@ from medseg.apps import entry
 from medseg.apps.recipe import cascade_steps, last_checkpoint, run_steps
 from medseg.apps.runs import replace_text
 from medseg.config.schema import MakeWeightsConfig
+from medseg.data.case_table import read_case_table
 from medseg.io.replacing import check_writable
 
 # Keys of the configuration that say where things lay on the machine that trained.
@@ -27,6 +28,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
         Exit code of the step that failed, else 0.
     """
     runs, output = Path(config.runs), Path(config.output)
+    read_case_table(Path(config.cases))  # before anything is made
     check_writable(output)
     data = [
         f"data.cases={Path(config.cases).absolute()}",

@@ -54,9 +54,9 @@ def prepare(config: PrepareConfig) -> int:
     task = make_task(config.task)
     for spacing in config.spacings.values():
         find_spacing(spacing, config.data)
+    cases = [(case, label_values) for group, label_values in find_cases(config.data) for case in group]
     output = Path(config.output)
     check_writable(output)
-    cases = [(case, label_values) for group, label_values in find_cases(config.data) for case in group]
     prepared = []
     for case, label_values in track(cases, "prepare"):
         prepared.append(prepare_one(config, task, case, label_values))

@@ -31,7 +31,7 @@ class SegmentedScan:
             a `Volume` in the storage order of the scan, whose array is uint8 (D, H, W).
         volumes_ml: Label name to its volume.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
-        agreements: Region name to the Dice coefficient between what the two stages say; absent regions are missing.
+        agreements: Name of each region that the coarse stage found to the Dice coefficient between what the two stages say.
         warnings: Sentences for a person.
         durations_s: Seconds by step, and `total`.
     """

@@ -25,7 +25,7 @@ def main() -> None:
     try:
         entry.run("train", TrainConfig, train, jobs.note_refusal, jobs.exit_codes, read)
     finally:
-        for sweep_dir in jobs.SweepFolder.started:
+        for sweep_dir in filter(Path.is_dir, jobs.SweepFolder.started):
             print(f"comparison of the jobs: {jobs.compare(sweep_dir)}")
 
 

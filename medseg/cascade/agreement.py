@@ -8,12 +8,6 @@ from medseg.cascade.localise import Localisation
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelGrid
 
-# Of 61 regions found in held-out scans and pieces of scans, five lay between the two bounds, all with Dice coefficients below 0.89, and of the
-# 53 above, 51 had 0.92 and more (README.md).
-LEAST_AGREEMENT = 0.85
-# Below this the stages mark different things: the three below it were no lung, and nothing else had less than 0.74.
-CONTRADICTION = 0.1
-
 
 def agreement(found: Localisation, labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
     """Dice coefficient of what both stages say of each region that the coarse one has found.

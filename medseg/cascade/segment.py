@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from medseg.cascade.agreement import CONTRADICTION, LEAST_AGREEMENT, agreement
+from medseg.cascade.agreement import agreement
 from medseg.cascade.join import RegionResult, join, paste_spread
 from medseg.cascade.localise import localise
 from medseg.cascade.refine import refine
@@ -62,7 +62,7 @@ class Segmentation:
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         passes: How the volume and each crop went through the networks: `whole`, or in what tiles; by the same steps.
         distortions: By step, how much the crop of a fixed size bends the anatomy, see `distortion`; empty where crops keep it.
-        agreements: Region name to the Dice coefficient of the two stages, see `agreement`; absent regions are missing.
+        agreements: Name of each region that was refined to the Dice coefficient of the two stages, see `agreement`.
         disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
             in the order of `labels`; else None.
     """
@@ -132,21 +132,25 @@ def segment(volume: Volume, coarse: TrainedStage, fine: TrainedStage, options: C
         labels = join(results, grid, fine.task, options, image_hu)
         volumes_ml = label_volumes_ml(labels, grid, fine.task)
         agreements = agreement(found, labels, grid, fine.task)
+    believed = {name for region, _, _ in results if agreements[region.name] >= options.min_agreement for name in region.labels}
     for region, _, _ in results:
         volume_ml, agreed = sum(volumes_ml[name] for name in region.labels), agreements[region.name]
         if not volume_ml:
             warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop")
-        elif agreed < CONTRADICTION:
+        elif agreed < options.min_agreement:
+            doubted = [name for name in region.labels if name not in believed]
             for plane in labels:
-                plane[np.isin(plane, fine.task.region_values(region))] = 0
-            volumes_ml |= dict.fromkeys(region.labels, 0.0)
+                plane[np.isin(plane, [fine.task.labels[name] for name in doubted])] = 0
+            volumes_ml |= dict.fromkeys(doubted, 0.0)
+            del boxes[region.name]
             warnings.append(
                 f"no {region.name} found: the coarse stage marks something else than the {volume_ml:.0f} ml of the fine one (Dice "
                 f"{agreed:.2f}), so that neither is believed"
             )
-        elif agreed < LEAST_AGREEMENT:
+        elif agreed < options.usual_agreement:
             warnings.append(
-                f"{region.name}: the two stages agree by {agreed:.2f} only (Dice; {LEAST_AGREEMENT:g} and more is usual): look at the result"
+                f"{region.name}: the two stages agree by {agreed:.2f} only (Dice; {options.usual_agreement:g} and more is usual): look at the "
+                "result"
             )
     disagreement = paste_spread(spreads, grid) if fine.has_views(options) else None
     return Segmentation(

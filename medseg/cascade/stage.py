@@ -38,6 +38,8 @@ class CascadeOptions:
         min_part_fraction: A label keeps its largest part and every part of at least this share of it, in (0, 1].
         min_region_ml: A region below this volume on the coarse grid counts as absent.
         min_region_share: So does a region of a pair below this share of the other side's volume.
+        min_agreement: A region on which the Dice coefficient of the two stages is below this counts as absent; 0 believes the fine one.
+        usual_agreement: Below this it is said aloud.
         max_volume_ratio: Left and right of a pair may differ by this factor before it is said aloud.
         tile_overlap: Share of a tile that its neighbour covers too, where a stage predicts in tiles.
         budget_gib: What a network may need at a time beside its weights, its crop and its result.
@@ -47,6 +49,8 @@ class CascadeOptions:
     min_part_fraction: float = 0.1
     min_region_ml: float = 5.0
     min_region_share: float = 0.01
+    min_agreement: float = 0.1
+    usual_agreement: float = 0.85
     max_volume_ratio: float = 8.0
     tile_overlap: float = 0.5
     budget_gib: float = 1.0

@@ -120,8 +120,8 @@ def input_format(path: Path) -> str:
 def list_inputs(path: Path) -> list[tuple[str, Path]]:
     """List the scans that a path stands for.
 
-    A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself, whatever else lies there. Another folder
-    gives its volume files and those of its subfolders that hold DICOM files at any depth, one scan each, sorted by name. Other
+    A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself, beside which its own label map may lie. Another
+    folder gives its volume files and those of its subfolders that hold DICOM files at any depth, one scan each, sorted by name. Other
     files (tables, notes) and hidden ones are ignored. A subfolder that may not be looked into counts as a scan, which then fails
     alone.
 
@@ -132,12 +132,14 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
         Pairs (case name, path).
 
     Raises:
-        UserError: If there is no scan, two scans would have the same name, or the path cannot be looked into.
+        UserError: If there is no scan, two scans would have the same name, volume files lie beside DICOM files, or the path cannot
+            be looked into.
     """
     try:
         return _list_inputs(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
+        where = error.filename or path
+        raise UserError(f"{where}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
 
 
 def _list_inputs(path: Path) -> list[tuple[str, Path]]:
@@ -145,9 +147,15 @@ def _list_inputs(path: Path) -> list[tuple[str, Path]]:
         input_format(path)
         return [(case_name(path), path)]
     entries = _visible(path)
-    if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
-        return [(case_name(path), path)]
     found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
+    if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
+        others = [entry.name for entry in found if case_name(entry) != case_name(path)]
+        if others:
+            raise UserError(
+                f"{path}: holds DICOM files beside {len(others)} volume files such as '{others[0]}'; give one of these files, choose the "
+                "series with series=, or move either kind into a folder of its own."
+            )
+        return [(case_name(path), path)]
     found += [entry for entry in entries if entry.is_dir() and _may_hold_dicom(entry)]
     if not found:
         raise UserError(

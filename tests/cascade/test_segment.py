@@ -8,6 +8,7 @@ import torch
 from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan, stage
 
 from medseg.cascade.segment import Segmentation, segment
+from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
 from medseg.io.volume import Volume
@@ -137,6 +138,11 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
     (warning,) = result.warnings
     assert warning.startswith("no left_lung found: the coarse stage marks something else than the ")
     assert warning.endswith("so that neither is believed")
+    assert set(result.boxes) == {"right_lung"}
+
+    kept = segment(volume, stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"), CascadeOptions(min_agreement=0.0))
+    assert kept.volumes_ml["left_lung"] > 0
+    assert set(kept.boxes) == {"left_lung", "right_lung"}
 
 
 def test_an_empty_fine_result_is_said_aloud() -> None:

@@ -158,10 +158,11 @@ def test_same_size_and_other_content_is_noticed(case: Case, tmp_path: Path, task
         ("a.nhdr", "NRRD0005\ndata file: LIST\ns1.raw\ns2.raw\n"),
         ("a.nhdr", "NRRD0005\ndata file: s%d.raw 1 2 1\n\n"),
         ("a.nhdr", "NRRD0005\r\ndatafile: s2.raw\r\n"),
+        ("a.mhd", "NDims = 3\nElementDataFile = LIST\nü.raw\ns2.raw\n"),
     ],
 )
 def test_every_file_of_the_voxels_is_a_source(name: str, header: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(header)
+    (tmp_path / name).write_text(header, encoding="utf-8")
     for raw in ("s1.raw", "s2.raw"):
         (tmp_path / raw).write_bytes(b"voxels")
     known = fingerprint(tmp_path / name)

@@ -251,10 +251,11 @@ def test_a_code_that_ends_early_is_never_completed(tmp_path: Path, syntax: UID, 
     """The file is whole; the code of a slice is not."""
     bits = 8 if syntax == JPEGBaseline8Bit else 12
     stored = np.random.default_rng(0).integers(0, 1 << bits, (3, 16, 24)).astype(np.uint8 if bits == 8 else np.uint16)
+    tail = b" " if encode in ("jpeg_encode", "jpegls_encode") else b""  # not every writer fills up with zeros
     codes = [rle(values) if encode == "rle" else getattr(imagecodecs, encode)(values, **options) for values in stored]
     for share in (1.0, 0.3, 0.6, 0.9, 0.99):
         for index, values in enumerate(stored):
-            code = codes[index][: int(share * len(codes[2]))] if index == 2 else codes[index] + bytes(6)
+            code = codes[index][: int(share * len(codes[2]))] if index == 2 else codes[index] + bytes(6) + tail
             dataset = header(values, BitsStored=bits, LossyImageCompression="00")
             place(dataset, (0, 0, 2.5 * index))
             save_packed(dataset, tmp_path / f"{index}", [code], syntax)

@@ -81,19 +81,25 @@ def test_names_that_would_overwrite_each_other(tmp_path: Path) -> None:
         list_inputs(tmp_path)
 
 
-def test_a_folder_of_dicom_files_is_one_scan_whatever_else_lies_there(tmp_path: Path) -> None:
-    """As its own label map, which `predict` has written into it."""
+def test_a_folder_of_dicom_files_is_one_scan_beside_its_own_label_map_only(tmp_path: Path) -> None:
+    """The label map is what `predict` has written into it; other volumes are not to be passed over in silence."""
     folder = tmp_path / "thorax"
     save_dicom(folder, make_hu(), make_grid(np.eye(3)))
     write_labels(folder / "thorax.nii.gz", make_labels(), make_grid(np.eye(3)), None)
     assert list_inputs(folder) == [("thorax", folder)]
     assert np.array_equal(read_image(folder).array, make_hu())
+    write_image(folder / "p0.nrrd", make_hu(), make_grid(np.eye(3)))
+    with pytest.raises(UserError) as caught:
+        list_inputs(folder)
+    assert str(caught.value) == (
+        f"{folder}: holds DICOM files beside 1 volume files such as 'p0.nrrd'; give one of these files, choose the series with series=, or "
+        "move either kind into a folder of its own."
+    )
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
     (tmp_path / "cases.csv").write_text("case,image\n")
     suffixes = ".nii.gz, .nii, .nrrd, .nhdr, .mha, .mhd"
-    long = tmp_path / ("x" * 300)
     for path, said in (
         (
             tmp_path,
@@ -102,7 +108,6 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         (tmp_path / "nowhere", "this file or folder does not exist; check the path."),
         (tmp_path / "nowhere.nrrd", "this file or folder does not exist; check the path."),
         (tmp_path / "cases.csv", f"expected {suffixes} or a DICOM series, got a file of another kind."),
-        (long, "cannot be read (File name too long); check the path and its permissions."),
     ):
         with pytest.raises(UserError) as caught:
             list_inputs(path)

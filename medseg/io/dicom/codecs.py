@@ -24,6 +24,9 @@ JPEG_2000 = frozenset({uid.JPEG2000Lossless, uid.JPEG2000, uid.HTJ2KLossless, ui
 BY_PYDICOM = frozenset({uid.ExplicitVRBigEndian, uid.DeflatedExplicitVRLittleEndian, uid.RLELossless})
 
 JPEG_END = b"\xff\xd9"
+JPEG_TAIL_BYTES = 10
+"""Some writers fill a code up behind its end, not always with zeros."""
+
 J2K_START = b"\xff\x4f\xff\x51"
 
 
@@ -46,7 +49,7 @@ def decode(dataset: FileDataset, frame: Frame) -> np.ndarray:
         )
     code = _code_of(dataset, frame.index)
     # The decoder of JPEG makes up what is missing, that of JPEG-LS may look for it for seconds.
-    if syntax not in JPEG_2000 and not code.rstrip(b"\0").endswith(JPEG_END):
+    if syntax not in JPEG_2000 and JPEG_END not in code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]:
         raise ValueError("the code ends early")
     bits, *shape = _j2k_format(code) if syntax in JPEG_2000 else _jpeg_format(code)
     if tuple(shape) != frame.shape or bits > 16:

@@ -208,11 +208,13 @@ def read_frames(path: Path) -> list[Image]:
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=[tag_of(keyword) for keyword in FIELDS])
             if value_of(header.file_meta, "MediaStorageSOPClassUID") == MediaStorageDirectoryStorage:
                 return []
-            if _is_cut(header):
+            is_cut = _is_cut(header)
+            # The description alone depends on the file's character set. A UID may be what the file was cut in, unless a number follows.
+            description = "" if is_cut else " ".join(str(header.get("SeriesDescription") or "").split())
+            if not is_cut or text_of(header, "SeriesNumber"):
+                series = Series(text_of(header, "SeriesInstanceUID"), text_of(header, "SeriesNumber"), description)
+            if is_cut:
                 raise UserError("the DICOM file is truncated: it ends within its header; copy or export it again.")
-            # The description alone depends on the file's character set.
-            description = " ".join(str(header.get("SeriesDescription") or "").split())
-            series = Series(text_of(header, "SeriesInstanceUID"), text_of(header, "SeriesNumber"), description)
             reason = _other_kind(header)
             if reason:
                 return [LeftOut(path, series, reason)]
@@ -251,7 +253,8 @@ def _other_kind(header: FileDataset) -> str:
         return "secondary capture"
     if not whole_of(header, "Rows", 0) or not whole_of(header, "Columns", 0):
         known_class = sop_class or text_of(header.file_meta, "MediaStorageSOPClassUID")
-        if not known_class or "CT" in UID(known_class).name.split():
+        words = UID(known_class).name.split()
+        if not known_class or ("CT" in words and words[-2:] == ["Image", "Storage"]):
             raise UserError("the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.")
         return "object without an image"
     if modality and modality != "CT":

@@ -189,7 +189,10 @@ def choose_stack(path: Path, images: Sequence[Image], wanted: str | None, only_f
         for image in images
         if only_file in (None, image.path) and (wanted is None or not in_file or _is_meant(wanted, image.series))
     }
-    broken = [image for image in unreadable if _may_belong(image, uids, images)]
+    in_folder: dict[Path, set[str]] = {}
+    for image in images:
+        in_folder.setdefault(image.path.parent, set()).add(image.series.uid)
+    broken = [image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])]
     if broken:
         raise UserError(f"{broken[0].path}{_and_more(broken)}: {broken[0].says}")
     if not (wanted is None and only_file is None):
@@ -215,14 +218,14 @@ def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
     return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
 
 
-def _may_belong(image: Unreadable, uids: set[str], images: Sequence[Image]) -> bool:
+def _may_belong(image: Unreadable, uids: set[str], in_folder: set[str]) -> bool:
     """Whether a file may belong to one of these series.
 
-    Where its own cannot be read, it may be any series of its folder; where the folder holds nothing else, any at all.
+    Where its own cannot be read, it may be any of the series in its folder; where the folder holds nothing else, any at all.
     """
     if image.series.uid:
         return image.series.uid in uids
-    neighbours = {other.series.uid for other in images if other.path.parent == image.path.parent} - {""}
+    neighbours = in_folder - {""}
     return not neighbours or not neighbours.isdisjoint(uids) or "" in uids
 
 
