@@ -194,6 +194,16 @@ def test_a_copy_of_a_compressed_slice_that_broke_off(tmp_path: Path, syntax: str
         assert said(tmp_path / "d").startswith(f"{files[which]}: "), share
 
 
+def test_a_header_that_broke_off_behind_its_series_hinders_no_other_one(tmp_path: Path) -> None:
+    """Within PixelSpacing (0028,0030): the UID and the number of its series have been read."""
+    folder = tmp_path / "d"
+    save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3)
+    files, _ = add_unreadable(folder, "no HU")
+    cut(files[1], files[1].read_bytes().index(b"\x28\0\x30\0") + 10)
+    assert np.array_equal(read_image(folder, "3").array, make_hu())
+    assert said(folder, "9").startswith(f"{files[0]} and 4 more: ")
+
+
 def test_a_dangling_link_is_a_slice_that_is_missing(tmp_path: Path) -> None:
     """Stores that fetch files on demand leave such links."""
     files = write(tmp_path / "d", "plain")
@@ -214,6 +224,16 @@ def test_a_broken_file_is_one_of_its_folder(tmp_path: Path) -> None:
     alone = save_slice(tmp_path / "d" / "c" / "1", make_hu()[0], (0, 0, 0))
     cut(alone, 200)
     assert said(tmp_path / "d", "3").startswith(f"{alone}: ")
+
+
+def test_a_protocol_of_ct_is_no_damaged_image(tmp_path: Path) -> None:
+    save_stack(tmp_path, make_hu(), HEIGHTS)
+    protocol = header(make_hu()[0], SOPClassUID="1.2.840.10008.5.1.4.1.1.200.2", Modality="CTPROTOCOL")
+    del protocol.Rows, protocol.Columns, protocol.PixelData
+    save(protocol, tmp_path / "protocol")
+    assert read_image(tmp_path).remarks == (
+        "left out, being no slices of the scan: 1 x object without an image (series 1.2.3.4)",
+    )
 
 
 def test_objects_without_an_image_are_left_out(tmp_path: Path) -> None:
