@@ -16,8 +16,8 @@ from medseg import __version__
 from medseg.report.compare import MISSING, Comparison
 from medseg.report.figures import by_key, costs, curves, progress
 from medseg.report.images import data_uri
+from medseg.report.rows import ranked, run_rows, setting_rows, shown_metrics, write_spread
 from medseg.report.run import FINISHED, METRICS, OPEN, PRUNED, VAL_DICE, Run, Study, write_duration
-from medseg.report.tables import ranked, run_rows, setting_rows, shown_metrics, write_spread
 
 _TEMPLATES = Path(__file__).parent / "page"
 # So many settings can be told apart by hue; more are shaded from the first to the last by rank.

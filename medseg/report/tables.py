@@ -1,114 +1,114 @@
-"""The tables of a report: settings and runs."""
+"""Tables of all commands: rows as dictionaries, written as CSV or Markdown, or printed in aligned columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from medseg.report.compare import MISSING, Comparison, Spread
-from medseg.report.run import FINISHED, METRICS, VAL_DICE, Metric, Run
+from medseg.io.replacing import replace_text
+
+Rows = Sequence[Mapping[str, Any]]
+Columns = Sequence[str] | Mapping[str, str] | None
+"""Keys of the rows in order, or key to heading; None takes every key of the rows in the order of first appearance."""
+Formats = Mapping[str, str | Callable[[Any], str]] | None
+"""Column key to a format such as `.4f`, or to a function of the value. Other values are written by `str`."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is read, and what the column is sorted by.
+def write_csv(path: Path, rows: Rows, columns: Columns = None, formats: Formats = None) -> None:
+    """Write a CSV file, whole or not at all.
 
-    Attributes:
-        text: Shown.
-        order: Number or text to sort by; "" lies last.
-        is_best: Whether it is the best of its column.
-        note: Tooltip.
+    Raises:
+        UserError: If the file cannot be written.
     """
-
-    text: str
-    order: str
-    is_best: bool = False
-    note: str = ""
+    replace_text(path, csv_text(rows, columns, formats))
 
 
-@dataclass(frozen=True)
-class Row:
-    """A setting, or a run of it.
+def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> str:
+    r"""Format rows as CSV with a header line; None and a missing key give an empty cell.
 
-    Attributes:
-        number: Number of the setting.
-        is_best: Whether that setting is the best.
-        keys: One cell per key that differed.
-        figures: One cell per metric.
-        run: The run, in the table of runs.
+    Raises:
+        ValueError: If a row has a key that is not in `columns`.
+
+    Example:
+        >>> csv_text([{"case": "a,b", "dice": 0.5}, {"case": "c", "dice": None}], formats={"dice": ".3f"})
+        'case,dice\n"a,b",0.500\nc,\n'
     """
-
-    number: int
-    is_best: bool
-    keys: tuple[Cell, ...]
-    figures: tuple[Cell, ...]
-    run: Run | None = None
-
-
-def shown_metrics(comparison: Comparison) -> list[Metric]:
-    """Metrics that some run has; those that are no merit (steps, weights) only where they differ."""
-    values = {metric.key: {metric.of(run) for run in comparison.runs} - {None} for metric in METRICS}
-    return [metric for metric in METRICS if len(values[metric.key]) > (0 if metric.better else 1)]
+    headings, text = _headings(rows, columns), io.StringIO(newline="")
+    if unknown := {key for row in rows for key in row} - headings.keys():
+        raise ValueError(f"the rows have the keys {sorted(unknown)}, which are no columns")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([headings.values(), *_cells(rows, headings, formats)])
+    return text.getvalue()
 
 
-def ranked(comparison: Comparison) -> list[int]:
-    """Numbers of the settings from the best to the worst; those without a result last, in their order."""
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Read a CSV file with a header line: one dictionary per line, every value as text.
 
-    def score(number: int) -> float:
-        spread = comparison.settings[number].metrics.get(VAL_DICE.key)
-        return -spread.mean if spread else float("inf")
-
-    return sorted(range(len(comparison.settings)), key=score)
-
-
-def setting_rows(comparison: Comparison, metrics: Sequence[Metric]) -> list[Row]:
-    """One row per setting, the best first; the last figure is the number of its runs."""
-    rows = []
-    best = {
-        metric.key: _best([s.metrics[metric.key].mean for s in comparison.settings if metric.key in s.metrics], metric)
-        for metric in metrics
-    }
-    for number in ranked(comparison):
-        setting = comparison.settings[number]
-        figures = []
-        for metric in metrics:
-            spread = setting.metrics.get(metric.key)
-            is_best = spread is not None and spread.mean == best[metric.key]
-            figures.append(Cell(write_spread(metric, spread), repr(spread.mean), is_best) if spread else Cell(MISSING, ""))
-        members = [comparison.runs[index] for index in setting.runs]
-        finished = sum(run.status == FINISHED for run in members)
-        count = str(finished) if finished == len(members) else f"{finished} of {len(members)}"
-        figures.append(Cell(count, str(finished), note="runs " + ", ".join(run.name for run in members)))
-        keys = tuple(Cell(value, value) for value in setting.values)
-        rows.append(Row(number, number == comparison.best, keys, tuple(figures)))
-    return rows
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
-def run_rows(comparison: Comparison, metrics: Sequence[Metric]) -> list[Row]:
-    """One row per run, in the order of the folders."""
-    finished = [run for run in comparison.runs if run.status == FINISHED]
-    best = {metric.key: _best([value for run in finished if (value := metric.of(run)) is not None], metric) for metric in metrics}
-    rows = []
-    for index, run in enumerate(comparison.runs):
-        number = comparison.setting_of[index]
-        figures = []
-        for metric in metrics:
-            value = metric.of(run)
-            is_best = run.status == FINISHED and value == best[metric.key]
-            figures.append(Cell(MISSING, "") if value is None else Cell(metric.write(value), repr(value), is_best))
-        keys = tuple(Cell(column.values[index], column.values[index]) for column in comparison.columns)
-        rows.append(Row(number, number == comparison.best, keys, tuple(figures), run))
-    return rows
+def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> str:
+    r"""Format rows as a Markdown table that ends with a line break; None and a missing key give `missing`.
+
+    Example:
+        >>> markdown_table([{"case": "a", "dice": 0.5}], {"case": "case", "dice": "Dice"}, {"dice": ".2f"})
+        '| case | Dice |\n|---|---|\n| a | 0.50 |\n'
+    """
+    headings = _headings(rows, columns)
+    lines = [headings.values(), *_cells(rows, headings, formats, missing)]
+    first, *others = (f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join([first, "|---" * len(headings) + "|\n", *others])
 
 
-def write_spread(metric: Metric, spread: Spread) -> str:
-    """A mean, with its standard deviation where the repeats differ."""
-    text = metric.write(spread.mean)
-    return f"{text} ± {metric.write(spread.sd)}" if spread.sd and metric.better else text
+def table_lines(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> list[str]:
+    """Lay rows out for a terminal: columns of numbers to the right, all others to the left, two spaces between them.
+
+    Example:
+        >>> print(*table_lines([{"row": "plain", "MiB": 1024.0}, {"row": "amp", "MiB": 61}], formats={"MiB": ".1f"}), sep="|")
+        row       MiB|plain  1024.0|amp      61.0
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    headings = _headings(rows, columns)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for key, heading in headings.items():
+        values = [value for row in rows if (value := row.get(key)) is not None]
+        is_number = bool(values) and all(isinstance(value, int | float) for value in values)
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+    for cells in _cells(rows, headings, formats, missing):
+        table.add_row(*cells)
+    # Cells are text of users: brackets and colons in them are no markup. A line is as long as its columns ask for.
+    console = Console(width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def _best(values: Sequence[float], metric: Metric) -> float | None:
-    """The best of several values; None where nothing was to be won."""
-    if not metric.better or len(set(values)) < 2:
-        return None
-    return max(values, key=lambda value: value * metric.better)
+def print_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> None:
+    """Print rows in aligned columns, as `table_lines` lays them out."""
+    print("\n".join(table_lines(rows, columns, formats, missing)), flush=True)
+
+
+def _headings(rows: Rows, columns: Columns) -> dict[str, str]:
+    """Column key to its heading, in order."""
+    if columns is None:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+    return dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
+
+
+def _cells(rows: Rows, headings: Mapping[str, str], formats: Formats, missing: str = "") -> list[list[str]]:
+    def text(key: str, value: Any) -> str:
+        if value is None:
+            return missing
+        form = (formats or {}).get(key, "")
+        return form(value) if callable(form) else format(value, form) if form else str(value)
+
+    return [[text(key, row.get(key)) for key in headings] for row in rows]

@@ -10,8 +10,8 @@ from statistics import stdev
 import pytest
 
 from medseg.report.compare import compare, csv_table
+from medseg.report.rows import ranked, run_rows, setting_rows, shown_metrics
 from medseg.report.run import Run
-from medseg.report.tables import ranked, run_rows, setting_rows, shown_metrics
 
 
 def run(name: str, dice: float | None = None, status: str = "finished", *, peak: float = 1.0, **settings: object) -> Run:

@@ -1,0 +1,46 @@
+"""Tables come back as they were written, and a printed one lines up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medseg.report.tables import csv_text, markdown_table, print_table, read_csv, table_lines, write_csv
+
+ROWS = [
+    {"case": "Doe, [John] :smile: \"x\"", "n": 12, "dice": 0.98765, "note": "ü\nline 2"},
+    {"case": "b", "n": 3, "dice": None},
+]  # fmt: skip
+
+
+def test_a_csv_file_comes_back_as_text(tmp_path: Path) -> None:
+    write_csv(tmp_path / "new" / "a.csv", ROWS, formats={"dice": ".3f"})
+    assert read_csv(tmp_path / "new" / "a.csv") == [
+        {"case": ROWS[0]["case"], "n": "12", "dice": "0.988", "note": "ü\nline 2"},
+        {"case": "b", "n": "3", "dice": "", "note": ""},
+    ]
+
+
+def test_columns_are_ordered_renamed_and_complete() -> None:
+    assert csv_text([{"b": 1, "a": None}], ["a", "b"]) == "a,b\n,1\n"
+    assert csv_text([], {"a": "A"}) == "A\n"
+    with pytest.raises(ValueError, match="'c'"):
+        csv_text([{"c": 1}], ["a"])
+
+
+def test_markdown_takes_the_columns_it_is_given() -> None:
+    text = markdown_table(ROWS[1:], {"dice": "Dice", "n": "number"}, {"n": lambda n: f"{n} of 9"}, missing="none")
+    assert text == "| Dice | number |\n|---|---|\n| none | 3 of 9 |\n"
+
+
+def test_a_printed_table_lines_up_and_keeps_every_character(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*ROWS, {"case": "x" * 300, "n": 7, "dice": 1.0}]
+    columns = ["case", "n", "dice"]
+    print_table(rows, columns, {"dice": ".4f"}, missing="-")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == table_lines(rows, columns, {"dice": ".4f"}, missing="-")
+    assert lines[1].split("  ")[0] == ROWS[0]["case"]
+    assert {len(line) for line in lines} == {300 + 2 + 2 + 2 + 6}, "numbers end where the headings end"
+    assert lines[2].endswith(" 3       -")
+    assert lines[3] == "x" * 300 + "   7  1.0000"
