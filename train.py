@@ -1,6 +1,6 @@
 """Train one stage: compose, check, hand over. `python train.py stage=coarse`; see README.md."""
 
-from medseg.apps.train import main
+from medseg.commands.train import main
 
 if __name__ == "__main__":
     main()

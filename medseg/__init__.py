@@ -10,5 +10,5 @@ __all__ = ["LungSegmenter", "__version__"]
 def __getattr__(name: str) -> Any:
     """Import what Python programs use when they ask for it: `import medseg` must not wait for torch."""
     if name == "LungSegmenter":
-        return import_module("medseg.apps.segmenter").LungSegmenter
+        return import_module("medseg.prediction.segmenter").LungSegmenter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

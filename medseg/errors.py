@@ -1,10 +1,22 @@
-"""The exceptions that a user is meant to read."""
+"""Exceptions that a user is meant to read, and the exit codes of the commands."""
+
+from __future__ import annotations
+
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_OUT_OF_MEMORY = 3
+EXIT_NOT_FINITE = 4
+# Asked to stop by the system, and saved: start the same again with resume. The number is EX_TEMPFAIL of sysexits.h.
+EXIT_RESUME = 75
+EXIT_INTERRUPTED = 130
+# Nobody reads what is printed any more, as after `| head`: what a shell says of a program that SIGPIPE ended.
+EXIT_UNREAD = 141
 
 
 class UserError(Exception):
     """A mistake of the user or a bad file, told in one clear sentence: what was expected, what came, what to do.
 
-    Only the outermost entry (`medseg.apps.entry`) turns it into exit code 2, without a traceback.
+    Only the outermost entry (`medseg.commands.entry`) turns it into exit code 2, without a traceback.
     """
 
 
@@ -20,3 +32,13 @@ def require(condition: bool, message: str) -> None:
     """
     if not condition:
         raise UserError(message)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out on the device, on the host, or in a loader worker that the system killed."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "CUDA out of memory" in text or "is killed by signal: Killed" in text
+    )

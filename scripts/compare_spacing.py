@@ -1,6 +1,6 @@
-"""`medseg compare_spacing` from a checkout; see docs/SPACING.md."""
+"""`medseg compare_spacing` from a checkout; see README.md."""
 
-from medseg.apps.compare_spacing import main
+from medseg.commands.compare_spacing import main
 
 if __name__ == "__main__":
     main()

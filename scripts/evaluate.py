@@ -1,6 +1,6 @@
 """`medseg evaluate` from a checkout; see README.md."""
 
-from medseg.apps.evaluate import main
+from medseg.commands.evaluate import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """`medseg find_lr` from a checkout; see README.md."""
 
-from medseg.apps.find_lr import main
+from medseg.commands.find_lr import main
 
 if __name__ == "__main__":
     main()

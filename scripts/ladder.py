@@ -1,6 +1,6 @@
 """`medseg ladder` from a checkout; see README.md."""
 
-from medseg.apps.ladder import main
+from medseg.commands.ladder import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """`medseg phantom` from a checkout; see README.md."""
 
-from medseg.apps.phantom import main
+from medseg.commands.phantom import main
 
 if __name__ == "__main__":
     main()

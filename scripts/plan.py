@@ -1,6 +1,6 @@
 """`medseg plan` from a checkout; see README.md."""
 
-from medseg.apps.plan import main
+from medseg.commands.plan import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """`medseg predict` from a checkout; see README.md."""
 
-from medseg.apps.predict import main
+from medseg.commands.predict import main
 
 if __name__ == "__main__":
     main()

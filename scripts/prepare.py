@@ -1,6 +1,6 @@
 """`medseg prepare` from a checkout; see README.md."""
 
-from medseg.apps.prepare import main
+from medseg.commands.prepare import main
 
 if __name__ == "__main__":
     main()

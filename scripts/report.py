@@ -1,6 +1,6 @@
 """`medseg report` from a checkout; see README.md."""
 
-from medseg.apps.report import main
+from medseg.commands.report import main
 
 if __name__ == "__main__":
     main()

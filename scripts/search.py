@@ -1,6 +1,6 @@
 """`medseg search` from a checkout; see README.md."""
 
-from medseg.apps.search import main
+from medseg.commands.search import main
 
 if __name__ == "__main__":
     main()

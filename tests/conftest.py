@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Tests are imported by path, not as packages: makers of volumes and networks with known answers are found here.
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("cascade", "io")]
 
 # A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,9 +43,9 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         import hydra
         import torch
 
-        from medseg import build
-        from medseg.apps.entry import conf_dir
+        from medseg.build import objects as build
         from medseg.config.check import to_config
+        from medseg.config.folder import conf_dir
         from medseg.config.schema import TrainConfig
 
         fixed = ["trainer.accelerator=cpu", "logger=none", f"run_dir='{tmp_path}'"]

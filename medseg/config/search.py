@@ -27,7 +27,7 @@ class Objective(Enum):
 
 
 class Sampler(Enum):
-    """How a search chooses the next trial; see `medseg.apps.study`."""
+    """How a search chooses the next trial; see `medseg.studies.study`."""
 
     tpe = "tpe"
     random = "random"

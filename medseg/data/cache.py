@@ -29,7 +29,7 @@ from medseg.data.audit.case import CaseAudit
 from medseg.data.audit.finding import Severity
 from medseg.data.audit.labels import ABSENT, audit_vanished
 from medseg.data.case_table import Case
-from medseg.data.source_case import CaseRefused, SourceCase, read_source
+from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import is_same_source, sources_of
 from medseg.data.task import Task
 from medseg.errors import UserError
@@ -123,7 +123,7 @@ def prepare_case(
         read: Reads the case where its entry must be built; one function that remembers what it read serves several spacings.
 
     Raises:
-        CaseRefused: If the audit found an error.
+        CaseRefusedError: If the audit found an error.
         UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of the task.
     """
     if require_labels and case.labels is None:
@@ -278,7 +278,7 @@ def _read_as(case: Case) -> dict[str, Any]:
 def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
     audit = CaseAudit.from_dict(record["audit"])
     if audit.heeded(case.ignored, Severity.error):  # the entry was made for somebody who ignores it
-        raise CaseRefused(case, audit)
+        raise CaseRefusedError(case, audit)
     # What follows comes from the table of today: it does not change the arrays.
     return CachedCase(
         name=case.name,

@@ -190,5 +190,7 @@ def _number(cells: dict[str, str], column: str, default: float, where: str) -> f
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or (column == "hu_slope" and value <= 0):
-        raise UserError(f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing.")
+        raise UserError(
+            f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing."
+        )
     return value

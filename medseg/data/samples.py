@@ -114,7 +114,7 @@ class CoarseSamples(Dataset[Sample]):
         seed: int,
         divisor: tuple[int, int, int],
         rule: GridRule = PLAIN,
-        spacings: SpacingOf = lambda case, rng: None,
+        spacings: SpacingOf = lambda _case, _rng: None,
         augmentation: Augmentation | None = None,
         max_voxels: int | None = None,
         slab_probability: float = 0.0,
@@ -422,9 +422,7 @@ def _random_box(size: tuple[int, int, int], within: VoxelBox, rng: np.random.Gen
 def _inside(scan: _Scan, crop: Crop) -> Tensor:
     """Start and stop of the scan in a crop, (3, 2)."""
     part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
-    bounds = [
-        (start - origin, stop - origin) for start, stop, origin in zip(part.start, part.stop, crop.box.start, strict=True)
-    ]
+    bounds = [(start - origin, stop - origin) for start, stop, origin in zip(part.start, part.stop, crop.box.start, strict=True)]
     return torch.tensor(bounds, dtype=torch.int64)
 
 

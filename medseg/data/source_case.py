@@ -40,7 +40,7 @@ class SourceCase:
     audit: CaseAudit
 
 
-class CaseRefused(UserError):
+class CaseRefusedError(UserError):
     """A case with an error that the case does not ignore.
 
     Attributes:
@@ -64,7 +64,7 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
         label_values: Value in the file to label name.
 
     Raises:
-        CaseRefused: If the audit finds an error.
+        CaseRefusedError: If the audit finds an error.
         UserError: If a file cannot be read.
     """
     from medseg.io.read import read_image, read_labels  # here, so that opening the cache needs no reader
@@ -102,7 +102,7 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
         tuple(findings),
     )
     if audit.heeded(case.ignored, Severity.error):
-        raise CaseRefused(case, audit, cut_slices(image_hu, labels, grid.spacing_mm))
+        raise CaseRefusedError(case, audit, cut_slices(image_hu, labels, grid.spacing_mm))
     return SourceCase(sources, image_hu, labels, grid, audit)
 
 

@@ -22,7 +22,9 @@ def loaded_modules(statement: str) -> set[str]:
 
 
 def test_prediction_loads_neither_lightning_nor_monai() -> None:
-    loaded = loaded_modules("import medseg.apps.predict, medseg.build, medseg.cascade.segment, medseg.io.read, medseg.io.write")
+    loaded = loaded_modules(
+        "import medseg.commands.predict, medseg.build, medseg.cascade.segment, medseg.io.read, medseg.io.write"
+    )
     assert "torch" in loaded
     assert not loaded & {"lightning", "pytorch_lightning", "monai", "matplotlib", "SimpleITK", "torchmetrics"}
 
@@ -31,14 +33,14 @@ def test_prediction_does_without_the_compiler() -> None:
     """Torch imports it by itself, with sympy: a second and a tenth of a gigabyte."""
     load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
     network = f"import torch; {load}.predict_probs(torch.zeros(32, 32, 32), 0, CascadeOptions())"
-    imports = "from medseg.build import load_stage; from medseg.weights.files import shipped_weights"
+    imports = "from medseg.build.objects import load_stage; from medseg.weights.files import shipped_weights"
     loaded = loaded_modules(f"{imports}; from medseg.cascade.stage import CascadeOptions; {network}")
     assert "torch" in loaded
     assert "sympy" not in loaded
 
 
 def test_the_command_line_is_checked_without_torch() -> None:
-    assert "torch" not in loaded_modules("import medseg.apps.train, medseg.apps.predict, medseg.config.check")
+    assert "torch" not in loaded_modules("import medseg.commands.train, medseg.commands.predict, medseg.config.check")
 
 
 def test_every_package_init_only_has_its_docstring() -> None:

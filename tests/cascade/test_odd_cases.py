@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.build import load_stage
+from medseg.build.objects import load_stage
 from medseg.cascade.localise import Localisation, localise
 from medseg.cascade.stage import TrainedStage
-from medseg.data.phantom.scan import make_phantom
-from medseg.data.phantom.spec import PhantomSpec
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import region_crop
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PhantomSpec
 from medseg.preprocess.orient import orient
 from medseg.weights.files import shipped_weights
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import hydra
 import pytest
 
-from medseg.apps import runs, worker
-from medseg.apps.entry import conf_dir
-from medseg.apps.space import check_space, composer
 from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig
+from medseg.runs import folder as runs
+from medseg.runs import worker
+from medseg.studies.space import check_space, composer
 
 # Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
 GROUPS = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep"))

@@ -6,8 +6,8 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from medseg.apps.entry import conf_dir
 from medseg.config.check import RANGES, notes, to_config
+from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig
 from medseg.errors import UserError

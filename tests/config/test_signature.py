@@ -6,8 +6,8 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from medseg.apps.entry import conf_dir
 from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.config.signature import LATER_KEYS, NEUTRAL_KEYS, flat, plain, signature
 

@@ -24,7 +24,7 @@ from medseg.data.audit.finding import Severity
 from medseg.data.cache import CachedCase, is_current, open_case, prepare_case
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.samples import CoarseSamples
-from medseg.data.source_case import CaseRefused, SourceCase, read_source
+from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
@@ -333,9 +333,9 @@ def test_an_error_that_is_ignored_stops_nobody_else(tmp_path: Path, task: Task, 
     swapped = write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels])
     accepted = replace(swapped, ignored=frozenset({"swapped_sides"}))
     assert prepare_case(accepted, tmp_path, SPACING_MM, task, NAMES).label_counts["right_lung"] > 0
-    with pytest.raises(CaseRefused, match="swapped"):
+    with pytest.raises(CaseRefusedError, match="swapped"):
         open_case(swapped, tmp_path, SPACING_MM, task, NAMES)
-    with pytest.raises(CaseRefused, match="swapped"):
+    with pytest.raises(CaseRefusedError, match="swapped"):
         prepare_case(swapped, tmp_path, SPACING_MM, task, NAMES)
     assert open_case(accepted, tmp_path, SPACING_MM, task, NAMES).has_labels
 
@@ -445,7 +445,9 @@ def test_remarks_of_the_readers_are_kept(case: Case, tmp_path: Path, task: Task,
     from medseg.io import read
 
     open_file = read._open
-    monkeypatch.setattr(read, "_open", lambda path, *given: dataclasses.replace(open_file(path, *given), remarks=(f"repaired {path.name}",)))
+    monkeypatch.setattr(
+        read, "_open", lambda path, *given: dataclasses.replace(open_file(path, *given), remarks=(f"repaired {path.name}",))
+    )
     prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     monkeypatch.undo()
     audit = open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES).audit

@@ -221,9 +221,7 @@ def test_a_sample_depends_on_seed_and_number_alone(
     patch_size: tuple[int, int, int] | None, cached_cases: list[CachedCase], task: Task
 ) -> None:
     options = {"augmentation": AUGMENTATION, "patch_size": patch_size, "mirror": True, "elsewhere_probability": 0.3}
-    samples, fresh, other = (
-        fine(cached_cases, task, crops_of(GridRule(size=SIZE)), **options, seed=seed) for seed in (3, 3, 4)
-    )
+    samples, fresh, other = (fine(cached_cases, task, crops_of(GridRule(size=SIZE)), **options, seed=seed) for seed in (3, 3, 4))
     in_order = [samples[n] for n in range(8)]
     backwards = [fresh[n] for n in reversed(range(8))][::-1]
     assert all(is_same(a, b) for a, b in zip(in_order, backwards, strict=True))

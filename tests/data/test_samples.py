@@ -203,7 +203,9 @@ def test_a_patch_larger_than_its_box_is_centred_on_it(cached_cases: list[CachedC
     def tight(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return case.region_boxes[region.name]
 
-    samples = fine(cached_cases, task, augmentation=None, crops=on_the_cache(tight), patch_size=(32, 32, 32), boundary_probability=1.0)
+    samples = fine(
+        cached_cases, task, augmentation=None, crops=on_the_cache(tight), patch_size=(32, 32, 32), boundary_probability=1.0
+    )
     by_name = {case.name: case for case in cached_cases}
     for n in range(5):
         sample = samples[n]
@@ -233,7 +235,13 @@ def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cac
     def whole(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return VoxelBox.full(case.grid.shape)
 
-    options: dict = {"crops": on_the_cache(whole), "patch_size": None, "jitter": False, "mirror": True, "augmentation": AUGMENTATION}
+    options: dict = {
+        "crops": on_the_cache(whole),
+        "patch_size": None,
+        "jitter": False,
+        "mirror": True,
+        "augmentation": AUGMENTATION,
+    }
     body = cached_cases[2]  # has a right lung alone
     right = [FineSamples([body], task, seed=1, **options)[n] for n in range(6)]
 
@@ -308,7 +316,9 @@ def test_inside_marks_where_the_scan_is(is_mirrored: bool, cached_cases: list[Ca
     def box_beyond(case: CachedCase, region: Region, rng: object) -> VoxelBox:
         return case.region_boxes[region.name].expanded((40, 30, 20))
 
-    samples = fine(cached_cases, task, crops=on_the_cache(box_beyond), patch_size=None, augmentation=None, jitter=False, mirror=is_mirrored)
+    samples = fine(
+        cached_cases, task, crops=on_the_cache(box_beyond), patch_size=None, augmentation=None, jitter=False, mirror=is_mirrored
+    )
     for n in range(len(samples)):
         sample = samples[n]
         inside = torch.zeros_like(sample["target"], dtype=torch.bool)
@@ -338,7 +348,7 @@ def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[Cach
         windows = np.lib.stride_tricks.sliding_window_view(whole, (4, 6, 4))
         (place,) = np.argwhere((windows == sample["image"][0].numpy()).all(axis=(3, 4, 5)))
         corners[case.name].append(place)
-        box = VoxelBox(tuple(place), tuple(place + (4, 6, 4)))
+        box = VoxelBox(tuple(place), tuple(place + np.array((4, 6, 4))))
         value = task.labels[task.regions[sample["region"]].name]
         assert np.array_equal(sample["target"], np.asarray(case.labels)[box.slices()] == value)
         empty += not sample["target"].any()

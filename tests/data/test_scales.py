@@ -84,7 +84,9 @@ def set_up(write_case: Callable[..., Case], tmp_path: Path, task: Task) -> Calla
 
 
 @pytest.mark.parametrize("is_coarse", [True, False])
-def test_a_sample_is_its_scan_resampled_to_the_spacing_that_was_drawn(is_coarse: bool, set_up: Callable[..., Any], task: Task) -> None:
+def test_a_sample_is_its_scan_resampled_to_the_spacing_that_was_drawn(
+    is_coarse: bool, set_up: Callable[..., Any], task: Task
+) -> None:
     data, cases = set_up(is_coarse=is_coarse)
     samples, again = data.train_samples(), data.train_samples()
     spacings_mm = set()

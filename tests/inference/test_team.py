@@ -14,7 +14,7 @@ import medseg
 SCRIPT = """
 import os
 import torch
-from medseg.apps.ranks import meet, rank
+from medseg.runs.ranks import meet, rank
 from medseg.inference.team import Team, serve
 
 def run(job, images):

@@ -7,10 +7,11 @@ from pathlib import Path
 import hydra
 import pytest
 
-from medseg.apps import runs, worker
-from medseg.apps.entry import conf_dir
 from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
+from medseg.runs import folder as runs
+from medseg.runs import worker
 
 
 def train(run_dir: Path, table: Path, *overrides: str) -> Path:

@@ -19,7 +19,7 @@ import torch
 import medseg.training.callbacks
 import medseg.training.data_module
 import medseg.training.loggers  # noqa: F401
-from medseg.apps import worker
+from medseg.runs import worker
 from medseg.training.module import SegmentationModule
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medseg.apps.finished import results_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.nifti import encode_header
 from medseg.io.read import read_labels
+from medseg.prediction.completed import results_of
 
-COMMAND = [sys.executable, "-m", "medseg.apps.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
+COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
 
 
 def start(folder: Path, **options: Any) -> subprocess.Popen[str]:
@@ -121,7 +121,7 @@ def test_a_disk_without_room_leaves_nothing_half_written(tiny_table: Path, tmp_p
 
 LIMITED = """
 import resource, sys
-from medseg.apps import predict as app
+from medseg.commands import predict as app
 
 def vm_bytes():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -26,7 +26,9 @@ from .conftest import COARSE, FINE, train
 
 
 def medseg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "medseg.apps.cli", *arguments], cwd=cwd, capture_output=True, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "medseg.commands.cli", *arguments], cwd=cwd, capture_output=True, encoding="utf-8"
+    )
 
 
 def dices(labels: np.ndarray, reference: np.ndarray) -> list[float]:

@@ -12,17 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medseg.data.phantom.scan import make_phantom
-from medseg.data.phantom.spec import PhantomSpec
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PhantomSpec
 
-COMMAND = [sys.executable, "-m", "medseg.apps.cli"]
+COMMAND = [sys.executable, "-m", "medseg.commands.cli"]
 # The coarse stage finds both sides everywhere, and the fine weights are noise: about every second voxel is lung, in very many parts.
 ABSURD = """
 import dataclasses, sys, torch
-from medseg.apps import cascades, predict
+from medseg.prediction import cascades
+from medseg.commands import predict
 from medseg.cascade import segment
 from medseg.geometry.box import VoxelBox
 

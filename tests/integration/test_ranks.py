@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import medseg
-from medseg.apps import worker
-from medseg.build import load_stage
+from medseg.build.objects import load_stage
 from medseg.io.read import read_image
+from medseg.runs import worker
 from medseg.training.module import RAW_WEIGHTS
 
 from .conftest import train
@@ -159,7 +159,7 @@ def test_a_volume_that_two_processes_share_gets_the_labels_of_one(
 ) -> None:
     coarse, fine = trained
     arguments = [
-        "medseg.apps.cli", "predict", f"input={tiny_table.parent / 'c3.nii.gz'}", f"coarse={coarse}", f"fine={fine}",
+        "medseg.commands.cli", "predict", f"input={tiny_table.parent / 'c3.nii.gz'}", f"coarse={coarse}", f"fine={fine}",
         "accelerator=cpu", "threads=1", "inference.tile_size=[32,32,32]", "inference.tta=true",
     ]  # fmt: skip
     run([sys.executable, "-m", *arguments, f"output={tmp_path / 'one.nii.gz'}"], tmp_path)

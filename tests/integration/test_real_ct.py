@@ -17,7 +17,7 @@ from medseg.io.read import read_labels
 @pytest.mark.slow
 def test_a_whole_chest_fits_into_time_and_memory(shared_ct: Path, tmp_path: Path) -> None:
     scan = shared_ct / "lidc_0001" / "ct.nii.gz"
-    command = [sys.executable, "-m", "medseg.apps.cli", "predict", f"input={scan}", "output=o.nii.gz"]
+    command = [sys.executable, "-m", "medseg.commands.cli", "predict", f"input={scan}", "output=o.nii.gz"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "o.json").read_text())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from medseg.apps import worker
+from medseg.runs import worker
 from medseg.training.module import RAW_WEIGHTS
 
 from .conftest import train
@@ -52,7 +52,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 def command(table: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [
-        sys.executable, "-m", "medseg.apps.cli", "train", *SMALL, f"data.cases={table}", f"data.cache={table.parent / 'cache'}",
+        sys.executable, "-m", "medseg.commands.cli", "train", *SMALL, f"data.cases={table}", f"data.cache={table.parent / 'cache'}",
         "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "optimizer.lr=0.01", f"hydra.run.dir={run_dir}", *overrides,
     ]  # fmt: skip
 
@@ -68,7 +68,7 @@ def history(run_dir: Path) -> list[dict[str, str]]:
 KILLED_WORKER = """
 import os, signal, sys
 from pathlib import Path
-from medseg.apps import worker
+from medseg.runs import worker
 from medseg.training.module import SegmentationModule
 
 start = SegmentationModule.on_train_batch_start
@@ -173,7 +173,7 @@ def test_a_run_is_resumed_from_another_folder(tiny_table: Path, tmp_path: Path) 
     relative = ["data.cases=table.csv" if part.startswith("data.cases=") else part for part in first]
     subprocess.run(relative, cwd=tiny_table.parent, check=True)
     (tmp_path / "run" / "summary.json").unlink()
-    again = [sys.executable, "-m", "medseg.apps.cli", "train", f"resume={tmp_path / 'run'}"]
+    again = [sys.executable, "-m", "medseg.commands.cli", "train", f"resume={tmp_path / 'run'}"]
     subprocess.run(again, cwd=elsewhere, check=True)
     assert (tmp_path / "run" / "summary.json").is_file()
     assert not list(elsewhere.rglob("20*")), "no empty run folder is left"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from medseg.apps.segmenter import LungSegmenter
 from medseg.io.read import read_grid, read_image
+from medseg.prediction.segmenter import LungSegmenter
 
 from .conftest import train
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from medseg.apps.locks import is_locked
-from medseg.apps.runs import LOCK_FILE
+from medseg.io.locks import is_locked
+from medseg.runs.folder import LOCK_FILE
 
 from .test_runs import command
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from medseg.apps.jobs import read_jobs
+from medseg.runs.sweeps import read_jobs
 
 from .test_runs import command
 from .test_stopping import wait_for

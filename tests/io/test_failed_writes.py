@@ -122,7 +122,8 @@ def test_an_interrupt(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPat
 WRITE_SLOWLY = """
 import sys, time
 from pathlib import Path
-from medseg.apps import entry, predict
+from medseg.commands import entry
+from medseg.commands import predict
 from medseg.io.replacing import replacing
 
 def slowly(*_):

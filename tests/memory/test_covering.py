@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg import build
-from medseg.apps.entry import conf_dir
+from medseg.build import objects as build
 from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 

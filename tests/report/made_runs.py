@@ -13,7 +13,7 @@ import hydra
 import numpy as np
 from omegaconf import OmegaConf
 
-from medseg.apps.entry import conf_dir
+from medseg.config.folder import conf_dir
 from medseg.geometry.grid import VoxelGrid
 from medseg.pictures.overlay import overlay_montage
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from medseg.apps.report import report
+from medseg.commands.report import report
 from medseg.config.schema import ReportConfig
 
 from .made_runs import make_sweep

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from medseg.apps.entry import conf_dir
 from medseg.config.check import notes, to_config
+from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.memory.accounting.ledger import Ledger
 

@@ -86,7 +86,7 @@ def test_the_picture_marks_the_rate(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "medseg.apps.cli", "find_lr", "model.width=4", "steps=30", "data.num_workers=0", "output=f",
+        sys.executable, "-m", "medseg.commands.cli", "find_lr", "model.width=4", "steps=30", "data.num_workers=0", "output=f",
         f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "spacing.target_spacing_mm=[4.0,4.0,4.0]",
         "trainer.accelerator=cpu", "stage.batch_size=4", "memory.accumulate=2", "lr_scaling=sqrt",
     ]  # fmt: skip

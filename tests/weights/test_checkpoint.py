@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from medseg import __version__, build
-from medseg.apps.entry import conf_dir
 from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.weights.files import read_weights

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.build import load_stage
+from medseg.build.objects import load_stage
 from medseg.cascade.segment import segment
-from medseg.data.phantom.scan import make_phantom
-from medseg.data.phantom.spec import PhantomSpec
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PhantomSpec
 from medseg.weights.files import SHIPPED, read_weights, shipped_weights
 
 
@@ -56,7 +56,14 @@ def test_they_segment_a_phantom_that_they_never_saw() -> None:
 def test_the_one_line_command_segments_a_scan(
     case: str, source: str, least: list[float], shared_ct: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "medseg.apps.cli", "predict", f"input={shared_ct / case / source}", "output=lungs.nii.gz"]
+    command = [
+        sys.executable,
+        "-m",
+        "medseg.commands.cli",
+        "predict",
+        f"input={shared_ct / case / source}",
+        "output=lungs.nii.gz",
+    ]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300)
     assert result.returncode == 0, result.stderr
     labels, reference = read_labels(tmp_path / "lungs.nii.gz"), read_labels(shared_ct / case / "lungs.nii.gz")

@@ -17,7 +17,9 @@ off by less, and it is a small part of any voxel."""
 MAX_LISTED = 10
 
 
-def audit_grids(image_grid: VoxelGrid, label_grid: VoxelGrid, stored_shapes: tuple[Sequence[int], Sequence[int]]) -> list[Finding]:
+def audit_grids(
+    image_grid: VoxelGrid, label_grid: VoxelGrid, stored_shapes: tuple[Sequence[int], Sequence[int]]
+) -> list[Finding]:
     """Say where the label map lies elsewhere than its image.
 
     Args:

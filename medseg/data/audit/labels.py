@@ -195,7 +195,9 @@ def _audit_cuts(
             ):
                 if is_reached:
                     plane = labels[(slice(None),) * axis + (index,)]
-                    area_mm2 = np.count_nonzero(_mask(plane, one.region, task)) * math.prod(grid.spacing_mm) / grid.spacing_mm[axis]
+                    area_mm2 = (
+                        np.count_nonzero(_mask(plane, one.region, task)) * math.prod(grid.spacing_mm) / grid.spacing_mm[axis]
+                    )
                     ends.append(f"{name} end, {area_mm2 / 100:.1f} cm²")
         if image_hu is not None and _reaches_padding(image_hu, labels, grid, task, one):
             ends.append("edge of the field of view")

@@ -12,7 +12,9 @@ from medseg.data.audit.image import audit_image, hash_voxels, measure_image
 def ct(seed: int = 0, lung: float = 0.2, soft: float = 0.35) -> np.ndarray:
     """Voxels with the shares of a chest: air, lung, soft tissue and some bone, noisy."""
     rng = np.random.default_rng(seed)
-    kinds = rng.choice([-990.0, -850.0, -100.0, 50.0, 600.0], p=[0.97 - lung - soft, lung, soft / 3, soft * 2 / 3, 0.03], size=(12, 40, 50))
+    kinds = rng.choice(
+        [-990.0, -850.0, -100.0, 50.0, 600.0], p=[0.97 - lung - soft, lung, soft / 3, soft * 2 / 3, 0.03], size=(12, 40, 50)
+    )
     return np.clip(np.rint(kinds + rng.normal(0, 25, kinds.shape)), -1024, 3071).astype(np.int16)
 
 

@@ -35,7 +35,9 @@ def test_regions_are_measured_in_the_world(task: Task) -> None:
         inside = np.argwhere(labels == value)
         assert regions[name].box == VoxelBox.from_mask(labels == value)
         assert regions[name].centre_x_mm == pytest.approx(GRID.index_to_world_xyz_mm(inside)[:, 0].mean())
-    assert measure_volumes(labels, GRID, task) == pytest.approx({"left_lung": 8 * 14 * 10 * 0.03, "right_lung": 8 * 16 * 12 * 0.03})
+    assert measure_volumes(labels, GRID, task) == pytest.approx(
+        {"left_lung": 8 * 14 * 10 * 0.03, "right_lung": 8 * 16 * 12 * 0.03}
+    )
     assert measure_regions(0 * labels, GRID, task) == {}
     assert found(*lungs(), task) == []
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from medseg.data.audit.placement import audit_placement
-from medseg.data.phantom.scan import make_phantom
-from medseg.data.phantom.spec import draw_spec
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import draw_spec
 from medseg.preprocess.orient import orient
 
 FLIPS = [axes for count in (1, 2, 3) for axes in itertools.combinations(range(3), count)]

@@ -36,7 +36,9 @@ def audited(
     (5, (2.9, 0.3, 0.3), None),
     (4, (9.0, 0.7, 0.7), None),
 ])  # fmt: skip
-def test_a_spacing_is_an_outlier_among_enough_others(num_cases: int, spacing_mm: tuple[float, float, float], said: str | None) -> None:
+def test_a_spacing_is_an_outlier_among_enough_others(
+    num_cases: int, spacing_mm: tuple[float, float, float], said: str | None
+) -> None:
     cases = [*(audited(f"c{number}") for number in range(num_cases - 1)), audited("odd", spacing_mm)]
     compared = compare_cases(cases)
     assert all(one.compared == () for one in compared[:-1])
@@ -59,7 +61,12 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
 
 
 def test_the_table_can_be_read_by_a_machine() -> None:
-    odd = [note("padding", "a", "b"), warning("no_air", 'say "x", y', "c"), error("label_grid", "d\u00fc", ""), warning("cut_region", "e", "")]
+    odd = [
+        note("padding", "a", "b"),
+        warning("no_air", 'say "x", y', "c"),
+        error("label_grid", "d\u00fc", ""),
+        warning("cut_region", "e", ""),
+    ]
     cases = [
         audited("Doe, John", (1.0, 0.7, 0.7), *odd, ignored=frozenset({"cut_region"})),
         AuditedCase(Case("z", Path("z"), None, "z"), None, failure="gone"),

@@ -1,1 +1,0 @@
-"""The commands: the order of the steps."""

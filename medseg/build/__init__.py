@@ -1,0 +1,1 @@
+"""Configuration to objects, one module per group."""

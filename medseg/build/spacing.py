@@ -1,0 +1,30 @@
+"""The spacing that a data set asks for, found in the headers of the scans that are trained on."""
+
+from __future__ import annotations
+
+from medseg.config.check import FOUND_IN_DATA
+from medseg.config.schema import DataConfig, SpacingConfig
+from medseg.console import say
+
+
+def find_spacing(spacing: SpacingConfig, data: DataConfig) -> None:
+    """Fill in the target of a strategy of `FOUND_IN_DATA`, in place; nothing is done for others, or where it stands already.
+
+    Raises:
+        UserError: If the cases cannot be found or a header cannot be read.
+    """
+    if spacing.strategy not in FOUND_IN_DATA or spacing.target_spacing_mm is not None:
+        return
+    from medseg.build.cases import find_sources
+    from medseg.data.typical_spacing import typical_spacing_mm
+    from medseg.io.read import read_grid
+    from medseg.preprocess.orient import oriented_grid
+
+    # The first source is the user's: phantoms that are mixed in say nothing about the scans to come.
+    cases = find_sources(data)[0].split.train
+    average = FOUND_IN_DATA[spacing.strategy]
+    spacing.target_spacing_mm = typical_spacing_mm(
+        [oriented_grid(read_grid(case.image, case.series)).spacing_mm for case in cases], average
+    )
+    numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
+    say(f"spacing.target_spacing_mm=[{numbers}]: the {average} of {len(cases)} cases")

@@ -1,0 +1,1 @@
+"""Commands: read the configuration, call one function, print the result."""

@@ -1,0 +1,77 @@
+"""The `find_lr` command: one short run in which the learning rate climbs, a picture of its loss, and the rate to take."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+
+from medseg.build.spacing import find_spacing
+from medseg.commands import entry
+from medseg.config.schema import FindLrConfig
+from medseg.console import say
+from medseg.errors import EXIT_FAILED, UserError
+from medseg.io.replacing import check_writable
+from medseg.runs.folder import replace_text
+
+CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+
+
+def main() -> None:
+    """Compose, check, climb."""
+    entry.run("find_lr", FindLrConfig, find_lr)
+
+
+def find_lr(config: FindLrConfig) -> int:
+    """Train for `steps` while the rate climbs; write `find_lr.csv` and `find_lr.png`, and print the argument of `train`.
+
+    Returns:
+        0, or 1 where the loss never falls.
+
+    Raises:
+        UserError: If the rates do not rise, or several ranks are asked for.
+    """
+    if config.lowest_lr >= config.highest_lr:
+        raise UserError(f"lowest_lr={config.lowest_lr:g} must lie below highest_lr={config.highest_lr:g}")
+    if config.trainer.devices * config.trainer.num_nodes > 1:
+        raise UserError("trainer: one rank finds the rate of stage.batch_size for any number of them; choose trainer=single")
+    import torch
+
+    from medseg.build import objects as build
+    from medseg.build.data import make_data_module
+    from medseg.pictures.lr_range import draw_lr_range
+    from medseg.training.lr_range import LrRange, smoothed, suggest_lr
+
+    find_spacing(config.spacing, config.data)
+    output = Path(config.output)
+    check_writable(output)
+    # The rates are the test's own, and nothing is left behind but its result.
+    config = replace(config, schedule=CONSTANT, warmup_steps=0, logger={}, run_dir=str(output))
+    task = build.make_task(config.task)
+    torch.manual_seed(config.seed)
+    network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
+    build.begin_with_weights(network, config)
+    climb = LrRange(config.lowest_lr, config.highest_lr, config.steps)
+    trainer = build.make_trainer(config, [climb])
+    trainer.limit_val_batches = 0
+    module = build.make_module(config, network, {})
+    trainer.fit(module, datamodule=make_data_module(config, task, network.divisor))
+
+    rates, losses = climb.rates, climb.losses
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("lr", "loss"), *zip(rates, losses, strict=True)])
+    replace_text(output / "find_lr.csv", text.getvalue())
+    found = suggest_lr(rates, losses)
+    if losses:
+        name = str(config.optimizer["_target_"]).rpartition(".")[2]
+        title = f"{config.stage.name.value}, {name}, stage.batch_size={config.stage.batch_size}"
+        draw_lr_range(rates, losses, smoothed(losses).tolist(), found, title, output / "find_lr.png")
+    if found is None:
+        say("the loss never falls; try a lower lowest_lr or more steps")
+        return EXIT_FAILED
+    # `lr_scaling` will multiply what is given.
+    factor = build.with_scaled_rates({"lr": 1.0}, config)["lr"]
+    print(f"optimizer.lr={found / factor:.2g}")
+    print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")
+    return 0

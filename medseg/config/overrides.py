@@ -1,0 +1,63 @@
+"""Quoting of path arguments for Hydra's command-line grammar."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+# Keys whose value is one path: Hydra's grammar breaks on names such as `Doe, John`, `Thorax (1)` or `a=b`.
+PATH_KEYS = frozenset(
+    {
+        "cases",
+        "coarse",
+        "data.cache",
+        "data.cases",
+        "data.phantoms.folder",
+        "fine",
+        "init_from",
+        "hydra.run.dir",
+        "hydra.sweep.dir",
+        "input",
+        "output",
+        "pred",
+        "ref",
+        "runs",
+        "resume",
+        "stage.coarse",
+    }
+)
+# Those that also take a list of paths, `[a,b]`.
+LIST_KEYS = frozenset({"coarse", "fine"})
+
+
+def quote_paths(arguments: Sequence[str]) -> list[str]:
+    """Quote the path-valued arguments so that Hydra's grammar takes them as they are.
+
+    `null` and values that are already quoted stay; so does everything that is no `key=value` of `PATH_KEYS`. Under `-m` a comma
+    in a path does not start a sweep. Brackets around a value of `LIST_KEYS` that is no path itself make a list; a comma inside one of
+    its paths needs quotes.
+
+    Example:
+        >>> quote_paths(["input=Doe, John/a=b.nii", "seed=1,2", "fine=[a=b,(1)]"])
+        ["input='Doe, John/a=b.nii'", 'seed=1,2', "fine=['a=b','(1)']"]
+    """
+    quoted = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        if not equals or key.lstrip("+") not in PATH_KEYS or value in ("", "null") or is_quoted:
+            quoted.append(argument)
+        elif key.lstrip("+") in LIST_KEYS and value[0] == "[" and value[-1] == "]" and not Path(value).exists():
+            parts = [part.strip() for part in next(csv.reader([value[1:-1]], quotechar="'", skipinitialspace=True))]
+            quoted.append(f"{key}=[{','.join(map(quote, parts))}]")
+        else:
+            quoted.append(f"{key}={quote(value)}")
+    return quoted
+
+
+def quote(text: str) -> str:
+    """A text that Hydra's grammar takes as it is."""
+    # Inside quotes only the quote itself is escaped; a backslash counts as an escape just before it.
+    escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
+    return f"'{escaped}\\'" if escaped.endswith("\\") else f"'{escaped}'"

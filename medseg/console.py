@@ -1,0 +1,10 @@
+"""Messages to the user on the error stream."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(message: str) -> None:
+    """Tell the user something on the error stream, so that results can be piped."""
+    print(f"medseg: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Matching predictions with references, scoring, tables."""

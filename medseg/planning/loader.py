@@ -1,0 +1,110 @@
+"""The `tune_loader` command: which number of workers, how many batches ahead and which memory make batches fastest here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from medseg.build.spacing import find_spacing
+from medseg.config.schema import TuneLoaderConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from medseg.training.data_module import CasesDataModule
+
+# What a setting must gain over one that asks less of the machine.
+GAIN = 1.05
+
+
+class Setting(NamedTuple):
+    """Arguments of the loader."""
+
+    num_workers: int
+    prefetch: int
+    pin_memory: bool
+
+    def __str__(self) -> str:
+        """As arguments of `train`."""
+        parts = [f"data.num_workers={self.num_workers}"]
+        parts += [f"data.prefetch={self.prefetch}"] if self.num_workers else []
+        return " ".join([*parts, *(["data.pin_memory=true"] if self.pin_memory else [])])
+
+
+def tune_loader(config: TuneLoaderConfig) -> int:
+    """Time the same batches under each setting, print the table and the setting to take; returns 0."""
+    import torch
+
+    from medseg.build import objects as build
+    from medseg.build.data import make_data_module
+
+    find_spacing(config.spacing, config.data)
+    device = build.pick_device(config.trainer.accelerator)
+    tried = settings(config.workers or default_workers(os.cpu_count() or 1), config.prefetches, has_gpu=device.type == "cuda")
+    longest = max(setting.num_workers * setting.prefetch for setting in tried)
+    task = build.make_task(config.task)
+    with torch.device("meta"):  # only asked of what its input is a multiple
+        network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
+    data = make_data_module(replace(config, steps=longest + config.num_batches), task, network.divisor)
+    data.prepare_data()
+    data.setup("fit")
+    time_batches(data, tried[0], config.num_batches, device)  # reads the cache from the disk once, for all alike
+    rates: dict[Setting, float] = {}
+    print(f"{'':52s}{'batches/s':>10s}")
+    for setting in tried:
+        rates[setting] = config.num_batches / time_batches(data, setting, config.num_batches, device)
+        print(f"{setting!s:52s}{rates[setting]:10.2f}", flush=True)
+    best = propose(rates)
+    print(f"take: {best}   (a step that takes longer than {1 / rates[best]:.3f} s never waits)")
+    return 0
+
+
+def default_workers(num_processors: int) -> list[int]:
+    """Numbers of workers to try: none, and the powers of two up to the processors.
+
+    Example:
+        >>> default_workers(6)
+        [0, 1, 2, 4]
+    """
+    return [0] + [2**n for n in range(num_processors.bit_length()) if 2**n <= num_processors]
+
+
+def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool) -> list[Setting]:
+    """What to try, least first: without workers nothing is made ahead, and without a GPU nothing is copied to one."""
+
+    def every() -> Iterator[Setting]:
+        for num_workers in sorted(workers):
+            for prefetch in sorted(prefetches) if num_workers else [2]:
+                for pin_memory in (False, True)[: 1 + has_gpu]:
+                    yield Setting(num_workers, prefetch, pin_memory)
+
+    return list(every())
+
+
+def time_batches(data: CasesDataModule, setting: Setting, num_batches: int, device: torch.device) -> float:
+    """Seconds that a number of batches take to arrive on the device, after those that were made ahead."""
+    import torch
+
+    data.num_workers, data.prefetch, data.pin_memory = setting
+    batches = iter(data.train_batches())
+    for _ in range(setting.num_workers * setting.prefetch):
+        next(batches)
+    start_s = time.perf_counter()
+    for _ in range(num_batches):
+        next(batches)["image"].to(device, non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+def propose(rates: dict[Setting, float]) -> Setting:
+    """The first setting, least first, that no other one beats by more than a twentieth.
+
+    Args:
+        rates: Batches per second by setting, least first.
+    """
+    fastest = max(rates.values())
+    return next(setting for setting, rate in rates.items() if rate * GAIN >= fastest)

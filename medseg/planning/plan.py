@@ -1,0 +1,212 @@
+"""The `plan` command: the memory of a training step, part by part, before anything runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medseg.build.spacing import find_spacing
+from medseg.config.check import divisor_of
+from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, StageName, Strategy, TrainConfig
+from medseg.console import say
+from medseg.errors import EXIT_FAILED, UserError
+from medseg.runs.folder import replace_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from medseg.memory.accounting.step import StepMemory
+
+Shape = tuple[int, int, int]
+
+# What is alive at the peak, in the words of the table.
+AT_PEAK = {
+    "parameters": "parameters",
+    "gradients": "gradients of parameters",
+    "optimizer state": "optimiser state",
+    "input": "input",
+    "target": "target",
+    "forward": "activations",
+    "backward": "gradients of activations, recomputed activations",
+    "update": "the optimiser's intermediate results",
+}
+
+
+def plan(config: PlanConfig) -> int:
+    """Print the memory of a training step, and compare it with `memory.budget_gib`.
+
+    Returns:
+        0, or 1 when the step does not fit into the budget.
+    """
+    if config.largest_batch and config.memory.budget_gib is None:
+        raise UserError("largest_batch=true: memory.budget_gib says what there is; give it")
+    find_spacing(config.spacing, config.data)
+    shape = input_shape(config)
+    memory = count(config, shape, compute=config.compute)
+    budget_gib = config.memory.budget_gib
+    fits = budget_gib is None or memory.peak <= budget_gib * 2**30
+    print("\n".join(describe(config, shape, memory)), flush=True)
+    batch_size = None
+    if config.largest_batch and budget_gib is not None:
+        peak = functools.cache(lambda samples: peak_of(config, shape, samples))
+        batch_size = num_shares(config) * largest_batch(peak, int(budget_gib * 2**30))
+        print(
+            f"largest batch within memory.budget_gib={budget_gib:g}: "
+            + (f"stage.batch_size={batch_size}" if batch_size else "none")
+        )
+    if config.output is not None:
+        facts = {"stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory)}
+        replace_text(
+            Path(config.output),
+            json.dumps({**facts, "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size}, indent=1),
+        )
+    if not fits:
+        say(f"a step takes {memory.peak / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit")
+    return 0 if fits else EXIT_FAILED
+
+
+def count(
+    config: TrainConfig, shape: Shape, make_other: Callable[[], nn.Module] | None = None, *, compute: bool = False
+) -> StepMemory:
+    """Count the memory of a training step of a configuration.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a sample, (D, H, W).
+        make_other: Makes another network, called with the image alone, that takes the place of the configured one.
+        compute: See `count_step`.
+
+    Raises:
+        UserError: If the network does not take the shape, or a part cannot be counted.
+    """
+    import torch
+
+    from medseg.build import objects as build
+    from medseg.memory.accounting.step import count_step
+
+    memory, samples = config.memory, samples_per_rank(config)
+    region = torch.zeros(samples, dtype=torch.int64)
+    # Compiled code decides itself what it keeps; what is counted is the network before that.
+    plain = replace(config, memory=replace(memory, compile=False))
+
+    def make_network() -> nn.Module:
+        network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
+        return build.switch_on(network, plain, "cuda" if memory.offload else "cpu")
+
+    try:
+        return count_step(
+            make_other or make_network,
+            (samples, 1, *shape),
+            loss=build.make_loss(config),
+            make_optimizer=build.make_optimizer(config),
+            precision=memory.precision.value,
+            accumulate=memory.accumulate,
+            averages=config.ema_decay is not None,
+            call=lambda network, image: network(image) if make_other else network(image, region),
+            compute=compute,
+        )
+    except ValueError as error:
+        raise UserError(f"plan: {error}") from error
+
+
+def largest_batch(peak: Callable[[int], int], budget: int) -> int:
+    """Find the most samples at a time whose step fits, by exact counts around a straight line through two of them.
+
+    Args:
+        peak: Bytes of a step on a number of samples; never falls.
+        budget: Bytes that there are.
+
+    Returns:
+        Number of samples, 0 where one does not fit.
+    """
+    # From two samples on the growth is even; one may do without a copy that several need.
+    few, more = peak(2), peak(3)
+    samples = max(1, 2 + (budget - few) // (more - few))
+    while samples and peak(samples) > budget:
+        samples -= 1
+    while peak(samples + 1) <= budget:
+        samples += 1
+    return samples
+
+
+def peak_of(config: TrainConfig, shape: Shape, samples: int) -> int:
+    """Bytes at the peak of a step of a configuration with another number of samples per micro-batch."""
+    stage = replace(config.stage, batch_size=samples * num_shares(config))
+    return count(replace(config, stage=stage), shape).peak
+
+
+def samples_per_rank(config: TrainConfig) -> int:
+    """Samples of a micro-batch of one rank."""
+    return config.stage.batch_size // num_shares(config)
+
+
+def num_shares(config: TrainConfig) -> int:
+    """Micro-batches of a step, over all ranks."""
+    return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate
+
+
+def input_shape(config: PlanConfig) -> Shape:
+    """Voxels (D, H, W) of the sample to plan for: `shape`, the stage's patch, the size of all crops, or `extent_mm` at its spacing."""
+    known = config.shape or config.stage.patch_size or config.spacing.size
+    if known is not None:
+        return known
+    spacing_mm, range_mm = config.spacing.target_spacing_mm, config.spacing.range_mm
+    if range_mm is not None:
+        spacing_mm = (range_mm[0], range_mm[0], range_mm[0])  # the largest sample
+    if spacing_mm is None:
+        raise UserError(
+            "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for"
+        )
+    extent_mm = config.extent_mm.coarse if config.stage.name is StageName.coarse else config.extent_mm.fine
+    depth, height, width = (math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True))
+    if config.spacing.strategy is SpacingStrategy.fixed_resolution:
+        depth = height = width = max(depth, height, width)
+    if config.stage.max_voxels:
+        depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
+    steps = zip((depth, height, width), divisor_of(config), strict=True)
+    depth, height, width = (math.ceil(size / step) * step for size, step in steps)
+    return depth, height, width
+
+
+def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]:
+    """The counts as lines of a table."""
+    switches, samples = config.memory, samples_per_rank(config)
+
+    def row(name: str, size: int, note: str = "") -> str:
+        return f"{name:52s}{size / 2**20:10.1f} MiB{size / memory.voxels:10.2f}  {note}".rstrip()
+
+    lines = [
+        f"{config.stage.name.value}: a step on {samples} × {'×'.join(map(str, shape))} voxels, {switches.precision.value}, "
+        f"checkpointing {switches.checkpointing}",
+        "",
+        f"{'':66s}bytes/voxel",
+        row("parameters", memory.parameters),
+        row("gradients", memory.gradients),
+        row("optimiser state", memory.optimizer_state),
+        row("input", memory.input),
+        row("target", memory.target),
+        row("saved from forward to backward", memory.saved_bytes),
+        *(row(f"  {part}", size) for part, size in memory.saved.items()),
+        *([row("offloaded to host memory", memory.offloaded)] if memory.offloaded else []),
+        row("peak of the step", memory.peak, f"in {memory.peak_at}"),
+        *(row(f"  {AT_PEAK[kind]}", memory.peak_live[kind]) for kind in AT_PEAK if kind in memory.peak_live),
+        "",
+        "Counted are the bytes of live tensors. A device needs some more for its libraries' workspaces.",
+    ]
+    if switches.compile:
+        lines.append("memory.compile=true: counted before compilation, which often keeps less.")
+    if config.trainer.devices * config.trainer.num_nodes > 1:
+        if config.trainer.strategy is Strategy.fsdp:
+            lines.append("trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.")
+        else:
+            lines.append(f"trainer: per rank, and DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.")
+    if config.model.device_map is not None:
+        lines.append("model.device_map: counted over all of its devices together.")
+    if switches.precision is Precision.fp16:
+        lines.append("memory.precision=fp16: norms over groups are computed in fp32 on a GPU and keep some more.")
+    return lines

@@ -1,0 +1,1 @@
+"""Run folders: status, signature, locks, start and stop of processes, sweeps."""

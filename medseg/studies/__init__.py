@@ -1,0 +1,1 @@
+"""Experiments over experiments: ladder, spacing comparison, cross-validation, search, weights."""

@@ -1,0 +1,165 @@
+"""The `search` command: trials of a space, each a run of its own, under the eyes of Optuna."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from medseg.commands.report import HISTORY_FILE, STUDY_FILE, read_history, read_run, report
+from medseg.config.check import to_config
+from medseg.config.schema import ReportConfig, TrainConfig
+from medseg.config.search import Objective, SearchConfig
+from medseg.config.signature import decisive, flat, plain, signature
+from medseg.console import say
+from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
+from medseg.report.run import METRICS
+from medseg.runs.folder import (
+    CONFIG_FILE,
+    open_run,
+    read_summary,
+    replace_text,
+    settle,
+    status_of_run,
+    write_end,
+)
+from medseg.runs.launch import check_start, num_local_ranks, start_workers
+from medseg.runs.status import FAILURES, Status, status_of
+from medseg.runs.sweeps import Job
+from medseg.studies.space import Compose, check_space, composer, text_of
+
+if TYPE_CHECKING:
+    from medseg.studies.study import Study, Turn
+
+SEARCH_FILE = "search.yaml"
+# Keys of a search that may change when it goes on.
+OPEN_KEYS = frozenset({"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"})
+ENDED = FAILURES | {Status.finished, Status.pruned}
+
+
+def search(config: SearchConfig) -> int:
+    """Run trials until there are `sweep.num_trials`; started again in its folder, a search goes on.
+
+    Returns:
+        0; 1 when no trial has a result; the code that asks to be started again when the system stopped the search.
+    """
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode is RunMode.MULTIRUN:
+        raise UserError("search runs trials by itself: leave out -m")
+    if config.resume is not None or config.retry_failed or not config.start:
+        raise UserError("search starts its trials, and goes on, by itself: leave out resume, retry_failed and start")
+    try:
+        from medseg.studies.study import Study
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"search needs {error.name}, which is not installed; install medseg with its extra: medseg[search]"
+        ) from error
+    settle(config)
+    folder = Path(hydra_config.runtime.output_dir).absolute()
+    compose = composer(hydra_config.overrides.task, config.sweep)
+    check_space(config.sweep, compose)
+    open_folder(folder, config)
+    study = Study(folder, config.sweep)
+    study.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
+    for turn in study.turns():
+        status = run_trial(study, turn, compose)
+        replace_text(folder / STUDY_FILE, json.dumps(study.summary(), indent=1))
+        if status is Status.interrupted:
+            return EXIT_RESUME
+    report(ReportConfig(str(folder), None, num_pictures=24))
+    best = study.summary()["best"]
+    print(f"best: {', '.join(f'trial {number}' for number in best) or 'none has a result'}")
+    return 0 if best else EXIT_FAILED
+
+
+def open_folder(folder: Path, config: SearchConfig) -> None:
+    """Write what is searched into a new folder, or check that it is what the folder's search is about.
+
+    Raises:
+        UserError: If the folder belongs to another search.
+    """
+    path = folder / SEARCH_FILE
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+        return
+    earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    saved, given = (
+        {key: value for key, value in decisive(values).items() if key not in OPEN_KEYS} for values in (earlier, plain(config))
+    )
+    differing = [key for key in sorted(saved.keys() | given.keys()) if saved.get(key) != given.get(key)]
+    if differing:
+        changes = "; ".join(f"{key}: {saved.get(key)} then, {given.get(key)} now" for key in differing[:5])
+        raise UserError(f"{folder} holds another search, which differs in {changes}; choose another hydra.run.dir or sweep.name")
+
+
+def run_trial(study: Study, turn: Turn, compose: Compose) -> Status:
+    """Run a trial, or go on with it, and record what became of it in its folder and in the study."""
+    job_dir = study.folder / str(turn.number)
+    job = Job(turn.number, Status.running, "", turn.overrides, "")
+    say(f"trial {turn.number}: " + " ".join(f"{key}={value}" for key, value in turn.overrides.items()))
+    status, message = Status.interrupted, ""  # unless it comes to an end
+    try:
+        config = to_config(compose({**turn.overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
+        settle(config)
+        job = replace(job, signature=signature(plain(config)))
+        job.write(job_dir)
+        status, message = run_job(turn, job_dir, config)
+    except UserError as error:
+        status, message = Status.refused, str(error)
+    finally:
+        replace(job, status=status, message=message).write(job_dir)
+    values = objective_values(study.sweep.objectives, job_dir) if status is Status.finished else []
+    if status is not Status.interrupted:
+        study.close(turn, values or None, is_defect=status is Status.failed)
+    say(f"trial {turn.number} {status.value.replace('_', ' ')}: {message or ', '.join(f'{value:.4g}' for value in values)}")
+    return status
+
+
+def run_job(turn: Turn, job_dir: Path, config: TrainConfig) -> tuple[Status, str]:
+    """Run the workers of a trial to the end, or to where the study has seen enough; returns the status and why."""
+    if (job_dir / CONFIG_FILE).is_file():
+        status = status_of_run(job_dir)
+        if status in ENDED:  # but the search was killed before it had noted it
+            return status, read_summary(job_dir).get("message", "")
+        config.resume = str(job_dir)
+    check_start(config)
+    run_dir, reason = open_run(config), ""
+
+    def has_seen_enough() -> bool:
+        nonlocal reason
+        reason = turn.report(validations(run_dir / HISTORY_FILE))
+        return bool(reason)
+
+    code = start_workers(run_dir, num_local_ranks(config), has_seen_enough)
+    if code == 0:
+        turn.report(validations(run_dir / HISTORY_FILE))  # the last ones: later trials are compared with them
+    elif reason:
+        write_end(run_dir, Status.pruned, reason)
+        return Status.pruned, reason
+    return status_of(code), read_summary(run_dir).get("message", "")
+
+
+def validations(history: Path) -> list[tuple[int, float]]:
+    """The (step, Dice) that a run has noted so far."""
+    return [(int(line["step"]), line["val_dice"]) for line in read_history(history) if "step" in line and "val_dice" in line]
+
+
+def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[float]:
+    """What a finished run has reached, one value per objective.
+
+    Raises:
+        UserError: If it has none, which it shares with every other trial.
+    """
+    run = read_run(job_dir, job_dir.parent)
+    found = {metric.key: metric.of(run) for metric in METRICS}
+    values = [value for objective in objectives if (value := found[objective.value]) is not None]
+    if len(values) < len(objectives):
+        raise UserError(f"{job_dir} finished without {', '.join(one.value for one in objectives)}: are there validation cases?")
+    return values

@@ -1,0 +1,76 @@
+"""The bench: parts are scaled as they say, our own row is what the command takes, and peers are counted as their programs count."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import inference as app
+from benchmarks.baseline import num_tiles
+from medseg.errors import UserError
+from medseg.io.write import write_image
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PhantomSpec
+
+
+def test_a_part_is_scaled_and_the_rest_counted_once() -> None:
+    whole = app.Row("them", wall_s=7.0, cpu_s=9.0, peak_gb=2.0, measured="all")
+    scaled = app.scaled(whole, part_s=4.0, part_cpu_s=6.0, share=0.25, what="1 of 4")
+    assert scaled == app.Row("them", 3.0 + 4 * 4.0, 3.0 + 4 * 6.0, 2.0, "1 of 4")
+    assert app.scaled(whole, part_s=4.0, part_cpu_s=6.0, share=1.0, what="all") == whole
+
+
+def test_the_tables_hold_ratios_to_the_first_row() -> None:
+    rows = [app.Row("us, here", 2.0, 4.0, 1.25, "all"), app.Row("them", 50.0, 90.0, 3.0, "1 of 9 tiles")]
+    assert app.csv_text(rows).splitlines()[1:] == [
+        '"us, here",2.0,4.0,1.25,1.0,1.0,all',
+        "them,50.0,90.0,3.00,25.0,22.5,1 of 9 tiles",
+    ]
+    assert app.markdown(rows).splitlines()[2:] == [
+        "| us, here | 2.0 | 4.0 | 1.25 | 1.0 | 1.0 | all |",
+        "| them | 50.0 | 90.0 | 3.00 | 25.0 | 22.5 | 1 of 9 tiles |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "number"), [((128, 128, 128), 1), ((60, 128, 129), 2), ((300, 384, 384), 4 * 5 * 5), ((192, 193, 256), 2 * 3 * 3)]
+)
+def test_tiles_are_counted_as_nnunet_does(shape: tuple[int, int, int], number: int) -> None:
+    assert num_tiles(shape, (128, 128, 128)) == number
+
+
+def test_a_process_is_measured_by_the_system() -> None:
+    work = "import time; block = b'1' * 2**27; time.sleep(0.3); [None for _ in range(10**6)]"
+    row = app.measure("us", [sys.executable, "-c", work], threads=1)
+    assert row.wall_s > 0.3
+    assert row.cpu_s > 0
+    assert 2**27 / 1e9 < row.peak_gb < 2
+    with pytest.raises(UserError, match=r"us could not be measured \(exit code 3\)"):
+        app.measure("us", [sys.executable, "-c", "raise SystemExit(3)"], threads=1)
+
+
+@pytest.mark.slow
+def test_the_command_measures_medseg_from_file_to_file(tmp_path: Path) -> None:
+    phantom = make_phantom(PhantomSpec(seed=5, index=0, spacing_mm=(8.0, 4.0, 4.0), matrix=(90, 90), num_vessel_ends=50))
+    write_image(tmp_path / "Thorax (1).nii.gz", phantom.image_hu, phantom.grid)
+    command = [
+        sys.executable,
+        "-m",
+        "medseg.commands.cli",
+        "bench_inference",
+        "input=Thorax (1).nii.gz",
+        "output=a=b",
+        "peers=false",
+    ]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
+        assert done.returncode == 0, done.stderr
+        with (tmp_path / "a=b" / "bench.csv").open() as file:
+            (row,) = csv.DictReader(file)
+        assert float(row["wall_s"]) > 1.0, "it is not skipped the second time, and starting counts"
+        assert (tmp_path / "a=b" / "lungs.nii.gz").is_file()
+        assert (tmp_path / "a=b" / "bench.md").read_text() in done.stdout

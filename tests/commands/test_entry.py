@@ -1,0 +1,161 @@
+"""Awkward paths pass Hydra's grammar; mistakes end with exit code 2 and one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from medseg.config.overrides import quote_paths
+from medseg.errors import EXIT_UNREAD
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["Thorax (1).nii.gz", "Doe, John", "a=b", "ü", "it's", 'say "x"', "back\\slash", "ends\\", "[x]{y}", "a b: c", "-1", "$x", "%41"],
+)  # fmt: skip
+def test_paths_come_through_as_they_are(path: str) -> None:
+    (quoted,) = quote_paths([f"input={path}"])
+    override = OverridesParser.create().parse_override(quoted)
+    assert override.value() == path
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        ("[a=b, Thorax (1)]", ["a=b", "Thorax (1)"]),
+        ("['Doe, John/x',it]", ["Doe, John/x", "it"]),
+        ("[ü]", ["ü"]),
+        ("x[1]", "x[1]"),
+    ],
+)
+def test_checkpoints_may_be_a_list(value: str, paths: list[str] | str) -> None:
+    (quoted,) = quote_paths([f"fine={value}"])
+    assert OverridesParser.create().parse_override(quoted).value() == paths
+
+
+def test_a_path_in_brackets_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[a]").touch()
+    assert OverridesParser.create().parse_override(quote_paths(["fine=[a]"])[0]).value() == "[a]"
+
+
+def test_other_arguments_are_left_alone() -> None:
+    arguments = ["-m", "seed=1,2", "resume=null", "--cfg", "job", "data.cases='x y'", "name=a b"]
+    assert quote_paths(arguments) == arguments
+
+
+@pytest.mark.parametrize("arguments", [["train", "--cfg", "job"], ["plan", "stage=coarse", "shape=[32,32,32]"]])
+def test_a_reader_that_leaves_ends_the_command_quietly(arguments: list[str], tmp_path: Path) -> None:
+    """As `| head` does, once it has its lines."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "medseg.commands.cli", *arguments],
+        cwd=tmp_path,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env={"PATH": "/usr/bin", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == EXIT_UNREAD, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+WITH_TORCH = """
+import sys
+from medseg.commands import entry
+from medseg.config.schema import PredictConfig
+
+def job(config):
+    import torch
+    return 0
+
+sys.argv[1:] = ["input=a", "output=b"]
+entry.run("predict", PredictConfig, job)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP")
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_that_wait_sleep_unless_the_user_has_chosen(given: dict[str, str], policy: str, tmp_path: Path) -> None:
+    """OpenMP reads the variable once, when torch is loaded, and says what it has read."""
+    environment = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "TRUE", **given}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_TORCH], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True
+    )
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        encoding="utf-8",
+        env={"PATH": "/usr/bin", "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "stage=fine", "stage.nmae=x"], "stage.nmae: there is no such key; did you mean stage.name"),
+        (["train", "model=enormous"], "Could not find 'model/enormous'; there are: "),
+        (["train", "stage=coarse,fine"], "sweep"),
+        (["train", "data.cases=Doe, John/a=b (1).csv"], "data.cases=Doe, John/a=b (1).csv: there is no such file"),
+        (["train", "resume=nowhere"], "resume=nowhere: there is no config.yaml"),
+        (["predict", "input=x.nii"], "a value is missing"),
+        (["predict", "input=ü.nii", "output=o.nii", "coarse=c", "fine=f"], "ü.nii"),
+        (["evaluate", "pred=nowhere", "ref=x.csv", "output=o"], "nowhere"),
+        (["prepare", "data.cases=x.csv"], "x.csv"),
+        (["search"], "You must specify 'sweep', e.g, sweep=<OPTION>; there are: coarse_basics"),
+        (["phantoms"], "there is no command phantoms"),
+    ],
+)  # fmt: skip
+def test_a_mistake_ends_with_code_2_and_no_traceback(arguments: list[str], said: str, tmp_path: Path) -> None:
+    result = run("-m", "medseg.commands.cli", *arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not left, "a refused command leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "hydra.run.dir=file/run"],
+        ["prepare", "data.cases=t.csv", "output=file/out"],
+        ["find_lr", "stage=coarse", "output=file/out"],
+        ["ladder", "stage=coarse", "shape=[32,32,32]", "output=file/out"],
+        ["cross_validate", "cases=t.csv", "output=file/out"],
+        ["make_weights", "cases=t.csv", "runs=runs", "output=file/out"],
+        ["phantom", "output=file/out"],
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii,b.nii\n")
+    result = run("-m", "medseg.commands.cli", *arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    (said,) = result.stderr.splitlines()
+    assert said.startswith(("medseg: file/", f"medseg: {tmp_path}/file/"))
+    assert "cannot be written (" in said
+    assert (tmp_path / "file").read_bytes() == b"kept"
+
+
+def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: Path) -> None:
+    for command in ("train", "prepare", "predict", "evaluate", "report", "phantom", "demo"):
+        result = run("-m", "medseg.commands.cli", command, "--cfg", "job", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert ":" in result.stdout

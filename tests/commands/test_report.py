@@ -1,0 +1,87 @@
+"""The report command over folders as they are: finished, failed, half written."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from medseg.commands.report import find_runs, read_run, report
+from medseg.config.schema import ReportConfig
+from medseg.errors import UserError
+from tests.report.made_runs import make_run
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_sweep_becomes_a_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"stage": "coarse", "optimizer.lr": "0.01", "data.cases": "'Doe, John/a=b (1).csv'"}
+    make_run(tmp_path / "sweep" / "2", {**asked, "memory": "amp"}, 0.93, picture=True)
+    make_run(tmp_path / "sweep" / "10", {**asked, "memory": "plain"}, 0.9)
+    make_run(
+        tmp_path / "sweep" / "11",
+        {**asked, "memory": "plain", "memory.accumulate": "2"},
+        0,
+        status="refused",
+        message="too <few>",
+    )
+    assert report(ReportConfig(str(tmp_path / "sweep"), None, 24)) == 0
+    table = lines(tmp_path / "sweep" / "report.csv")
+    assert [line["run"] for line in table] == ["2", "10", "11"]
+    assert [line["memory"] for line in table] == ["amp", "plain", "plain"]
+    assert [line["status"] for line in table] == ["finished", "finished", "refused"]
+    assert [line["message"] for line in table] == ["", "", "too <few>"]
+    assert [line["is_best"] for line in table] == ["True", "False", "False"]
+    assert [line["val_dice"] for line in table] == ["0.93", "0.9", ""]
+    assert not {"run_dir", "data.cases", "optimizer.lr", "memory.precision"} & set(table[0])
+    page = (tmp_path / "sweep" / "report.html").read_text(encoding="utf-8")
+    assert "too &lt;few&gt;" in page
+    assert page.count("<img ") == 1
+    assert "3 runs" in capsys.readouterr().out
+    # A second report is one of the same runs.
+    report(ReportConfig(str(tmp_path / "sweep"), str(tmp_path / "elsewhere"), 0))
+    assert lines(tmp_path / "elsewhere" / "report.csv") == table
+
+
+def test_missing_and_damaged_files_leave_their_part_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.yaml").write_text("seed: 1\nstage: {name: coarse}\n")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "config.yaml").write_text("seed: [1\n")
+    (torn / "summary.json").write_text('{"status": "fin')
+    (torn / "history.csv").write_text("step,loss,lr,val_dice\n1,0.5,,\n2,0.4,,0.7\n3,0.")
+    (torn / "pictures").mkdir()
+    (torn / "pictures" / "step_000002_0.png").write_bytes(b"")
+    (torn / "pictures" / "notes_1.png").write_bytes(b"")
+    runs = [read_run(folder, tmp_path) for folder in find_runs(tmp_path)]
+    assert [(run.name, run.status) for run in runs] == [("bare", "unfinished"), ("torn", "unfinished")]
+    assert runs[0].settings == {"seed": 1, "stage.name": "coarse"}
+    assert not runs[1].has_config
+    assert runs[1].curve("loss") == [(1, 0.5), (2, 0.4), (3, 0.0)]
+    assert [path.name for path in runs[1].pictures] == ["step_000002_0.png"]
+    assert report(ReportConfig(str(tmp_path), None, 24)) == 0
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("summary.json", "config.yaml", "step_000002_0.png"))
+
+
+def test_runs_are_found_where_they_lie(tmp_path: Path) -> None:
+    for name in ("a/2", "a/10", "b", ".hidden/c", "b/inner", "scores"):
+        (tmp_path / name).mkdir(parents=True)
+        if name != "scores":
+            (tmp_path / name / "config.yaml").touch()
+    (tmp_path / "scores" / "summary.json").touch()
+    assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["a/2", "a/10", "b"]
+    assert find_runs(tmp_path / "b") == [tmp_path / "b"]
+
+
+def test_nothing_to_report_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        report(ReportConfig(str(tmp_path / "nowhere"), None, 24))
+    with pytest.raises(UserError, match="no run lies below it"):
+        report(ReportConfig(str(tmp_path), None, 24))

@@ -1,0 +1,307 @@
+"""Evaluation from files to files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.evaluation.scoring import evaluate_folder
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.write import write_image, write_labels
+
+TASK = Task(
+    "lungs",
+    {"left_lung": 1, "right_lung": 2},
+    (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
+    (-1000.0, 400.0),
+)
+VALUES = {1: "left_lung", 2: "right_lung"}
+GRID = VoxelGrid((14, 20, 26), (3.0, 1.5, 2.0), (-10.0, 20.0, 7.0))
+NAMES = ["Doe, John", "a=b", "ü", "Thorax (1).x"]
+
+
+def _labels(shift: int = 0) -> np.ndarray:
+    """Two boxes; the patient's left, of value 1, lies at larger x."""
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    labels[3:11, 4 + shift : 14 + shift, 15:23] = 1
+    labels[3:11, 4:14, 3:11] = 2
+    return labels
+
+
+def _say_nothing(line: str) -> None:
+    del line
+
+
+class World:
+    """Predictions, references and a case table in a temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pred = folder / "pred, out"
+        self.table = folder / "cases.csv"
+        self.output = folder / "out=1"
+        self.rows = [["case", "image", "labels", "split", "trust_left_lung", "trust_right_lung"]]
+
+    def add(
+        self,
+        name: str,
+        pred: np.ndarray | None,
+        target: np.ndarray | None,
+        *,
+        split: str = "test",
+        trust: tuple[str, str] = ("", ""),
+        grid: VoxelGrid = GRID,
+        pred_grid: VoxelGrid = GRID,
+        suffix: str = ".nii.gz",
+    ) -> None:
+        number = len(self.rows)
+        write_image(self.folder / f"ct/{number}.nii.gz", np.zeros(grid.shape, np.int16), grid)
+        if target is not None:
+            write_labels(self.folder / f"ref/{name}.nii.gz", target, grid)
+        if pred is not None:
+            write_labels(self.pred / f"{name}{suffix}", pred, pred_grid)
+        labels = f"ref/{name}.nii.gz" if target is not None else ""
+        self.rows.append([name, f"ct/{number}.nii.gz", labels, split, *trust])
+        with self.table.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows(self.rows)
+
+    def read(self, name: str) -> list[dict[str, str]]:
+        with (self.output / name).open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+
+    def metrics(self) -> dict[tuple[str, str], dict[str, str]]:
+        return {(row["case"], row["region"]): row for row in self.read("metrics.csv")}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    for folder in ("ct", "ref", "pred, out"):
+        (tmp_path / folder).mkdir()
+    return World(tmp_path)
+
+
+def test_scores_of_awkward_names(world: World) -> None:
+    for shift, (name, suffix) in enumerate(zip(NAMES, (".nii.gz", ".nrrd", ".mha", ".nii"), strict=True)):
+        world.add(name, _labels(shift), _labels(), suffix=suffix, trust=("reference", "approximate"))
+    lines: list[str] = []
+    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=lines.append)
+    header = (world.output / "metrics.csv").read_text(encoding="utf-8").splitlines()[0]
+    assert header == "case,region,trust,dice,nsd_1mm,nsd_2mm,hd95_mm,volume_pred_ml,volume_ref_ml"
+    metrics = world.metrics()
+    assert list(metrics) == [(name, region) for name in NAMES for region in ("left_lung", "right_lung")]
+    for shift, name in enumerate(NAMES):
+        left, right = metrics[name, "left_lung"], metrics[name, "right_lung"]
+        assert float(left["dice"]) == pytest.approx(1 - shift / 10)
+        assert float(left["hd95_mm"]) == pytest.approx(1.5 * shift)
+        assert float(left["volume_ref_ml"]) == pytest.approx(8 * 10 * 8 * 9 / 1000)
+        assert float(right["dice"]) == float(right["nsd_1mm"]) == 1.0
+        assert (left["trust"], right["trust"]) == ("reference", "approximate")
+        assert (world.output / "overlays" / f"{name}.png").stat().st_size > 5000
+    assert (world.output / "scores.png").stat().st_size > 5000
+    assert not summary.failed
+    assert not summary.warnings
+    assert any("left_lung" in line and "Thorax (1).x" in line and "0.8500" in line for line in lines)
+    assert not list(world.output.rglob(".*"))
+
+
+def test_what_a_prediction_cost_is_carried_over(world: World) -> None:
+    said: list[str] = []
+    for name, seconds in (("a", 2.0), ("b", 4.0), ("without a report", 0.0), ("another report", 0.0)):
+        world.add(name, _labels(), _labels(), trust=("reference", "reference"))
+        report = {"durations_s": {"total": seconds}, "memory_gb_s": 3 * seconds, "peak_resident_bytes": 1.5e9}
+        if seconds:
+            (world.pred / f"{name}.json").write_text(json.dumps(report))
+    (world.pred / "another report.json").write_text('["of another program"]')
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=said.append)
+    assert [list(row.values()) for row in world.read("costs.csv")] == [
+        ["a", "2.000", "6.000", "1.500"],
+        ["b", "4.000", "12.000", "1.500"],
+    ]
+    costs = json.loads((world.output / "summary.json").read_text(encoding="utf-8"))["costs"]
+    assert costs["b"] == {"total_s": 4.0, "memory_gb_s": 12.0, "peak_gb": 1.5}
+    assert "a case took 3.0 s (at most 4.0), 9.0 GB·s of memory (at most 12.0), 1.50 GB at the peak" in said
+
+
+def test_summary_has_regions_trusts_and_all(world: World) -> None:
+    world.add("a", _labels(), _labels(), trust=("reference", "reference"))
+    world.add("b", _labels(2), _labels(), trust=("approximate", "reference"))
+    world.add("c", _labels(4), _labels(), trust=("reference", "reference"))
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
+    rows = {(row["region"], row["trust"], row["metric"]): row for row in world.read("summary.csv")}
+    left = rows["left_lung", "all", "dice"]
+    assert int(left["number"]) == 3
+    assert [float(left[key]) for key in ("mean", "median", "min", "max")] == pytest.approx([0.8, 0.8, 0.6, 1.0])
+    assert float(left["std"]) == pytest.approx(np.std([1.0, 0.8, 0.6]), abs=1e-6)
+    assert left["worst_case"] == "c"
+    assert float(rows["left_lung", "approximate", "dice"]["mean"]) == pytest.approx(0.8)
+    assert float(rows["left_lung", "reference", "dice"]["mean"]) == pytest.approx(0.8)
+    assert ("right_lung", "approximate", "dice") not in rows
+    assert int(rows["all", "all", "hd95_mm"]["number"]) == 6
+    assert rows["all", "all", "hd95_mm"]["worst_case"] == "c"
+    document = json.loads((world.output / "summary.json").read_text(encoding="utf-8"))
+    assert document["cases"] == 3
+    assert document["statistics"][0]["mean"] == pytest.approx(0.8)
+    assert not (world.output / "scores.png").exists()
+    assert not (world.output / "overlays").exists()
+
+
+def test_infinite_distances_are_counted_apart(world: World) -> None:
+    empty = np.zeros(GRID.shape, dtype=np.uint8)
+    world.add("good", _labels(2), _labels())
+    world.add("nothing found", empty, _labels(), trust=("reference", "absent"))
+    world.add("nothing there", empty, empty, trust=("absent", "absent"))
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    metrics = world.metrics()
+    missed = metrics["nothing found", "left_lung"]
+    assert (missed["hd95_mm"], float(missed["dice"]), float(missed["nsd_2mm"])) == ("inf", 0.0, 0.0)
+    agreed = metrics["nothing there", "left_lung"]
+    assert [float(agreed[key]) for key in ("dice", "nsd_1mm", "hd95_mm", "volume_ref_ml")] == [1.0, 1.0, 0.0, 0.0]
+    rows = {(row["region"], row["trust"], row["metric"]): row for row in world.read("summary.csv")}
+    hd95 = rows["left_lung", "all", "hd95_mm"]
+    assert (hd95["number"], hd95["infinite"], hd95["worst_case"]) == ("3", "1", "nothing found")
+    assert float(hd95["mean"]) == pytest.approx(1.5)
+    assert rows["left_lung", "reference", "hd95_mm"]["mean"] == ""
+    assert math.isinf(float(missed["hd95_mm"]))
+    json.loads((world.output / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert (world.output / "overlays" / "nothing there.png").exists()
+
+
+def test_one_bad_case_does_not_stop_the_others(world: World) -> None:
+    moved = VoxelGrid(GRID.shape, GRID.spacing_mm, (-10.0, 20.0, 8.0))
+    world.add("moved", _labels(), _labels(), pred_grid=moved)
+    world.add("wrong values", _labels() + 2, _labels())
+    world.add("unknown values", _labels(), _labels() * 9)
+    world.add("damaged", _labels(), _labels())
+    (world.folder / "ref" / "damaged.nii.gz").write_bytes(b"no label map")
+    world.add("twice", _labels(), _labels())
+    write_labels(world.pred / "twice.nrrd", _labels(), GRID)
+    world.add("lost", _labels(), _labels())
+    (world.folder / "ref" / "lost.nii.gz").unlink()
+    world.add("good", _labels(), _labels())
+    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    assert list(summary.failed) == ["moved", "wrong values", "unknown values", "damaged", "twice", "lost"]
+    assert "grid" in summary.failed["moved"]
+    assert "expected 0 to 2" in summary.failed["wrong values"]
+    assert "value 9" in summary.failed["unknown values"]
+    assert "two predictions" in summary.failed["twice"]
+    assert {case for case, _ in world.metrics()} == {"good"}
+    document = json.loads((world.output / "summary.json").read_text(encoding="utf-8"))
+    assert document["failed"] == summary.failed
+
+
+def test_a_header_with_noise_below_a_tenth_of_a_millimetre_is_the_same_grid(world: World) -> None:
+    noisy = VoxelGrid(GRID.shape, (3.0, 1.501, 2.0), (-10.02, 20.03, 7.0))
+    world.add("a", _labels(), _labels(), pred_grid=noisy)
+    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    assert [row.scores.dice for row in summary.rows] == [1.0, 1.0]
+    assert not summary.warnings
+    assert (world.output / "overlays" / "a.png").is_file()
+
+
+def test_cases_without_partner_are_named(world: World) -> None:
+    world.add("both", _labels(), _labels())
+    world.add("only ref", None, _labels())
+    world.add("no labels", _labels(), None)
+    world.add("other split", _labels(), _labels(), split="train")
+    write_labels(world.pred / "stranger.nii.gz", _labels(), GRID)
+    (world.pred / "both.json").write_text("{}")
+    lines: list[str] = []
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, split="test", pictures=False, progress=lines.append
+    )
+    assert summary.without_prediction == ("only ref",)
+    assert set(summary.without_reference) == {"no labels", "stranger"}
+    assert not summary.failed
+    assert {row.case for row in summary.rows} == {"both"}
+    assert sum(line.startswith("warning") for line in lines) == 1
+    assert lines[-1] == "1 of 2 cases of the table have no prediction: only ref"
+    document = json.loads((world.output / "summary.json").read_text(encoding="utf-8"))
+    assert document["without_prediction"] == ["only ref"]
+
+
+def test_a_folder_serves_as_reference_and_voxel_order_does_not_matter(world: World) -> None:
+    flipped = GRID.reoriented((1, 2, 0), (True, False, True))
+    stored = _labels().transpose(1, 2, 0)[::-1, :, ::-1]
+    world.add("a", np.ascontiguousarray(stored), _labels(), pred_grid=flipped)
+    world.add("u\u0308", _labels(), None)  # ü as some systems store it in a file's name
+    write_labels(world.folder / "ref" / "ü.nii.gz", _labels(), GRID)
+    summary = evaluate_folder(world.pred, world.folder / "ref", world.output, TASK, VALUES, progress=_say_nothing)
+    assert [row.case for row in summary.rows] == ["a", "a", "ü", "ü"]
+    assert all(row.scores.dice == 1.0 for row in summary.rows)
+    assert all(row.trust == "" for row in summary.rows)
+
+
+def test_references_are_mapped_by_name(world: World) -> None:
+    target = np.zeros(GRID.shape, dtype=np.int16)
+    target[_labels() == 1] = 10
+    target[3:5][_labels()[3:5] == 1] = 300
+    target[_labels() == 2] = 12
+    target[0, 0, 0] = 7
+    world.add("a", _labels(), target)
+    values = {10: "left_lung", 300: "left_lung", 12: "right_lung", 7: "heart"}
+    summary = evaluate_folder(world.pred, world.table, world.output, TASK, values, progress=_say_nothing, pictures=False)
+    assert [row.scores.dice for row in summary.rows] == [1.0, 1.0]
+
+
+def test_a_region_is_the_union_of_its_labels(world: World) -> None:
+    task = Task("lungs", TASK.labels, (Region("both", ("left_lung", "right_lung")),), TASK.window_hu)
+    swapped = np.array([0, 2, 1], dtype=np.uint8)[_labels()]
+    world.add("a", swapped, _labels())
+    summary = evaluate_folder(world.pred, world.table, world.output, task, VALUES, progress=_say_nothing, pictures=False)
+    assert [(row.region, row.scores.dice) for row in summary.rows] == [("both", 1.0)]
+
+
+def test_a_region_that_the_references_do_not_name_is_left_out(world: World) -> None:
+    world.add("a", _labels(), np.where(_labels() == 1, 1, 0).astype(np.uint8))
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, {1: "left_lung"}, progress=_say_nothing, pictures=False
+    )
+    assert [row.region for row in summary.rows] == ["left_lung"]
+    assert "right_lung" in summary.warnings[0]
+
+
+def test_a_missing_image_costs_the_picture_only(world: World) -> None:
+    world.add("a", _labels(), _labels())
+    (world.folder / "ct" / "1.nii.gz").unlink()
+    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    assert len(summary.rows) == 2
+    assert not summary.failed
+    assert summary.warnings[0].startswith("a: no picture")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pred": "nowhere"}, "is not a folder"),
+        ({"pred": "ct/.."}, "holds no label map"),
+        ({"ref": "nowhere.csv"}, "does not exist"),
+        ({"pred": "ct"}, "none of the 1 predictions"),
+        ({"split": "val"}, "no case of split val"),
+        ({"ref": "ref", "split": "val"}, "needs a case table"),
+        ({"label_values": {1: "liver"}}, "at least one region"),
+        ({"label_values": {-1: "left_lung"}}, "from 0 to 65535"),
+    ],
+)
+def test_mistakes_of_the_user(world: World, change: dict[str, object], says: str) -> None:
+    world.add("a", _labels(), _labels())
+    arguments: dict[str, object] = {"split": None, "label_values": VALUES} | change
+    pred = world.folder / str(change["pred"]) if "pred" in change else world.pred
+    ref = world.folder / str(change["ref"]) if "ref" in change else world.table
+    with pytest.raises(UserError, match=says):
+        evaluate_folder(
+            pred,
+            ref,
+            world.output,
+            TASK,
+            arguments["label_values"],  # type: ignore[arg-type]
+            split=arguments["split"],  # type: ignore[arg-type]
+            progress=_say_nothing,
+        )
+    assert not world.output.exists()

@@ -1,0 +1,226 @@
+"""Laws of the phantom: same bytes, honest partial volume, labels that mean what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from medseg.phantom.scan import Phantom, make_phantom
+from medseg.phantom.spec import VIEWS, PhantomSpec, draw_spec
+
+PLAIN = PhantomSpec(
+    seed=5,
+    index=0,
+    spacing_mm=(5.0, 4.2, 4.0),
+    matrix=(84, 96),
+    model_spacing_mm=(4.0, 4.0, 4.0),
+    num_vessel_ends=120,
+    noise_hu=0.0,
+)
+
+
+@cache
+def plain() -> Phantom:
+    """A whole ordinary chest, coarse and without noise."""
+    return make_phantom(PLAIN)
+
+
+def voxel_ml(phantom: Phantom) -> float:
+    return float(np.prod(phantom.grid.spacing_mm)) / 1000
+
+
+def test_equal_specs_give_equal_bytes_whatever_was_made_before() -> None:
+    spec = replace(PLAIN, view="mid", noise_hu=20.0, num_nodules=2, consolidation=0.3)
+    first = make_phantom(spec)
+    make_phantom(replace(spec, index=1, view="apex"))
+    np.random.seed(1)  # noqa: NPY002 - proves that no global state is read
+    again = make_phantom(spec)
+    assert first.image_hu.tobytes() == again.image_hu.tobytes()
+    assert first.labels.tobytes() == again.labels.tobytes()
+    assert first.organs.tobytes() == again.organs.tobytes()
+
+
+def test_another_index_is_another_patient() -> None:
+    spec = replace(PLAIN, view="mid", num_slices=12)
+    assert np.any(make_phantom(spec).labels != make_phantom(replace(spec, index=1)).labels)
+
+
+def test_left_lung_lies_on_the_patients_left() -> None:
+    phantom = plain()
+    left, right = (phantom.grid.index_to_world_xyz_mm(np.argwhere(phantom.labels == v).mean(axis=0)) for v in (1, 2))
+    assert left[0] - right[0] > 80
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_each_lung_is_one_piece_of_plausible_volume_and_density(value: int) -> None:
+    phantom = plain()
+    lung = phantom.labels == value
+    assert ndimage.label(lung)[1] == 1
+    assert 0.8 < lung.sum() * voxel_ml(phantom) / 1000 < 4
+    assert -920 < np.median(phantom.image_hu[lung]) < -780
+
+
+def test_outline_lies_half_way_between_lung_and_soft_tissue() -> None:
+    phantom = plain()
+    lungs = phantom.labels > 0
+    just_outside = ndimage.binary_dilation(lungs, iterations=2) & ~ndimage.binary_dilation(lungs)
+    just_inside = lungs & ~ndimage.binary_erosion(lungs)
+    assert np.mean(phantom.image_hu[just_inside] < -400) > 0.85
+    assert np.mean(phantom.image_hu[just_outside] > -400) > 0.9
+
+
+def test_body_holds_fat_muscle_bone_and_air() -> None:
+    image = plain().image_hu
+    for low, high, share in ((-130, -70, 0.02), (20, 90, 0.05), (250, 1300, 0.005), (-1024, -990, 0.1)):
+        assert np.mean((image >= low) & (image <= high)) > share
+
+
+def test_central_air_and_pleural_fluid_stay_outside() -> None:
+    dry = plain()
+    wet = make_phantom(replace(PLAIN, effusion_mm=(45.0, 0.0)))
+    lost = (dry.labels == 1) & (wet.labels != 1)
+    assert lost.sum() * voxel_ml(dry) > 100
+    assert abs(np.median(wet.image_hu[lost & ~ndimage.binary_dilation(wet.labels == 1, iterations=2)])) < 40
+    assert np.array_equal(dry.labels == 2, wet.labels == 2)
+    # Air in the body that is neither outside nor lung: the windpipe's column lies in the middle, unlabelled.
+    air = (dry.image_hu < -850) & (dry.labels == 0)
+    pieces, _ = ndimage.label(air)
+    rim = {0, *np.unique(pieces[:, 0]), *np.unique(pieces[:, -1]), *np.unique(pieces[:, :, 0]), *np.unique(pieces[:, :, -1])}
+    windpipe = max(set(np.unique(pieces)) - rim, key=lambda n: np.ptp(np.argwhere(pieces == n)[:, 0]))
+    assert np.ptp(np.argwhere(pieces == windpipe)[:, 0]) * dry.grid.spacing_mm[0] > 50
+
+
+def test_thick_slice_is_the_mean_of_thin_ones() -> None:
+    thin_spec = replace(PLAIN, view="mid", num_slices=24, spacing_mm=(2.0, 4.0, 4.0), model_spacing_mm=(2.0, 4.0, 4.0))
+    thin = make_phantom(thin_spec)
+    thick = make_phantom(replace(thin_spec, num_slices=6, spacing_mm=(8.0, 4.0, 4.0)))
+    mean = thin.image_hu.reshape(6, 4, *thin.image_hu.shape[1:]).mean(axis=1)
+    assert np.abs(thick.image_hu - mean).mean() < 6
+    assert np.percentile(np.abs(thick.image_hu - mean), 99) < 60
+    votes = (thin.labels.reshape(6, 4, *thin.labels.shape[1:]) == 1).mean(axis=1)
+    assert np.mean((thick.labels == 1)[votes > 0.8]) > 0.98
+    assert np.mean((thick.labels == 1)[votes < 0.2]) < 0.002
+
+
+def test_oblique_acquisition_sees_the_same_patient() -> None:
+    tilted = make_phantom(replace(PLAIN, tilt_deg=(9.0, -6.0, 7.0)))
+    straight = plain()
+    points = tilted.grid.index_to_world_xyz_mm(np.argwhere(np.ones(tilted.grid.shape, dtype=bool)))
+    index = np.rint(straight.grid.world_to_index_zyx(points)).astype(int)
+    inside = np.all((index >= 0) & (index < straight.grid.shape), axis=1)
+    there = straight.labels[tuple(index[inside].T)]
+    here = tilted.labels.ravel()[inside]
+    for value in (1, 2):
+        both = np.sum((there == value) & (here == value))
+        assert 2 * both / (np.sum(there == value) + np.sum(here == value)) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("flips", "is_feet_first"), [((False, True, True), False), ((False, False, False), True), ((True, False, True), False)]
+)
+def test_flipped_storage_keeps_every_voxel_at_its_place(flips: tuple[bool, bool, bool], is_feet_first: bool) -> None:
+    spec = replace(PLAIN, view="mid", num_slices=10)
+    plainly, stored = make_phantom(spec), make_phantom(replace(spec, flips=flips, is_feet_first=is_feet_first))
+    assert stored.grid.direction != plainly.grid.direction
+    index = np.argwhere(plainly.labels == 1)[::7]
+    there = np.rint(stored.grid.world_to_index_zyx(plainly.grid.index_to_world_xyz_mm(index))).astype(int)
+    assert np.array_equal(stored.image_hu[tuple(there.T)], plainly.image_hu[tuple(index.T)])
+    assert np.all(stored.labels[tuple(there.T)] == 1)
+
+
+def test_prone_patient_has_the_dense_lung_in_front() -> None:
+    def slope(phantom: Phantom) -> float:
+        lung = ndimage.binary_erosion(phantom.labels > 0, iterations=2)
+        places = np.argwhere(lung)
+        return float(np.polyfit(places[:, 1], np.minimum(phantom.image_hu[lung], -600), 1)[0])
+
+    assert slope(plain()) > 0.2
+    assert slope(make_phantom(replace(PLAIN, is_prone=True))) < -0.2
+
+
+@pytest.mark.parametrize("padding_hu", [-1024, -2048, -3024])
+def test_padding_fills_the_corners_and_holds_no_label(padding_hu: int) -> None:
+    spec = replace(PLAIN, view="mid", num_slices=4, padding_hu=padding_hu, noise_hu=20.0, spacing_mm=(5.0, 2.6, 2.6))
+    phantom = make_phantom(spec)
+    assert np.all(phantom.image_hu[:, :3, :3] == padding_hu)
+    assert np.all(phantom.labels[phantom.image_hu < -1024] == 0)
+    assert phantom.image_hu[:, 20:-20, 20:-20].min() >= -1024
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_view_shows_what_it_is_called(view: str) -> None:
+    labels = make_phantom(replace(PLAIN, view=view)).labels if view != "whole" else plain().labels
+    area = (labels > 0).sum(axis=(1, 2))
+    top_is_cut, bottom_is_cut = bool(area[-1]), bool(area[0])
+    expected = {
+        "whole": (True, False, False),
+        "trunk": (True, False, False),
+        "apex": (True, True, False),
+        "bases_cut": (True, True, False),
+        "mid": (True, True, True),
+        "bases": (True, False, True),
+        "apices_cut": (True, False, True),
+        "abdomen": (True, False, True),
+        "neck": (False, False, False),
+    }[view]
+    assert (bool(area.any()), bottom_is_cut, top_is_cut) == expected
+
+
+def test_apex_has_no_diaphragm_and_no_heart() -> None:
+    phantom = make_phantom(replace(PLAIN, view="apex"))
+    assert not np.any(phantom.organs == 3)
+    assert np.any(phantom.organs == 4)
+
+
+@pytest.mark.parametrize(("missing", "gone", "kept"), [("left", 1, 2), ("right", 2, 1)])
+def test_removed_lung_is_absent_and_the_other_stays(missing: str, gone: int, kept: int) -> None:
+    phantom = make_phantom(replace(PLAIN, missing_lung=missing))
+    assert not np.any(phantom.labels == gone)
+    assert (phantom.labels == kept).sum() * voxel_ml(phantom) > 600
+
+
+def test_touching_lungs_come_closer_than_ordinary_ones() -> None:
+    def gap(phantom: Phantom) -> int:
+        away = ndimage.distance_transform_edt(phantom.labels != 1)
+        return int(np.sum(away[phantom.labels == 2] < 3))
+
+    assert gap(make_phantom(replace(PLAIN, is_touching=True))) > gap(plain()) + 20
+
+
+def test_organs_agree_with_lungs() -> None:
+    phantom = plain()
+    assert np.array_equal(np.where(phantom.organs <= 2, phantom.organs, 0), phantom.labels)
+    heart = (phantom.organs == 3).sum() * voxel_ml(phantom)
+    assert 250 < heart < 1100
+    spine, hearts = (np.argwhere(phantom.organs == v).mean(axis=0) for v in (4, 3))
+    assert phantom.grid.index_to_world_xyz_mm(spine)[1] > phantom.grid.index_to_world_xyz_mm(hearts)[1]
+
+
+def test_nodules_and_consolidation_stay_inside_the_label() -> None:
+    healthy, ill = plain(), make_phantom(replace(PLAIN, num_nodules=4, consolidation=0.6))
+    assert np.array_equal(healthy.labels, ill.labels)
+    dense = (ill.image_hu > -100) & (healthy.image_hu < -600)
+    assert dense.sum() * voxel_ml(ill) > 20
+    assert np.all(ill.labels[dense] > 0)
+
+
+def test_draws_cover_ordinary_and_odd_cases() -> None:
+    specs = [draw_spec(0, index, "small") for index in range(300)]
+    assert {spec.view for spec in specs} == set(VIEWS)
+    assert 0.55 < np.mean([spec.view == "whole" for spec in specs]) < 0.8
+    assert {spec.missing_lung for spec in specs} == {None, "left", "right"}
+    assert {spec.padding_hu for spec in specs} == {None, -1024, -2048, -3024}
+    for odd in ("is_prone", "is_feet_first", "is_touching", "consolidation", "emphysema", "num_nodules"):
+        assert 0.02 < np.mean([bool(getattr(spec, odd)) for spec in specs]) < 0.5, odd
+    assert draw_spec(3, 7) == draw_spec(3, 7) != draw_spec(4, 7)
+
+
+def test_unknown_choices_are_refused() -> None:
+    with pytest.raises(ValueError, match="view must be one of"):
+        PhantomSpec(0, 0, view="chest")
+    with pytest.raises(ValueError, match="detail must be one of"):
+        draw_spec(0, 0, "large")

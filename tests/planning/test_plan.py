@@ -1,0 +1,145 @@
+"""The plan of a step: printed part by part, compared with the budget, and what training really takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from medseg.build import objects as build
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PlanConfig
+from medseg.errors import UserError
+from medseg.memory.accounting.ledger import Ledger
+from medseg.planning import plan as plan_app
+from medseg.training.module import SegmentationModule
+
+SMALL = ["stage=fine", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]", "trainer.accelerator=cpu"]
+
+
+def compose(*overrides: str) -> PlanConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("plan", [*overrides, "run_dir=x"]), PlanConfig)
+
+
+def test_prints_the_parts_and_compares_with_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    arguments = [*SMALL, "memory=lean", "shape=[16,24,32]", f"output='{output}'"]
+    assert plan_app.plan(compose(*arguments, "memory.budget_gib=1")) == 0
+    facts = json.loads(output.read_text())
+    assert facts["shape"] == [16, 24, 32]
+    assert facts["fits"] is True
+    printed = capsys.readouterr().out
+    for part in ("parameters", "optimiser state", "  encoder.0.block0", "peak of the step"):
+        assert part in printed
+    assert f"{facts['saved_per_voxel']:.2f}" in printed
+    assert plan_app.plan(compose(*arguments, f"memory.budget_gib={facts['peak'] / 2**30 * 0.99}")) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape"),
+    [
+        (["stage=fine"], (320, 256, 192)),
+        (["stage=fine", "spacing=isotropic_3mm"], (112, 96, 64)),  # rounded up to 16
+        (["stage=fine", "stage.patch_size=[96,128,160]"], (96, 128, 160)),
+        (["stage=fine", "stage.patch_size=[96,128,160]", "shape=[64,64,64]"], (64, 64, 64)),
+        (["stage=coarse"], (208, 208, 208)),
+        (["stage=coarse", "stage.max_voxels=4000000"], (112, 208, 208)),
+    ],
+)
+def test_plans_for_the_patch_or_for_what_the_stage_sees_whole(overrides: list[str], shape: tuple[int, int, int]) -> None:
+    assert plan_app.input_shape(compose(*overrides)) == shape
+
+
+def test_a_shape_that_the_network_does_not_take_is_refused() -> None:
+    with pytest.raises(UserError, match=r"multiple of \(8, 8, 8\)"):
+        plan_app.plan(compose(*SMALL, "shape=[16,24,30]"))
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "shape=[16,16,24]", "memory.accumulate=2", "stage.batch_size=2", "largest_batch=true"]
+    three, four = (plan_app.peak_of(compose(*arguments), (16, 16, 24), samples) for samples in (3, 4))
+    assert three < four
+    plan_app.plan(compose(*arguments, f"memory.budget_gib={(four - 1) / 2**30!r}"))
+    assert "stage.batch_size=6" in capsys.readouterr().out, "two micro-batches of three"
+    with pytest.raises(UserError, match=r"largest_batch=true: memory\.budget_gib"):
+        plan_app.plan(compose(*arguments))
+
+
+@pytest.mark.parametrize("budget", [*range(0, 40, 3), 1000])
+def test_the_largest_batch_is_found_whatever_the_first_samples_cost(budget: int) -> None:
+    def peak(samples: int) -> int:
+        return [0, 9, 11, 20, 22][samples] if samples < 5 else 22 + 3 * (samples - 4)
+
+    found = plan_app.largest_batch(peak, budget)
+    assert peak(found) <= budget < peak(found + 1)
+
+
+def test_micro_batches_are_what_one_rank_holds() -> None:
+    overrides = ["stage.batch_size=8", "trainer=ddp", "memory.accumulate=2"]
+    assert plan_app.samples_per_rank(compose(*overrides)) == 2
+
+
+def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:
+    config = compose("experiment=fine_lean")
+    patch = plan_app.count(config, (96, 96, 96))
+    assert patch.saved_per_voxel <= 107 / 2  # a sixteenth of nnU-Net's default network would be 107
+    whole = plan_app.count(config, (320, 256, 192))
+    assert whole.saved_per_voxel <= 107 / 2
+    assert whole.peak <= 2 * 2**30
+
+
+@pytest.mark.slow
+def test_a_whole_lung_really_trains_within_what_was_planned() -> None:
+    config = compose("experiment=fine_lean")
+    assert plan_app.count(config, (320, 256, 192), compute=True) == plan_app.count(config, (320, 256, 192))
+
+
+class Peaks(pl.Callback):
+    """The peak of each step."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.bytes: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.ledger.restart_peak()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.bytes.append(self.ledger.peak_bytes)
+
+
+def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
+    config = compose(
+        *SMALL, "memory=amp_checkpoint", "logger=none", "steps=3", "shape=[32,32,48]", f"run_dir='{tmp_path}'", "ema_decay=0.5"
+    )
+    planned = plan_app.count(config, (32, 32, 48))
+    task = build.make_task(config.task)
+    network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
+    module = SegmentationModule(
+        build.switch_on(network, config, "cpu"),
+        build.make_loss(config),
+        build.make_target("optimizer", config.optimizer, None),
+        build.make_target("schedule", config.schedule, None),
+        seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, card={},
+    )  # fmt: skip
+    batch = {
+        "image": torch.zeros(1, 1, 32, 32, 48), "target": torch.zeros(1, 32, 32, 48, dtype=torch.uint8),
+        "region": torch.zeros(1, dtype=torch.int64),
+    }  # fmt: skip
+    ledger = Ledger()
+    peaks = Peaks(ledger)
+    trainer = build.make_trainer(config, [peaks])
+    with ledger:
+        trainer.fit(module, torch.utils.data.DataLoader([batch] * 3, batch_size=None))
+    # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and backward pass.
+    assert len(peaks.bytes) == 3
+    assert peaks.bytes[2] == pytest.approx(planned.peak, rel=0.002)

@@ -1,0 +1,169 @@
+"""A second run predicts what is missing or would come out otherwise, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from oracle import CoarseOracle, FineOracle, scan, stage
+
+from medseg.commands import predict as app
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PredictConfig
+from medseg.io.write import write_image
+from medseg.prediction.case import SegmentedCase
+from medseg.prediction.scans import Scan
+
+
+@pytest.fixture(autouse=True)
+def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Networks that know the answer in place of checkpoints; their checksums by stage."""
+    networks, sums = {"coarse": CoarseOracle(), "fine": FineOracle()}, {"coarse": "c0", "fine": "f0"}
+    monkeypatch.setattr(
+        "medseg.build.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]})
+    )
+    return sums
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The cases that are predicted, not skipped."""
+    names: list[str] = []
+    segment_case = app.segment_case
+
+    def noted(scan: Scan, *arguments: Any) -> SegmentedCase:
+        names.append(scan.name)
+        return segment_case(scan, *arguments)
+
+    monkeypatch.setattr(app, "segment_case", noted)
+    return names
+
+
+def predict(folder: Path, *overrides: str) -> int:
+    given = [f"input='{folder / 'scans'}'", f"output='{folder / 'out'}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return app.predict(to_config(hydra.compose("predict", given), PredictConfig))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, predicted: list[str]) -> Path:
+    """Two scans and their results; nothing is predicted since."""
+    volume, _ = scan()
+    for name in ("a", "b"):
+        write_image(tmp_path / "scans" / f"{name}.nii.gz", volume.array, volume.grid)
+    assert predict(tmp_path) == 0
+    assert predicted == ["a", "b"]
+    predicted.clear()
+    return tmp_path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+
+
+def test_what_is_finished_is_skipped_and_said(
+    folder: Path, predicted: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(folder)
+    capsys.readouterr()
+    os.utime(folder / "scans" / "a.nii.gz", (0, 0))  # touched, or copied: its content is the same
+    monkeypatch.chdir(folder)
+    assert predict(Path(), "threads=1") == 0
+    assert predicted == []
+    assert content(folder) == before
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [f"out/{name}.nii.gz: finished before, skipped" for name in ("a", "b")]
+    assert "2 of 2 cases were finished before and skipped; overwrite=true makes them anew" in said.err
+    assert predict(folder, "overwrite=true") == 0
+    assert predicted == ["a", "b"]
+
+
+def other_scan(folder: Path) -> None:
+    volume, _ = scan()
+    write_image(folder / "scans" / "a.nii.gz", volume.array + (volume.array > -100), volume.grid)
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / "out" / name, (folder / "out" / name).stat().st_size // 2)
+
+
+def other_version(folder: Path) -> None:
+    report = folder / "out" / "a.json"
+    report.write_text(json.dumps({**json.loads(report.read_text()), "version": "0.0.1"}))
+
+
+DAMAGES = {
+    "another scan": other_scan,
+    "no label map": lambda folder: (folder / "out" / "a.nii.gz").unlink(),
+    "a part of the label map": cut("a.nii.gz"),
+    "another label map": lambda folder: (folder / "out" / "a.nii.gz").write_bytes((folder / "scans" / "b.nii.gz").read_bytes()),
+    "no report": lambda folder: (folder / "out" / "a.json").unlink(),
+    "a part of the report": cut("a.json"),
+    "a report of something else": lambda folder: (folder / "out" / "a.json").write_text("[1]"),
+    "another version": other_version,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_is_not_whole_or_has_another_source_is_made_anew(
+    damage: Callable[[Path], None], folder: Path, predicted: list[str]
+) -> None:
+    damage(folder)
+    assert predict(folder) == 0
+    assert predicted == ["a"]
+    assert predict(folder) == 0
+    assert predicted == ["a"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["inference.tta=true", "hu_offset=1", "precision=fp32", "inference.tile_size=[64,64,64]", "inference.budget_gib=2"],
+)
+def test_other_settings_make_another_result(override: str, folder: Path, predicted: list[str]) -> None:
+    for _ in range(2):
+        assert predict(folder, override) == 0
+        assert predicted == ["a", "b"]
+
+
+def test_so_do_other_weights(folder: Path, predicted: list[str], weights: dict[str, str]) -> None:
+    weights["fine"] = "f1"
+    assert predict(folder) == 0
+    assert predicted == ["a", "b"]
+
+
+def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
+    folder: Path, predicted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While `a` is computed, `b`, which is read already or about to be, is written by somebody else."""
+    done = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    for path in (folder / "out").iterdir():
+        path.unlink()
+    segment_case = app.segment_case
+
+    def busy(scan: Scan, *arguments: Any) -> SegmentedCase:
+        for name in ("b.nii.gz", "b.json"):
+            (folder / "out" / name).write_bytes(done[name])
+        return segment_case(scan, *arguments)
+
+    monkeypatch.setattr(app, "segment_case", busy)
+    assert predict(folder) == 0
+    assert predicted == ["a"]
+    assert capsys.readouterr().out.splitlines()[-1] == f"{folder / 'out' / 'b.nii.gz'}: finished before, skipped"
+
+
+def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:
+    report = json.loads((folder / "out" / "a.json").read_text())
+    steps = report["durations_s"]
+    assert set(steps) == {"read", "localise", "refine_left_lung", "refine_right_lung", "join", "write", "total"}
+    assert sum(seconds for step, seconds in steps.items() if step != "total") <= steps["total"]
+    # More than numpy and torch hold by themselves, for as long as the case took.
+    assert report["memory_gb_s"] > 0.05 * steps["total"]
+    assert report["peak_resident_bytes"] > 5e7
+    assert report["checkpoints"] == {"coarse": {"c": "c0"}, "fine": {"f": "f0"}}
+    assert report["source"]["path"] == str(folder / "scans" / "a.nii.gz")

@@ -1,0 +1,82 @@
+"""Files that hold no HU: every command applies the same scale, and says when one is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import pytest
+from oracle import CoarseOracle, FineOracle, scan, stage
+
+from medseg.commands import predict as predict_app
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import EvaluateConfig, PredictConfig
+from medseg.data.case_table import read_case_table
+from medseg.evaluation import scoring as evaluate_app
+from medseg.io.read import read_labels
+from medseg.io.write import write_image, write_labels
+from medseg.studies.cross_validate import write_table
+
+
+def compose(name: str, *overrides: str) -> Any:
+    schema = {"predict": PredictConfig, "evaluate": EvaluateConfig}[name]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        given = ["coarse=c", "fine=f", "accelerator=cpu"] if name == "predict" else []
+        return to_config(hydra.compose(name, [*given, *overrides]), schema)
+
+
+@pytest.fixture(autouse=True)
+def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks that know the answer in place of checkpoints."""
+    networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
+    monkeypatch.setattr("medseg.build.load_stage", lambda path, name, *_: stage(networks[name], name))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A scan in HU, the same stored 1024 higher, and a table that says so."""
+    volume, labels = scan()
+    write_image(tmp_path / "hu.nii.gz", volume.array, volume.grid)
+    write_image(tmp_path / "high.nii.gz", volume.array + 1024, volume.grid)
+    write_labels(tmp_path / "labels.nii.gz", labels, volume.grid)
+    rows = ["case,image,labels,hu_offset", "hu,hu.nii.gz,labels.nii.gz,", "high,high.nii.gz,labels.nii.gz,-1024"]
+    (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def predict(folder: Path, name: str, *overrides: str) -> tuple[np.ndarray, dict[str, Any]]:
+    output = folder / f"{name}_out.nii.gz"
+    assert predict_app.predict(compose("predict", f"input='{folder / name}.nii.gz'", f"output='{output}'", *overrides)) == 0
+    return read_labels(output).array, json.loads((folder / f"{name}_out.json").read_text())
+
+
+def test_predict_says_that_values_are_no_hu_and_takes_an_offset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels, report = predict(folder, "hu")
+    wrong, warned = predict(folder, "high")
+    said = (
+        "this does not look like HU of a CT; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset "
+        "(predict: without data.)"
+    )
+    assert any(warning.endswith(said) for warning in warned["warnings"])
+    assert f"{said}\n" in capsys.readouterr().err
+    assert not np.array_equal(wrong, labels)
+    right, corrected = predict(folder, "high", "hu_offset=-1024")
+    assert np.array_equal(right, labels)
+    assert corrected["warnings"] == report["warnings"]
+    assert (report["hu"], corrected["hu"]) == ({"slope": 1.0, "offset": 0.0}, {"slope": 1.0, "offset": -1024.0})
+
+
+def test_a_case_table_says_it_for_each_case(folder: Path) -> None:
+    table, out = folder / "table.csv", folder / "out"
+    assert predict_app.predict(compose("predict", f"input='{table}'", f"output='{out}'")) == 0
+    assert np.array_equal(read_labels(out / "high.nii.gz").array, read_labels(out / "hu.nii.gz").array)
+    assert evaluate_app.evaluate(compose("evaluate", f"pred='{out}'", f"ref='{table}'", f"output='{folder / 'scores'}'")) == 0
+    pictures = {name: (folder / "scores" / "overlays" / f"{name}.png").stat().st_size for name in ("hu", "high")}
+    assert pictures["high"] == pytest.approx(pictures["hu"], rel=0.02), "only the title differs"
+
+    copied = read_case_table(write_table(read_case_table(table), folder / "other" / "copy.csv"), None)
+    assert [case.hu.offset for case in copied] == [0.0, -1024.0]

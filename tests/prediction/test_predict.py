@@ -1,0 +1,302 @@
+"""Where results go, what is refused before anything is loaded, and what a bad case costs the others: nothing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from oracle import CoarseOracle, stage
+from oracle import scan as scan_of_blocks
+from torch import Tensor, nn
+
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.commands import predict as app
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PredictConfig
+from medseg.data.task import Region, Task
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.inputs import input_format
+from medseg.io.write import write_image
+from medseg.prediction.case import Costs, ReadCase, SegmentedCase, is_small
+from medseg.prediction.scans import Scan
+
+
+def predict(source: Path, output: Path, *overrides: str) -> int:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose(
+            "predict", [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+        )
+    return app.predict(to_config(composed, PredictConfig))
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    for name in ("a.nii.gz", "b.nrrd"):
+        (folder / name).write_bytes(b"a scan")
+    return folder
+
+
+@pytest.fixture
+def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
+    """Predict with stand-ins that open no scan; returns what they shall raise, by the step and the name of the case."""
+    raises: dict[tuple[str, str], Any] = {}
+
+    def fail(step: str, scan: Scan) -> None:
+        if (step, scan.name) in raises:
+            raise raises[step, scan.name]
+
+    def read(scan: Scan) -> ReadCase:
+        input_format(scan.path)
+        fail("read", scan)
+        return ReadCase(None, None, Costs())
+
+    def segment(scan: Scan, _: Any, case: ReadCase) -> SegmentedCase:
+        fail("segment", scan)
+        return SegmentedCase(None, None, None, None, 0.0, case.costs)
+
+    def write(scan: Scan, output: Path, *_: Any) -> dict[str, Any]:
+        fail("write", scan)
+        output.parent.mkdir(exist_ok=True)
+        output.write_text(str(scan.path))
+        return {"warnings": [f"look at {scan.name}"], "volume_ml": {}, "durations_s": {"total": 0.0}}
+
+    monkeypatch.setattr("medseg.build.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
+    for name, step in {"read_case": read, "segment_case": segment, "write_case": write, "is_small": lambda *_: True}.items():
+        monkeypatch.setattr(app, name, step)
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [("scans", "scans"), ("scans/a.nii.gz", "scans/a.nii.gz"), ("scans/a.nii.gz", "scans"), ("link", "scans"), ("scans", "link")],
+)
+def test_a_scan_is_not_overwritten(scans: Path, source: str, output: str) -> None:
+    (scans.parent / "link").symlink_to(scans)
+    with pytest.raises(UserError, match="scan of the case a"):
+        predict(scans.parent / source, scans.parent / output)
+    assert (scans / "a.nii.gz").read_bytes() == b"a scan"
+
+
+def test_a_link_in_the_output_is_followed(scans: Path, tmp_path: Path) -> None:
+    (tmp_path / "o.nii.gz").symlink_to(scans / "a.nii.gz")
+    with pytest.raises(UserError, match="scan of the case a"):
+        predict(scans / "a.nii.gz", tmp_path / "o.nii.gz")
+
+
+def test_scans_of_other_splits_are_safe_too(scans: Path, tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("case,image,split\na,elsewhere.nii,test\nz,scans/a.nii.gz,train\n")
+    with pytest.raises(UserError, match="scan of the case z"):
+        predict(table, scans, "split=test")
+
+
+@pytest.mark.parametrize("column", ["labels", "expert"])
+def test_references_of_a_table_are_not_overwritten(tmp_path: Path, column: str) -> None:
+    """Not even those of another split."""
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "z.nii.gz").write_bytes(b"drawn by hand")
+    table = tmp_path / "t.csv"
+    table.write_text(f"case,image,split,{column}\nz,1.nii,test,\n\ny,2.nii,train,masks/z.nii.gz\n")
+    with pytest.raises(UserError) as caught:
+        predict(table, tmp_path / "masks", "split=test")
+    assert str(caught.value) == (f"{tmp_path}/masks/z.nii.gz is a file of the case y, not to be overwritten; give another output")
+    assert (tmp_path / "masks" / "z.nii.gz").read_bytes() == b"drawn by hand"
+
+
+def test_two_cases_do_not_share_a_file(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("case,image\nü,1.nii\nu\u0308,2.nii\n", encoding="utf-8")
+    with pytest.raises(UserError, match="would be one file"):
+        predict(table, tmp_path / "out")
+
+
+@pytest.mark.parametrize("output", ["o.nhdr", "o.txt", "o.png", ".nii.gz"])
+def test_a_file_of_another_format_is_refused_for_one_scan(scans: Path, tmp_path: Path, output: str) -> None:
+    with pytest.raises(UserError, match=r"\.nii\.gz, \.nii, \.nrrd"):
+        predict(scans / "a.nii.gz", tmp_path / output)
+
+
+def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any]) -> None:
+    assert predict(scans, tmp_path / "a.b") == 0
+    assert {path.name for path in (tmp_path / "a.b").iterdir()} == {"a.nii.gz", "b.nii.gz"}
+    assert predict(scans / "b.nrrd", tmp_path / "a.b") == 0, "the folder is there now"
+    assert predict(scans / "b.nrrd", tmp_path / "O.NRRD") == 0
+    with pytest.raises(UserError, match="has 2 cases"):
+        predict(scans, tmp_path / "o.mha")
+    with pytest.raises(UserError, match="or a folder"):
+        predict(scans, tmp_path / "o.nhdr")
+
+
+@pytest.mark.parametrize("step", ["read", "segment", "write"])
+@pytest.mark.parametrize("error", [UserError("damaged"), RuntimeError("a defect"), ValueError("x")])
+@pytest.mark.parametrize("bad", ["a", "b", "c"])
+def test_a_bad_case_costs_the_others_nothing_and_each_is_told_in_its_turn(
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    step: str,
+    error: Exception,
+    bad: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (scans / "c.nii").write_bytes(b"a scan")
+    without_networks[step, bad] = error
+    assert predict(scans, tmp_path / "out") == 1
+    good = [name for name in "abc" if name != bad]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.nii.gz" for name in good]
+    said = capsys.readouterr()
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    told = {name: f"medseg: {name}: {text if name == bad else f'look at {name}'}" for name in "abc"}
+    assert said.err.splitlines() == [*told.values(), "medseg: 1 of 3 cases failed"]
+    assert [line.split(":")[0] for line in said.out.splitlines()] == [str(tmp_path / "out" / f"{name}.nii.gz") for name in good]
+
+
+def test_memory_that_is_short_ahead_of_its_turn_is_asked_for_again(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+    read = app.read_case
+
+    def once(scan: Scan) -> ReadCase:
+        tries.append(scan.name)
+        if scan.name == "b" and tries.count("b") == 1:
+            raise MemoryError("while the other case is there")
+        return read(scan)
+
+    monkeypatch.setattr(app, "read_case", once)
+    assert predict(scans, tmp_path / "out") == 0
+    assert tries == ["a", "b", "b"]
+
+
+def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[VoxelGrid]] = []
+
+    def fail(*_: object) -> None:
+        assert all(crop() is None for crop in held), "the error of the case before holds what it was working on"
+        crop = VoxelGrid((1, 1, 1), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+        held.append(weakref.ref(crop))
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise RuntimeError("then") from error
+
+    monkeypatch.setattr(app, "segment_case", fail)
+    gc.disable()  # it would find them some time
+    try:
+        assert predict(scans, tmp_path / "out") == 1
+    finally:
+        gc.enable()
+    assert len(held) == 2
+
+
+def test_a_large_scan_waits_for_its_turn(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header decides: four bytes a voxel must fit into the budget."""
+    volume, _ = scan_of_blocks()
+    for name in ("a.nii.gz", "b.nrrd"):
+        write_image(scans / name, volume.array, volume.grid)
+    monkeypatch.setattr(app, "is_small", is_small)
+    threads: list[str] = []
+    read = app.read_case
+
+    def noted(scan: Scan) -> ReadCase:
+        threads.append("own" if threading.current_thread() is threading.main_thread() else "ahead")
+        return read(scan)
+
+    monkeypatch.setattr(app, "read_case", noted)
+    needed_gib = 4 * volume.array.size / 2**30
+    for budget_gib, expected in ((needed_gib * 1.001, ["own", "ahead"]), (needed_gib * 0.999, ["own", "own"])):
+        threads.clear()
+        assert predict(scans, tmp_path / "out", f"inference.budget_gib={budget_gib}") == 0
+        assert threads == expected
+
+
+@pytest.mark.parametrize("error", [MemoryError("1 TiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 TiB")])
+def test_memory_that_runs_out_is_told_in_a_sentence(
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    error: Exception,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    without_networks["segment", "a"] = error
+    assert predict(scans, tmp_path / "out") == 1
+    assert (tmp_path / "out" / "b.nii.gz").is_file()
+    assert f"medseg: a: out of memory ({error}); free some, give a smaller inference.budget_gib" in capsys.readouterr().err
+    assert predict(scans / "a.nii.gz", tmp_path / "o.nii") == 3
+
+
+@pytest.mark.parametrize("step", ["read", "segment", "write"])
+def test_alone_a_defect_keeps_its_traceback(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], step: str
+) -> None:
+    without_networks[step, "a"] = RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect") as caught:
+        predict(scans / "a.nii.gz", tmp_path / "o.nii")
+    assert caught.traceback[-1].name == "fail"
+
+
+def test_a_missing_file_of_a_table_is_one_bad_case(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("case,image\nx,nowhere.nii\ny,scans/a.nii.gz\n")
+    assert predict(table, tmp_path / "out") == 1
+    assert (tmp_path / "out" / "y.nii.gz").is_file()
+    assert "nowhere.nii: this file or folder does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["3", "[]", "[a,3]", "{a: b}"])
+def test_what_is_no_checkpoint_is_refused(value: str, scans: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fine: a checkpoint, a list of checkpoints or null is needed"):
+        predict(scans, tmp_path / "out", f"fine={value}")
+
+
+def test_a_precision_that_the_device_lacks_is_refused_first(scans: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        predict(scans, tmp_path / "out", "precision=fp16")
+
+
+@pytest.fixture
+def tf32_flags() -> Iterator[tuple[Any, Any]]:
+    """The two places of torch that allow TF32; left as they were."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [flag.allow_tf32 for flag in flags]
+    yield flags
+    for flag, allowed in zip(flags, before, strict=True):
+        flag.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bool, tf32_flags: tuple[Any, Any]) -> None:
+    seen: list[bool] = []
+
+    class Network(nn.Module):
+        divisor = (1, 1, 1)
+
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            seen.extend(flag.allow_tf32 for flag in tf32_flags)
+            return torch.cat([image, -image], 1)
+
+    task = Task("t", {"a": 1}, (Region("a", ("a",)),), (-1000.0, 0.0))
+    stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, "whole", precision, torch.device("cpu"))
+    for flag in tf32_flags:
+        flag.allow_tf32 = before
+    stage.predict_probs(torch.zeros(2, 3, 4), 0, CascadeOptions())
+    assert seen == [False, False]
+    assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]

@@ -1,0 +1,152 @@
+"""Segmenting from Python: the same labels as the command's, of the kind that was given, also from several threads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import SimpleITK
+from oracle import CoarseOracle, FineOracle, dice, scan, stage
+
+import medseg
+from medseg.errors import UserError
+from medseg.io.read import read_image, read_labels
+from medseg.io.volume import Volume
+from medseg.io.write import write_image, write_labels
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PhantomSpec
+from medseg.preprocess.orient import Orientation
+from medseg.preprocess.scale import HuScale
+
+
+@pytest.fixture
+def segmenter(monkeypatch: pytest.MonkeyPatch) -> medseg.LungSegmenter:
+    """With networks that know the answer."""
+    networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
+    monkeypatch.setattr("medseg.build.load_stage", lambda path, name, *_: stage(networks[name], name))
+    return medseg.LungSegmenter(["c"], ["f"], accelerator="cpu")
+
+
+def is_right(labels: np.ndarray, reference: np.ndarray) -> bool:
+    return min(dice(labels == value, reference == value) for value in (1, 2)) > 0.95
+
+
+STORED = [Orientation((0, 1, 2), (False, False, False)), Orientation((2, 0, 1), (True, False, True))]
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_each_kind_of_scan_has_labels_of_its_kind_on_its_grid(
+    stored: Orientation, segmenter: medseg.LungSegmenter, tmp_path: Path
+) -> None:
+    volume, reference = scan(stored)
+    write_image(tmp_path / "a.nii.gz", volume.array, volume.grid)
+    from_path = segmenter.segment(tmp_path / "a.nii.gz")
+    from_volume = segmenter.segment(volume)
+    image = SimpleITK.ReadImage(tmp_path / "a.nii.gz")
+    from_image = segmenter.segment(image)
+    assert is_right(from_volume.labels.array, reference)
+    assert from_volume.labels.grid == volume.grid
+    assert np.array_equal(from_path.labels.array, from_volume.labels.array)
+    # ITK names the same voxels in the same order; its header is what makes the result lie on them.
+    assert np.array_equal(SimpleITK.GetArrayFromImage(from_image.labels), from_path.labels.array)
+    for get in ("GetSpacing", "GetOrigin", "GetDirection", "GetSize"):
+        assert getattr(from_image.labels, get)() == getattr(image, get)()
+    assert from_image.volumes_ml == pytest.approx(from_path.volumes_ml, rel=1e-6), "the file rounds its spacing"
+    assert set(from_image.boxes) == {"left_lung", "right_lung"}
+    # What was read from a file goes back with its header.
+    write_labels(tmp_path / "o.nii.gz", from_path.labels.array, from_path.labels.grid, from_path.labels.header)
+    assert read_labels(tmp_path / "o.nii.gz").grid.is_close(volume.grid)
+    for result in (from_path, from_volume, from_image):
+        steps = result.durations_s
+        assert set(steps) == {"read", "localise", "refine_left_lung", "refine_right_lung", "join", "total"}
+        assert sum(seconds for step, seconds in steps.items() if step != "total") <= steps["total"]
+
+
+def test_an_image_of_simpleitk_is_read_as_from_a_file(segmenter: medseg.LungSegmenter, tmp_path: Path) -> None:
+    volume, _ = scan()
+    array = volume.array.astype(np.float64)
+    array[:, :5] = np.nan
+    image = SimpleITK.GetImageFromArray(array)
+    result = segmenter.segment(image)
+    assert "hold no number (NaN or infinity) and count as air" in result.warnings[0]
+    assert np.isnan(SimpleITK.GetArrayViewFromImage(image)[0, 0, 0]), "the image is left as it is"
+    for bad, said in (
+        (SimpleITK.GetImageFromArray(np.zeros((3, 4, 5, 2)), isVector=True), "expected one number per voxel, got 2"),
+        (SimpleITK.GetImageFromArray(np.zeros((4, 5))), "expected three axes, got 2"),
+        (SimpleITK.GetImageFromArray(np.zeros((3, 4, 5))), "SimpleITK image: expected a scan, but every voxel holds 0"),
+    ):
+        with pytest.raises(UserError, match=said):
+            segmenter.segment(bad)
+
+
+def test_what_is_no_scan_is_refused(segmenter: medseg.LungSegmenter, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a Volume or a SimpleITK image, but got ndarray"):
+        segmenter.segment(np.zeros((3, 4, 5)))
+    with pytest.raises(UserError, match="does not exist"):
+        segmenter.segment(str(tmp_path / "nowhere.nii"))
+    with pytest.raises(UserError, match="accelerator=tpu: choose one of auto, cpu, gpu"):
+        medseg.LungSegmenter(accelerator="tpu")
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        medseg.LungSegmenter(accelerator="cpu", precision="fp16")
+    with pytest.raises(AttributeError, match="has no attribute 'HeartSegmenter'"):
+        medseg.HeartSegmenter  # noqa: B018
+
+
+def test_values_that_are_no_hu_are_scaled(segmenter: medseg.LungSegmenter) -> None:
+    volume, _ = scan()
+    high = Volume(volume.array + np.int16(1024), volume.grid)
+    right = segmenter.segment(volume).labels.array
+    assert not np.array_equal(segmenter.segment(high).labels.array, right)
+    assert np.array_equal(segmenter.segment(high, HuScale(offset=-1024.0)).labels.array, right)
+
+
+def test_threads_share_a_segmenter(segmenter: medseg.LungSegmenter) -> None:
+    blocks = [
+        (((slice(7, 19), slice(20 + i, 60), slice(78, 110)), 1), ((slice(6, 17), slice(31, 66), slice(12, 50)), 2))
+        for i in range(6)
+    ]
+    scans = [scan(blocks=block)[0] for block in blocks]
+    alone = [segmenter.segment(volume) for volume in scans]
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(segmenter.segment, scans))
+    for one, other in zip(alone, together, strict=True):
+        assert np.array_equal(one.labels.array, other.labels.array)
+        assert one.volumes_ml == other.volumes_ml
+    assert len({result.volumes_ml["left_lung"] for result in together}) == len(scans)
+
+
+@pytest.mark.slow
+def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
+    """With the weights in the box, in a process of its own, which says that `import medseg` brings no torch."""
+    for index in range(2):
+        phantom = make_phantom(
+            PhantomSpec(seed=5, index=index, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110), num_vessel_ends=100)
+        )
+        write_image(tmp_path / "scans" / f"{index}.nii.gz", phantom.image_hu, phantom.grid)
+    command = [sys.executable, "-m", "medseg.commands.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    script = """
+import sys, medseg
+assert not {"torch", "numpy", "nibabel"} & set(sys.modules)
+from concurrent.futures import ThreadPoolExecutor
+from medseg import LungSegmenter
+from medseg.io.read import read_labels
+import json
+segmenter = LungSegmenter(accelerator="cpu")
+with ThreadPoolExecutor(2) as threads:
+    for index, result in enumerate(threads.map(segmenter.segment, ["scans/0.nii.gz", "scans/1.nii.gz"])):
+        assert (result.labels.array == read_labels(__import__("pathlib").Path(f"out/{index}.nii.gz")).array).all()
+        print(json.dumps(result.volumes_ml))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    for index, line in enumerate(done.stdout.splitlines()):
+        report = json.loads((tmp_path / "out" / f"{index}.json").read_text())
+        assert report["volume_ml"] == pytest.approx(json.loads(line), abs=0.01)
+    assert read_image(tmp_path / "scans" / "0.nii.gz").grid.shape == read_labels(tmp_path / "out" / "0.nii.gz").grid.shape

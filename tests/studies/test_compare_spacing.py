@@ -1,0 +1,119 @@
+"""Spacing strategies compared: rows that compose, one training for what is the same, failures that are told, and what is finished is kept."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import CompareSpacingConfig
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.report.spacings import Strategy
+from medseg.studies import compare_spacing as app
+
+
+def compose(*overrides: str) -> CompareSpacingConfig:
+    return to_config(hydra.compose("compare_spacing", [*overrides, "run_dir=x"]), CompareSpacingConfig)
+
+
+def stages_of(config: CompareSpacingConfig, row: str, given: list[str]) -> list[app.Stage]:
+    return app.stages_of(row, config, given, Path("runs"))
+
+
+def test_every_row_composes_and_rows_share_the_stages_that_are_the_same(tiny_table: Path) -> None:
+    given = [f"data.cases='{tiny_table}'", "model.width=4"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("seed=7", "steps=5", "stages.coarse=['steps=9']")
+        rows = {row: stages_of(config, row, given) for row in config.rows}
+    for coarse, fine in rows.values():
+        assert (coarse.config.steps, fine.config.steps) == (9, 5)
+        assert {coarse.config.seed, fine.config.seed} == {7}
+        assert fine.config.stage.patch_size == (96, 96, 96)
+        assert coarse.config.data.cases == fine.config.data.cases == str(tiny_table)
+    runs = {row: [stage.run_dir.name for stage in stages] for row, stages in rows.items()}
+    assert runs["isotropic 1 mm"][0] == runs["isotropic 2 mm"][0]
+    assert len({fine for _, fine in runs.values()}) == len(runs)
+    assert rows["dataset median"][1].config.spacing.target_spacing_mm == (6.0, 4.05, 4.5)
+
+
+def test_a_row_that_train_would_refuse_is_named_before_anything_runs() -> None:
+    with (
+        hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"),
+        pytest.raises(UserError, match=r"rows\.anisotropic\.fine: stage\.patch_size: must be multiples of \[8, 16, 16\]"),
+    ):
+        stages_of(compose("stages.fine=['stage.patch_size=[12,96,96]']"), "anisotropic", [])
+
+
+def test_whole_inputs_are_counted_as_the_stages_take_them() -> None:
+    grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("rows.native.coarse=['spacing=native','stage.max_voxels=500000']")
+        coarse, fine = stages_of(config, "isotropic 2 mm", [])
+        native, _ = stages_of(config, "native", [])
+        scaled, _ = stages_of(config, "multi scale", [])
+        sized, _ = stages_of(config, "fixed size", [])
+        cubes, _ = stages_of(config, "fixed resolution", [])
+    assert app.whole_shape(coarse.config, grid) == (112, 64, 64)
+    assert app.whole_shape(native.config, grid) == (32, 112, 128)
+    assert app.whole_shape(scaled.config, grid) == (64, 64, 64), "4 mm along z, 2 mm in plane"
+    assert app.whole_shape(sized.config, grid) == (128, 128, 128)
+    assert app.whole_shape(cubes.config, grid) == (112, 112, 112)
+    boxes = {name: {"voxels": {"start": [0, 0, 0], "stop": stop}} for name, stop in (("a", [30, 50, 33]), ("b", [17, 16, 16]))}
+    assert app.crop_shape(fine.config, {"boxes": boxes}) == (32, 64, 48)
+    assert app.crop_shape(fine.config, {"boxes": {}}) == (16, 16, 16)
+
+
+def test_a_table_and_a_picture_of_what_is_known(tmp_path: Path) -> None:
+    cost = dict(zip(app.COSTS, ("1×1×1", 300.0, 900.0, 2000.0, 0.5, 60.0), strict=True))
+    score = dict(zip(app.SCORES, ("a", 0.8, "left_lung", "reference", 0.9, 0.8, 0.9, float("inf"), 3.0, 1.0), strict=True))
+    failed = Strategy("native", {}, [], {}, "out of memory")
+    app.write([failed], tmp_path)
+    assert not (tmp_path / "comparison.png").exists()
+    good = Strategy("isotropic", {"coarse": cost, "fine": cost}, [score], {"b": "no prediction"})
+    app.write([failed, good], tmp_path)
+    with (tmp_path / "comparison.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["row"], row["case"], row["failure"]) for row in rows] == [
+        ("native", "", "out of memory"),
+        ("isotropic", "a", ""),
+        ("isotropic", "b", "no prediction"),
+    ]
+    assert rows[1]["fine_whole_peak_mib"] == "2000.0"
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_compares_goes_on_after_a_failed_row_and_keeps_what_is_finished(tiny_table: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "medseg.commands.cli", "compare_spacing", f"output={tmp_path / 'out'}", "steps=2", "model.width=4",
+        f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "logger=none", "data.num_workers=0",
+        "trainer.accelerator=cpu", "stages.fine=[]", "~rows",
+        "+rows={wrong: {coarse: ['spacing=isotropic_4mm'], fine: ['spacing=isotropic_4mm', 'optimizer.lr=1e30']}, "
+        "native: {coarse: ['spacing=isotropic_4mm'], fine: ['spacing=native']}}",
+    ]  # fmt: skip
+    for attempt in range(2):
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path)
+        assert result.returncode == 1, result.stderr
+        assert "row 2 of 2: native" in result.stdout
+        assert result.stdout.count("finished before") == attempt
+        assert result.stdout.count("medseg train") == (1 if attempt else 3), "the coarse stage once, and the failed one again"
+    with (tmp_path / "out" / "comparison.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["row"], row["case"], row["region"]) for row in rows] == [
+        ("wrong", "", ""),
+        ("native", "case 3", "left_lung"),
+        ("native", "case 3", "right_lung"),
+    ]
+    assert "not finite" in rows[0]["failure"]
+    assert {row["slice_mm"] for row in rows[1:]} == {"6.0"}
+    text = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
+    assert "| strategy | > 3 mm | all |" in text
+    assert "* wrong: failed, the fine stage could not be trained" in text
+    assert (tmp_path / "out" / "comparison.png").is_file()

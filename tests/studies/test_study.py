@@ -1,0 +1,157 @@
+"""The study hands out each trial once, draws alike however often it was interrupted, and learns from what ended how."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SweepConfig
+
+pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
+from medseg.studies.study import TRIAL_LOCK_FILE, Study
+
+SPACE = {
+    "optimizer.lr": ParameterConfig(ParameterType.float, low=1e-3, high=1e-1, log=True),
+    "model.width": ParameterConfig(ParameterType.int, low=8, high=32, step=8),
+    "memory": ParameterConfig(ParameterType.choice, choices=["plain", "amp"]),
+}
+
+
+def sweep(num_trials: int, *objectives: Objective, pruner: Pruner = Pruner.none, **space: ParameterConfig) -> SweepConfig:
+    return SweepConfig(
+        "test", num_trials, list(objectives) or [Objective.val_dice], Sampler.tpe, 4, 0, pruner,
+        prune_after_trials=1, prune_after_steps=0, space=space or SPACE,
+    )  # fmt: skip
+
+
+def dice_of(overrides: dict[str, str]) -> float:
+    return 0.9 - abs(float(overrides["optimizer.lr"]) - 0.01) + (overrides["memory"] == "amp") / 10
+
+
+def go_on(folder: Path, config: SweepConfig, value: Callable[[dict[str, str]], float] = dice_of) -> list[dict[str, str]]:
+    study = Study(folder, config)
+    tried = []
+    for turn in study.turns():
+        tried.append(turn.overrides)
+        study.close(turn, [value(turn.overrides)])
+    return tried
+
+
+def test_an_interrupted_study_tries_what_an_uninterrupted_one_would(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "halved").mkdir()
+    whole = go_on(tmp_path / "whole", sweep(8))
+    assert len({str(one) for one in whole}) == 8, "no two trials alike"
+    assert go_on(tmp_path / "halved", sweep(3)) == whole[:3]
+    left = next(Study(tmp_path / "halved", sweep(8)).turns())  # as a killed process leaves it
+    assert (left.number, left.overrides) == (3, whole[3])
+    left._lock.close()
+    again = next(Study(tmp_path / "halved", sweep(8)).turns())
+    assert (again.number, again.overrides) == (3, whole[3])
+    again._lock.close()
+    assert go_on(tmp_path / "halved", sweep(8)) == whole[3:]
+    assert go_on(tmp_path / "halved", sweep(8)) == []
+
+
+def test_values_are_arguments_of_the_command_line(tmp_path: Path) -> None:
+    for overrides in go_on(tmp_path, sweep(6)):
+        assert 1e-3 <= float(overrides["optimizer.lr"]) <= 1e-1
+        assert overrides["model.width"] in ("8", "16", "24", "32")
+        assert overrides["memory"] in ("plain", "amp")
+    stepped = sweep(6, x=ParameterConfig(ParameterType.float, low=0.0, high=1.0, step=0.2))
+    (tmp_path / "stepped").mkdir()
+    assert {one["x"] for one in go_on(tmp_path / "stepped", stepped, lambda _: 0.0)} <= {"0", "0.2", "0.4", "0.6", "0.8", "1"}
+
+
+def test_the_first_trial_is_the_experiment_as_far_as_it_lies_in_the_space(tmp_path: Path) -> None:
+    study = Study(tmp_path, sweep(2))
+    study.begin_with({"optimizer.lr": 0.02, "model.width": 64, "memory": "amp", "steps": 5})
+    study.begin_with({"optimizer.lr": 0.03})
+    turn = next(study.turns())
+    assert (turn.overrides["optimizer.lr"], turn.overrides["memory"]) == ("0.02", "amp")
+    assert turn.overrides["model.width"] in ("8", "16", "24", "32")
+
+
+def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path: Path) -> None:
+    study = Study(tmp_path, sweep(3))
+    turn = next(study.turns())
+    turn._lock.close()
+    holder = "import sys\nfrom pathlib import Path\nfrom medseg.io.locks import locked\nwith locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(tmp_path / str(turn.number) / TRIAL_LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        numbers = []
+        for other in study.turns():
+            numbers.append(other.number)
+            study.close(other, [0.5])
+        assert numbers == [1, 2]
+        process.kill()
+    assert [other.number for other in Study(tmp_path, sweep(3)).turns() if study.close(other, [0.5]) is None] == [0]
+
+
+def test_a_trial_behind_the_median_is_not_worth_going_on(tmp_path: Path) -> None:
+    study = Study(tmp_path, sweep(4, pruner=Pruner.median))
+    for dices, why in (([0.5, 0.8], ""), ([0.6, 0.9], ""), ([0.7, 0.95], ""), ([0.1, 0.2], "0.1000, lies below the median")):
+        turn = next(study.turns())
+        told = turn.report([(10, dices[0])])
+        assert (why in told) if why else not told
+        if told:
+            study.close(turn, None)
+            continue
+        assert not turn.report([(10, dices[0]), (20, dices[1])])
+        assert not turn.report([(10, dices[0]), (20, dices[1])]), "what was told once is not told again"
+        study.close(turn, [max(dices)])
+    assert [trial.state.name for trial in study.study.trials] == ["COMPLETE"] * 3 + ["PRUNED"]
+
+
+def test_the_sampler_keeps_away_from_what_does_not_fit_and_forgets_defects(tmp_path: Path) -> None:
+    space = {"width": ParameterConfig(ParameterType.choice, choices=[1, 2, 3, 4])}
+    study = Study(tmp_path, sweep(24, **space))
+    for turn in study.turns():
+        study.close(turn, [0.5] if turn.overrides["width"] in ("1", "2") else None)
+    widths = [trial.params["width"] for trial in study.study.trials]
+    late = widths[8:]
+    assert sum(width in ("1", "2") for width in late) > 0.7 * len(late)
+    (tmp_path / "defects").mkdir()
+    other = Study(tmp_path / "defects", sweep(3, **space))
+    for turn in other.turns():
+        other.close(turn, None, is_defect=True)
+    assert [trial.state.name for trial in other.study.trials] == ["FAIL"] * 3
+
+
+def test_the_summary_names_the_best_and_what_mattered(tmp_path: Path) -> None:
+    config = replace(sweep(40), sampler=Sampler.random)
+    tried = go_on(tmp_path, config)
+    summary = Study(tmp_path, config).summary()
+    dices = [dice_of(one) for one in tried]
+    assert summary["best"] == [dices.index(max(dices))]
+    assert summary["objectives"] == {"val_dice": "maximize"}
+    assert summary["space"]["optimizer.lr"] == "0.001 … 0.1, logarithmic"
+    assert set(summary["importances"]) == set(SPACE)
+    assert summary["importances"]["memory"] > 3 * summary["importances"]["model.width"]
+
+
+def test_two_objectives_make_a_front(tmp_path: Path) -> None:
+    config = sweep(9, Objective.val_dice, Objective.peak_gib)
+    study = Study(tmp_path, config)
+    points = {}
+    for turn in study.turns():
+        assert turn.report([(10, 0.1)]) == ""
+        if turn.number == 2:
+            study.close(turn, None)
+            continue
+        points[turn.number] = (dice_of(turn.overrides), float(turn.overrides["model.width"]))
+        study.close(turn, points[turn.number])
+    front = [
+        number
+        for number, (dice, peak) in points.items()
+        if not any(d >= dice and p <= peak and (d, p) != (dice, peak) for d, p in points.values())
+    ]
+    assert study.summary()["best"] == front
+    assert study.summary()["importances"] == {}
