@@ -18,7 +18,7 @@ from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.passes import Pass, plan_pass
-from medseg.inference.team import Team
+from medseg.inference.tile_workers import TileWorkers
 from medseg.inference.tiles import KEPT, predict_probs
 from medseg.memory.accounting.forward import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
@@ -91,7 +91,7 @@ class TrainedStage:
         others: Networks of further checkpoints of the same kind; the result is the mean of all.
         bytes_per_voxel: What a network needs per voxel of its input, see `count_memory`; 0 where nobody has counted.
         checkpoints: SHA-256 of each file that the networks come from, by its path.
-        team: Processes that share the tiles; None = this one alone.
+        tile_workers: Processes that share the tiles; None = this process alone.
         resampling: Filter that brings a scan to its spacing, see `medseg.preprocess.resample`.
     """
 
@@ -108,7 +108,7 @@ class TrainedStage:
     others: tuple[nn.Module, ...] = ()
     bytes_per_voxel: float = 0.0
     checkpoints: dict[str, str] = field(default_factory=dict)
-    team: Team | None = None
+    tile_workers: TileWorkers | None = None
     resampling: str = ANTIALIASED
 
     @property
@@ -188,11 +188,11 @@ class TrainedStage:
 
     def _shared(self, network: nn.Module, region_index: int) -> dict[str, Any]:
         """How `predict_probs` is to divide its tiles."""
-        if self.team is None:
+        if self.tile_workers is None:
             return {}
         alone = functools.partial(self._call, network, region_index=region_index)
         job = (self.name, (self.network, *self.others).index(network), region_index)
-        return {"together": functools.partial(self.team.run, job, alone), "num_together": self.team.size}
+        return {"together": functools.partial(self.tile_workers.run, job, alone), "num_together": self.tile_workers.size}
 
     def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
         region = torch.full((len(images),), region_index, device=self.device)
@@ -233,7 +233,7 @@ class TrainedStage:
         cpu = torch.device("cpu")
         networks = [copy.deepcopy(network).to(cpu) for network in (self.network, *self.others)]
         precision = inference_precision(self.precision, "cpu")
-        stage = replace(self, network=networks[0], others=tuple(networks[1:]), precision=precision, device=cpu, team=None)
+        stage = replace(self, network=networks[0], others=tuple(networks[1:]), precision=precision, device=cpu, tile_workers=None)
         stage.count_memory()
         return stage
 

@@ -13,12 +13,20 @@ from medseg.config.schema import PredictConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, is_out_of_memory
 from medseg.io.replacing import check_writable
-from medseg.prediction.cascades import Cascade, help_first, is_helper, load_cascade, load_cascades, pick_cascade, shared
+from medseg.prediction.cascades import (
+    Cascade,
+    is_tile_worker,
+    is_under_torchrun,
+    load_cascade,
+    load_cascades,
+    pick_cascade,
+    serve_rank_0,
+    shared_tiles,
+)
 from medseg.prediction.case import ReadCase, SegmentedCase, is_case_finished, is_small, read_case, segment_case, write_case
 from medseg.prediction.pipeline import overlapped
 from medseg.prediction.scans import Scan, check_outputs, find_cases, output_paths
 from medseg.preprocess.scale import HuScale
-from medseg.runs.ranks import is_under_torchrun
 
 
 def main() -> None:
@@ -48,8 +56,8 @@ def predict(config: PredictConfig) -> int:
         raise UserError(
             "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun"
         )
-    if is_helper():
-        help_first(load_cascade(config))
+    if is_tile_worker():
+        serve_rank_0(load_cascade(config))
         return 0
     source = Path(config.input)
     scans, known = find_cases(source, config.split, config.series, HuScale(config.hu_slope, config.hu_offset))
@@ -62,7 +70,7 @@ def predict(config: PredictConfig) -> int:
 
     cases = [CaseToPredict(scan, output) for scan, output in zip(scans, paths, strict=True)]
     console = Console(stderr=True)
-    with shared(cascades[0]), Progress(console=console, disable=len(cases) == 1 or not console.is_terminal) as progress:
+    with shared_tiles(cascades[0]), Progress(console=console, disable=len(cases) == 1 or not console.is_terminal) as progress:
         task = progress.add_task("", total=len(cases))
         steps = Steps(
             cascades,

@@ -7,16 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
 from medseg.prediction.scans import Scan
-from medseg.runs.ranks import is_under_torchrun, meet, rank
-
-# Helpers have nothing to do while the first process reads, writes, or runs what is not in tiles.
-HELPERS_WAIT = timedelta(days=7)
 
 
 class Cascade(NamedTuple):
@@ -112,31 +107,36 @@ def load_cascade(config: PredictConfig) -> Cascade:
     return Cascade(coarse, fine, options, settings)
 
 
-def is_helper() -> bool:
-    """Whether this is a process of torchrun that runs networks for the first one, and neither reads nor writes."""
-    return is_under_torchrun() and rank() > 0
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process together with others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
 
 
-def help_first(cascade: Cascade) -> None:
-    """Run networks for the first process until it has done all cases."""
-    from medseg.inference.team import serve
+def is_tile_worker() -> bool:
+    """Whether this process only runs networks for rank 0 and neither reads scans nor writes results."""
+    return is_under_torchrun() and int(os.environ["RANK"]) > 0
 
-    meet("gloo", HELPERS_WAIT)
+
+def serve_rank_0(cascade: Cascade) -> None:
+    """Run networks for rank 0 until it has done all cases."""
+    from medseg.inference.tile_workers import process_group, serve_tiles
+
     stages = {stage.name: stage for stage in (cascade.coarse, cascade.fine)}
-    serve(lambda job, images: stages[job[0]].answer(job[1], images, job[2]))
+    with process_group():
+        serve_tiles(lambda job, images: stages[job[0]].answer(job[1], images, job[2]))
 
 
 @contextmanager
-def shared(cascade: Cascade) -> Iterator[None]:
-    """Divide the tiles among torchrun's processes; alone nothing happens."""
-    if not is_under_torchrun() or os.environ["WORLD_SIZE"] == "1":
+def shared_tiles(cascade: Cascade) -> Iterator[None]:
+    """Divide the tiles among the processes of torchrun; one process alone runs them all."""
+    if not is_under_torchrun():
         yield
         return
-    from medseg.inference.team import Team
+    from medseg.inference.tile_workers import TileWorkers, process_group
 
-    meet("gloo", HELPERS_WAIT)
-    team = cascade.coarse.team = cascade.fine.team = Team()
-    try:
-        yield
-    finally:
-        team.dismiss()
+    with process_group():
+        workers = cascade.coarse.tile_workers = cascade.fine.tile_workers = TileWorkers()
+        try:
+            yield
+        finally:
+            workers.dismiss()

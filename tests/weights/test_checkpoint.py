@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from medseg import __version__, build
+from medseg import __version__
+from medseg.build import objects as build
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig

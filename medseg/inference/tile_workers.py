@@ -1,0 +1,96 @@
+"""Tile workers: processes of torchrun that run a network on the tiles which the first process hands out.
+
+Rank 0 reads, cuts, blends and writes. Every other rank is a tile worker. Each call of `TileWorkers.run` is one scatter (a batch of tiles
+for each rank) followed by one gather (the logits, or the exception that the rank met). An empty task means "no batch this time" and None
+means "all work is done", so that scatter and gather always come in pairs on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Stage, index of its network and index of the task's region that a batch of tiles is for.
+Job = tuple[str, int, int]
+# Tile workers wait idle while rank 0 reads, writes or resamples; gloo's own limit of 30 minutes would end them.
+IDLE_LIMIT = timedelta(days=7)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the processes of torchrun for a while; torch finds them by the environment variables that torchrun sets."""
+    dist.init_process_group("gloo", timeout=IDLE_LIMIT)
+    try:
+        yield
+    finally:
+        # A process that exits while the threads of its group still run may abort with a failure code.
+        dist.destroy_process_group()
+
+
+class TileWorkers:
+    """All processes of the group, as rank 0 uses them; each takes one batch of tiles at a time.
+
+    An exception in another process is raised in rank 0, which alone decides how to go on.
+
+    Attributes:
+        size: Number of processes, rank 0 included.
+    """
+
+    def __init__(self) -> None:
+        self.size = dist.get_world_size()
+
+    def run(self, job: Job, run_here: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
+        """Run a network on at most `size` batches at once.
+
+        Args:
+            job: What the tile workers run.
+            run_here: Runs the same network in rank 0.
+            batches: Images (N, 1, d, h, w), the first for rank 0.
+
+        Returns:
+            Logits (N, K, d, h, w) of each batch, on the device of rank 0.
+        """
+        # Cloned: pickling a view would send the whole volume that it shares.
+        tasks: list[Any] = [(job, batch.detach().cpu().clone()) for batch in batches]
+        dist.scatter_object_list([None], [*tasks, *[()] * (self.size - len(tasks))], src=0)
+        answers: list[Any] = [None] * self.size
+        try:
+            own = run_here(batches[0])
+        finally:
+            # Also after an error here: the workers are in the gather already.
+            dist.gather_object(None, answers, dst=0)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [own, *(answer.to(own.device) for answer in answers[1 : len(batches)])]
+
+    def dismiss(self) -> None:
+        """End the loop of every tile worker."""
+        dist.scatter_object_list([None], [None] * self.size, src=0)
+
+
+def serve_tiles(run: Callable[[Job, Tensor], Tensor]) -> None:
+    """Run networks for rank 0 until it dismisses this process.
+
+    Args:
+        run: From a job and images (N, 1, d, h, w) to logits.
+    """
+    while True:
+        tasks: list[Any] = [None]
+        dist.scatter_object_list(tasks, None, src=0)
+        if tasks[0] is None:
+            return
+        answer: Tensor | Exception | None = None
+        if tasks[0]:
+            try:
+                with torch.inference_mode():
+                    answer = run(*tasks[0]).cpu()
+            except Exception as error:
+                answer = error  # rank 0 raises it
+        dist.gather_object(answer, dst=0)
