@@ -42,9 +42,8 @@ from medseg.data.task import Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.geometry.levels import level_strides
-from medseg.memory.apply import apply_switches
-from medseg.memory.layout import use_channels_last
 from medseg.memory.precision import HALF, inference_precision, lightning_precision, set_tf32
+from medseg.memory.switches import apply_switches, use_channels_last
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.resample import ANTIALIASED
@@ -294,8 +293,7 @@ def device_places(config: TrainConfig) -> dict[str, str]:
         UserError: If a device or a part is named that does not exist, or there is nothing to divide among.
     """
     from medseg.memory.accounting.step import count_step
-    from medseg.memory.parts import named_parts
-    from medseg.memory.placement import plan_devices, resolve, working_order
+    from medseg.memory.device_map import forward_order, named_parts, plan_device_map, resolve_device_map
 
     given = config.model.device_map
     gpus = {f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())}
@@ -310,7 +308,7 @@ def device_places(config: TrainConfig) -> dict[str, str]:
         with torch.device("meta"):
             names = list(named_parts(make()))
         try:
-            return resolve(names, given)
+            return resolve_device_map(names, given)
         except ValueError as error:
             raise UserError(f"model.{error}") from error
     if len(gpus) < 2:
@@ -329,8 +327,8 @@ def device_places(config: TrainConfig) -> dict[str, str]:
         parts = named_parts(make())
     held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
     weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
-    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in working_order(list(parts))}
-    return plan_devices(sizes, gpus)
+    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in forward_order(list(parts))}
+    return plan_device_map(sizes, gpus)
 
 
 def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: int = 0) -> pl.Trainer:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: forget what a block computed and compute it again in the backward pass."""
+"""Gradient checkpointing: blocks drop their activations and compute them again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ POLICIES = ("none", "sqrt", "all")
 
 
 def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
-    """Choose the names of the blocks to recompute.
+    """Choose the blocks to recompute.
 
     Args:
-        blocks: Named blocks, those that keep the most bytes first.
+        blocks: Named blocks, those that save the most bytes first.
         policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names, where the beginning of a
-            name up to a dot stands for all blocks below it (`encoder.0`). In a UNet a level keeps four times the
-            bytes of the next and costs twice the operations, so that the finest blocks give the most memory for the
-            time.
+            name up to a dot stands for all blocks below it (`encoder.0`). In a UNet a level saves four times the
+            bytes of the next one and costs twice its operations, so the finest blocks give the most memory per second.
 
     Returns:
-        The names, in the order of `blocks`.
+        Names of the blocks, in the order of `blocks`.
 
     Raises:
-        ValueError: If the policy is unknown or a name fits no block.
+        ValueError: If the policy is unknown or a name matches no block.
     """
     names = list(blocks)
     if isinstance(policy, str):
@@ -40,35 +39,36 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
         return names[:count]
     chosen: set[str] = set()
     for wanted in policy:
-        found = {name for name in names if name == wanted or name.startswith(f"{wanted}.")}
+        found = names_below(names, wanted)
         if not found:
             raise ValueError(f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names)}")
-        chosen |= found
+        chosen.update(found)
     return [name for name in names if name in chosen]
 
 
-def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
-    """Recompute the chosen blocks in the backward pass, each on its own; parameters and their names stay as they are.
+def names_below(names: Sequence[str], wanted: str) -> list[str]:
+    """List the names that equal a wanted one or continue it after a dot."""
+    return [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
 
-    Without a gradient (evaluation, inference mode) a block runs once, as before. Random numbers drawn in a block are
-    drawn again alike, and a batch norm counts a batch once although it sees it twice.
+
+def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
+    """Recompute the chosen blocks in the backward pass, each on its own; parameters and their names stay.
+
+    Without a gradient (evaluation, inference mode) a block runs once, as before. The recomputation draws the same random numbers, and
+    a batch norm updates its statistics once per batch although it runs twice.
 
     Args:
-        blocks: Named blocks, those that keep the most bytes first.
+        blocks: Named blocks, those that save the most bytes first.
         policy: See `select_blocks`.
 
     Returns:
-        The names of the blocks that are recomputed.
+        Names of the recomputed blocks.
     """
     names = select_blocks(blocks, policy)
     for name in names:
         block = blocks[name]
-        block.forward = _recomputed(block.forward, _batch_norms(block))
+        block.forward = _recomputed(block.forward, [module for module in block.modules() if isinstance(module, _BatchNorm)])
     return names
-
-
-def _batch_norms(block: nn.Module) -> list[_BatchNorm]:
-    return [module for module in block.modules() if isinstance(module, _BatchNorm)]
 
 
 def _recomputed(forward: Callable[..., Any], norms: list[_BatchNorm]) -> Callable[..., Any]:
@@ -90,9 +90,9 @@ def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[Any], Abs
 
 @contextlib.contextmanager
 def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Let the batch norms count into copies, which are thrown away.
+    """Let the batch norms update copies of their statistics, which are then dropped.
 
-    They must be handed some: the kernel saves what it is given, and both runs have to save the same number of tensors.
+    Buffers must be present: the kernel saves them for the backward pass, and both runs must save the same number of tensors.
     """
     kept = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, kept, strict=True):

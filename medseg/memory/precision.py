@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-# What autocast computes in; the others are fp32 in memory.
+# Number formats of autocast; the other precisions store fp32.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(precision: str, device_type: str) -> None:
-    """Refuse a precision that the device does not have.
+    """Refuse a precision that the device lacks.
 
     Raises:
-        ValueError: If the precision is unknown, or is one of a GPU on another device.
+        ValueError: If the precision is unknown, or needs a GPU and the device is none.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
@@ -30,7 +30,7 @@ def check_precision(precision: str, device_type: str) -> None:
 def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
     """Make the context in which a network computes.
 
-    Half precision is autocast: convolutions in half, parameters in fp32. `fp32` and `tf32` switch nothing here.
+    Half precision means autocast: convolutions in half, parameters in fp32. `fp32` and `tf32` change nothing here.
 
     Raises:
         ValueError: See `check_precision`.
@@ -40,10 +40,10 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
 
 
 def inference_precision(trained: str, device_type: str) -> str:
-    """Choose the number format in which a trained network is run.
+    """Choose the precision in which a trained network runs.
 
-    On a CPU half precision is bf16 or nothing, and fp32 where the processor only emulates bf16: with AVX2 alone torch
-    leaves its fast kernels, and a network takes nine times as long as in fp32.
+    A CPU has no fp16, and runs fp32 where it only emulates bf16: with AVX2 alone torch leaves its fast kernels, and a network takes
+    nine times as long as in fp32.
 
     Args:
         trained: Precision of the training.
@@ -58,12 +58,12 @@ def inference_precision(trained: str, device_type: str) -> str:
 
 
 def has_fast_bf16() -> bool:
-    """Whether torch's convolution kernels take bf16 on this processor; the same question decides inside torch."""
+    """Whether torch's convolution kernels support bf16 on this processor; torch itself decides by the same call."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
 
 
 def lightning_precision(precision: str, device_type: str) -> str:
-    """Name the precision as Lightning's trainer does; its `16-mixed` on a CPU would silently be bf16.
+    """Name a precision in the words of Lightning's trainer, whose `16-mixed` would silently mean bf16 on a CPU.
 
     Raises:
         ValueError: See `check_precision`.
@@ -73,7 +73,7 @@ def lightning_precision(precision: str, device_type: str) -> str:
 
 
 def set_tf32(precision: str) -> None:
-    """Allow TF32 in matrix products and convolutions for `tf32` only; torch by itself allows it in convolutions."""
+    """Allow TF32 in matrix products and convolutions for `tf32` only; torch's default allows it in convolutions."""
     allowed = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimiser state divided among the ranks: FSDP2, block by block."""
+"""Sharding: weights, gradients and optimiser state divided among the ranks by FSDP2, block by block."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def shard_network(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide each block's weights among the ranks of a mesh, in place; names and what is computed stay.
+    """Divide each block's weights among the ranks of a mesh, in place; names and results stay.
 
-    A rank gathers a block when it is used and lets go of it afterwards. All ranks must so use the same blocks in the same order.
+    A rank gathers a block for its use and frees it afterwards, so all ranks must use the same blocks in the same order.
 
     Args:
         network: Network with a method `blocks()`, its other switches applied, not yet moved or optimised.
@@ -29,9 +29,9 @@ def shard_network(network: nn.Module, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def gathered(network: nn.Module) -> Iterator[None]:
-    """Hold the whole weights on every rank, so that each may use the network as often as it likes; all ranks must enter and leave.
+    """Hold all weights on every rank, so that each may use the network any number of times; all ranks must enter and leave.
 
-    A network that is not divided stays as it is.
+    A network that is not sharded stays as it is.
     """
     shards = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for shard in shards:

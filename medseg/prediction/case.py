@@ -15,7 +15,7 @@ from medseg import __version__
 from medseg.data.source_files import fingerprint
 from medseg.io.inputs import case_name
 from medseg.io.replacing import replace_text
-from medseg.memory.profile import MemoryMeter, peak_resident_bytes, resident_bytes
+from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.prediction.cascades import Cascade
 from medseg.prediction.completed import is_finished, results_of
 from medseg.prediction.scans import Scan
@@ -42,10 +42,10 @@ class Costs:
     def measured(self) -> Iterator[None]:
         """Add a step."""
         start_s = time.perf_counter()
-        with MemoryMeter(resident_bytes) as meter:
+        with MemoryProfile() as profile:
             yield
         self.duration_s += time.perf_counter() - start_s
-        self.memory_gb_s += meter.curve.area_gb_s
+        self.memory_gb_s += profile.area_gb_s
 
 
 class ReadCase(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from medseg.memory.placement import place_parts
+from medseg.memory.device_map import apply_device_map
 
 
 class PlacedStrategy(SingleDeviceStrategy):
@@ -17,7 +17,7 @@ class PlacedStrategy(SingleDeviceStrategy):
 
     Args:
         home: Device of input and loss.
-        places: Device of each part, see `medseg.memory.placement.place_parts`.
+        places: Device of each part, see `medseg.memory.device_map.apply_device_map`.
     """
 
     def __init__(self, home: torch.device, places: Mapping[str, str]) -> None:
@@ -28,7 +28,7 @@ class PlacedStrategy(SingleDeviceStrategy):
         """Move everything home, and then the parts to their places."""
         super().model_to_device()
         assert self.lightning_module is not None
-        place_parts(cast(nn.Module, self.lightning_module.network), self.places, self.root_device)
+        apply_device_map(cast(nn.Module, self.lightning_module.network), self.places, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Leave the state of each weight beside it; Lightning would bring all of it home."""

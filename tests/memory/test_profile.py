@@ -1,4 +1,4 @@
-"""Memory over time: the area under straight lines, and a watch that sees the whole of a block."""
+"""Memory profile: the area under straight lines, for exactly as long as the block runs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import time
 import numpy as np
 import pytest
 
-from medseg.memory.profile import Curve, MemoryMeter, peak_resident_bytes, resident_bytes
+from medseg.memory.profile import MemoryProfile, peak_resident_bytes, resident_bytes
 
 
 def test_the_area_is_that_under_straight_lines() -> None:
-    curve = Curve()
+    profile = MemoryProfile()
     for time_s, gigabytes in ((10.0, 1), (12.0, 3), (12.0, 5), (13.0, 0)):
-        curve.add(time_s, gigabytes * 10**9)
-    assert curve.area_gb_s == 2 * 2.0 + 0.0 + 2.5
-    assert curve.peak_bytes == 5 * 10**9
+        profile.add(time_s, gigabytes * 10**9)
+    assert profile.area_gb_s == 2 * 2.0 + 0.0 + 2.5
 
 
-def test_the_watch_begins_and_ends_with_the_block_also_where_it_fails() -> None:
+def test_the_profile_begins_and_ends_with_the_block_also_where_it_fails() -> None:
     outer_s = time.perf_counter()
-    meter = MemoryMeter(lambda: 10**9)
+    profile = MemoryProfile(lambda: 10**9)
 
     def work() -> float:
-        with meter:
+        with profile:
             inner_s = time.perf_counter()
             time.sleep(0.12)
             inner_s = time.perf_counter() - inner_s
@@ -32,10 +31,10 @@ def test_the_watch_begins_and_ends_with_the_block_also_where_it_fails() -> None:
     with pytest.raises(MemoryError) as caught:
         work()
     outer_s = time.perf_counter() - outer_s
-    assert caught.value.args[0] <= meter.curve.area_gb_s * (1 + 1e-9) <= outer_s * (1 + 2e-9)
-    before = meter.curve.area_gb_s
+    assert caught.value.args[0] <= profile.area_gb_s * (1 + 1e-9) <= outer_s * (1 + 2e-9)
+    before = profile.area_gb_s
     time.sleep(0.12)
-    assert meter.curve.area_gb_s == before
+    assert profile.area_gb_s == before
 
 
 def test_resident_memory_is_counted_in_bytes() -> None:

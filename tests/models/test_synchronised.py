@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from medseg.memory.apply import apply_switches
+from medseg.memory.switches import apply_switches
 from medseg.models.synchronised import SynchronisedBatchNorm3d, synchronise_batch_norms
 
 # Ranks may have other numbers of samples.

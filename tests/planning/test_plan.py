@@ -16,7 +16,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
-from medseg.memory.accounting.ledger import Ledger
+from medseg.memory.accounting.tracker import MemoryTracker
 from medseg.planning import plan as plan_app
 from medseg.training.module import SegmentationModule
 
@@ -106,15 +106,15 @@ def test_a_whole_lung_really_trains_within_what_was_planned() -> None:
 class Peaks(pl.Callback):
     """The peak of each step."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.tracker = tracker
         self.bytes: list[int] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.ledger.restart_peak()
+        self.tracker.restart_peak()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.bytes.append(self.ledger.peak_bytes)
+        self.bytes.append(self.tracker.peak_bytes)
 
 
 def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
         "image": torch.zeros(1, 1, 32, 32, 48), "target": torch.zeros(1, 32, 32, 48, dtype=torch.uint8),
         "region": torch.zeros(1, dtype=torch.int64),
     }  # fmt: skip
-    ledger = Ledger()
-    peaks = Peaks(ledger)
+    tracker = MemoryTracker()
+    peaks = Peaks(tracker)
     trainer = build.make_trainer(config, [peaks])
-    with ledger:
+    with tracker:
         trainer.fit(module, torch.utils.data.DataLoader([batch] * 3, batch_size=None))
     # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and backward pass.
     assert len(peaks.bytes) == 3

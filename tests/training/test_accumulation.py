@@ -14,7 +14,7 @@ from torch import Tensor
 from medseg.config.check import notes, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
-from medseg.memory.accounting.ledger import Ledger
+from medseg.memory.accounting.tracker import MemoryTracker
 
 SMALL = [
     "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd", "optimizer.lr=0.1",
@@ -98,23 +98,23 @@ def compose(*overrides: str) -> TrainConfig:
 class Live(pl.Callback):
     """Live bytes at the end of each step."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.tracker = tracker
         self.bytes: list[int] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.bytes.append(sum(size for owner, size in self.ledger.live.items() if owner.kind == "step"))
+        self.bytes.append(sum(size for owner, size in self.tracker.live.items() if owner.kind == "step"))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.ledger.now = self.ledger.now._replace(kind="step")
+        self.tracker.now = self.tracker.now._replace(kind="step")
 
 
 def test_a_step_leaves_nothing_behind_but_gradients_momentum_and_losses(fit: Callable[..., Any]) -> None:
     """No graph is kept by the logged loss, and the next step finds no activation of the last."""
-    ledger = Ledger()
-    live = Live(ledger)
+    tracker = MemoryTracker()
+    live = Live(tracker)
     batches = [make_batch(range(n, n + 1)) for n in range(6)]
-    with ledger:
+    with tracker:
         module = fit([*SMALL, "stage.batch_size=1", "steps=6"], batches, [live], lambda module: module.double())
     kept = 2 * sum(weight.grad.nbytes for weight in module.parameters())  # gradients and momentum
     deepest = 8 * 3 * 4 * 5 * 8  # bytes of the smallest features of the network

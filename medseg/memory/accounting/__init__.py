@@ -1,1 +1,1 @@
-"""Exact bytes of a training step, counted on the graph that autograd really builds, without computing it."""
+"""Memory accounting: bytes of a training step or a forward pass, counted on tensors of known sizes."""

@@ -1,24 +1,26 @@
-"""Count the memory of one training step: forward, backward, optimiser."""
+"""Memory of one training step: forward, backward and optimiser update, counted without computing them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from medseg.memory.accounting.ledger import HOST, Ledger, Owner
-from medseg.memory.parts import named_parts
+from medseg.memory.accounting.tracker import HOST, MemoryTracker, Owner
+from medseg.memory.device_map import named_parts
 from medseg.memory.precision import HALF
 
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = "parameters", "gradients", "optimizer state", "input", "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,13 @@ class StepMemory:
         voxels: Voxels of the input, all samples of a micro-batch together.
         parameters: Parameters and buffers.
         gradients: Gradients of the parameters.
-        optimizer_state: What the optimiser keeps from step to step, and the average of the weights where there is one.
+        optimizer_state: State of the optimiser, and the moving average of the weights where there is one.
         input: The image.
         target: The reference.
-        saved: What autograd keeps from forward to backward, by the part of the network that made it, in order.
-        offloaded: What waits in host memory instead.
-        peak: Largest sum of live bytes during a step.
-        peak_at: What was going on at the peak: `forward`, `backward` or `update`, and the part of the network.
+        saved: What autograd keeps from forward to backward, by the part of the network that made it, in forward order.
+        offloaded: What waits in host memory.
+        peak: Largest total of live bytes during a step.
+        peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
         peak_live: The bytes at the peak by kind: the five above, `forward` (activations), `backward` (gradients of
             activations and recomputed activations) and `update` (temporaries of the optimiser).
     """
@@ -54,7 +56,7 @@ class StepMemory:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps from forward to backward, input and target left out."""
+        """Bytes that autograd keeps from forward to backward, without input and target."""
         return sum(self.saved.values())
 
     @property
@@ -75,29 +77,28 @@ def count_step(
     call: Callable[[nn.Module, Tensor], Tensor] = lambda network, image: network(image),
     compute: bool = False,
 ) -> StepMemory:
-    """Count the memory of a training step as it is from the second step on.
+    """Count the memory of a training step, from the second step on.
 
     The step runs on torch's fake tensors: all operations are dispatched, none is computed and nothing is allocated.
-    The counts are those of the CPU's graph. A GPU keeps the same, but for what its libraries add: workspaces, cuDNN's
-    reserve of a norm, and fp32 copies where CUDA's autocast wants them (group norm).
+    The counts are those of the CPU's graph. A GPU keeps the same, plus what its libraries add: workspaces, cuDNN's
+    reserve of a norm, and the fp32 copies of CUDA's autocast (group norm).
 
     Args:
-        make_network: Makes the network with its switches applied. Its parts are those of its method `blocks()`, or its
-            children where it has none.
+        make_network: Makes the network with its switches applied; see `named_parts` for its parts.
         image_shape: (N, C, D, H, W) of a micro-batch.
         loss: Called as `loss(logits, target)`, the target uint8 (N, D, H, W).
         make_optimizer: From parameters to an optimiser.
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
-        averages: Keep a moving average of the weights.
-        call: Gives the logits of a network for an image.
-        compute: Allocate and compute everything on the CPU instead: slow, and the same result.
+        averages: Whether a moving average of the weights is kept.
+        call: Returns the logits of a network for an image.
+        compute: Allocate and compute everything on the CPU: slow, with the same result; used to check the count.
 
     Returns:
         The counts.
 
     Raises:
-        ValueError: If something decides by the values that it computes and so cannot be counted.
+        ValueError: If the network or the loss decides by computed values, which fake tensors do not have.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -106,21 +107,18 @@ def count_step(
         UnsupportedOperatorException,
     )
 
-    from medseg.memory.accounting.fake import correct, replace_tensors
-
+    # Real tensors are allowed: `call` may bring some, such as the index of a region.
+    mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = MemoryTracker(None if compute else _correct_norm_dtypes)
+    # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
     with torch.device("cpu" if compute else "meta"):
         network = make_network().train()
-    mode: AbstractContextManager[Any] = contextlib.nullcontext()
-    if not compute:
-        # What a call brings along, such as a region's number, may be real.
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = Ledger(None if compute else correct)
     try:
         with mode:
             if not compute:
-                replace_tensors(network)
-            with ledger, _watch_parts(network, ledger):
-                return _count(network, image_shape, ledger, loss, make_optimizer, precision, accumulate, averages, call)
+                _make_fake(network)
+            with tracker, _watch_parts(network, tracker):
+                return _count(network, image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, call)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise ValueError(f"the memory cannot be counted without computing: {error}") from error
 
@@ -128,7 +126,7 @@ def count_step(
 def _count(
     network: nn.Module,
     image_shape: tuple[int, int, int, int, int],
-    ledger: Ledger,
+    tracker: MemoryTracker,
     loss: nn.Module,
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     precision: str,
@@ -137,98 +135,124 @@ def _count(
     call: Callable[[nn.Module, Tensor], Tensor],
 ) -> StepMemory:
     for tensor in (*network.parameters(), *network.buffers()):
-        ledger.assign(tensor, PARAMETERS)
-    ledger.now = Owner(OPTIMIZER)
+        tracker.assign(tensor, PARAMETERS)
+    tracker.now = Owner(OPTIMIZER)
     optimizer = make_optimizer(network.parameters())
     _make_state(optimizer)
     _average = [tensor.clone() for tensor in network.state_dict().values() if averages and torch.is_floating_point(tensor)]
-    optimizer_state = ledger.live_bytes(OPTIMIZER)
+    optimizer_state = tracker.live_bytes(OPTIMIZER)
     for parameter in network.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: ledger.assign(p.grad, GRADIENTS))
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
     image = torch.zeros(image_shape)
     target = torch.zeros((image_shape[0], *image_shape[2:]), dtype=torch.uint8)
-    ledger.assign(image, INPUT)
-    ledger.assign(target, TARGET)
+    tracker.assign(image, INPUT)
+    tracker.assign(target, TARGET)
     saved: dict[str, int] = {}
     offloaded = 0
-    ledger.restart_peak()
-    # The second micro-batch is the first that finds gradients; the others are like it.
+    tracker.restart_peak()
+    # The second micro-batch is the first one that finds gradients; all later ones are like it.
     for _ in range(min(accumulate, 2)):
-        ledger.now = Owner(FORWARD, LOSS)
+        tracker.now = Owner(FORWARD, LOSS)
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
             value = loss(call(network, image), target)
-        offloaded = ledger.live_bytes(HOST)
-        saved = {owner.part: size for owner, size in ledger.live.items() if owner.kind == FORWARD and size}
-        ledger.now = Owner(BACKWARD, LOSS)
+        offloaded = tracker.live_bytes(HOST)
+        saved = {owner.part: size for owner, size in tracker.live.items() if owner.kind == FORWARD and size}
+        tracker.now = Owner(BACKWARD, LOSS)
         value.backward()
         del value
-    gradients = ledger.live_bytes(GRADIENTS)
-    ledger.now = Owner(UPDATE)
+    gradients = tracker.live_bytes(GRADIENTS)
+    tracker.now = Owner(UPDATE)
     optimizer.step(_no_loss)
-    peak_live: dict[str, int] = {}
-    for owner, size in ledger.peak_live.items():
-        if owner.kind != HOST:
-            peak_live[owner.kind] = peak_live.get(owner.kind, 0) + size
+    peak_live: Counter[str] = Counter()
+    for owner, size in tracker.peak_live.items():
+        peak_live[owner.kind] += size
     return StepMemory(
         voxels=image_shape[0] * math.prod(image_shape[2:]),
-        parameters=ledger.live_bytes(PARAMETERS),
+        parameters=tracker.live_bytes(PARAMETERS),
         gradients=gradients,
         optimizer_state=optimizer_state,
-        input=ledger.live_bytes(INPUT),
-        target=ledger.live_bytes(TARGET),
+        input=tracker.live_bytes(INPUT),
+        target=tracker.live_bytes(TARGET),
         saved={part: saved[part] for part in [*named_parts(network), LOSS] if part in saved},
         offloaded=offloaded,
-        peak=ledger.peak_bytes,
-        peak_at=f"{ledger.peak_now.kind} {ledger.peak_now.part}".strip(),
-        peak_live={kind: size for kind, size in peak_live.items() if size},
+        peak=tracker.peak_bytes,
+        peak_at=f"{tracker.peak_now.kind} {tracker.peak_now.part}".strip(),
+        peak_live={kind: size for kind, size in peak_live.items() if size and kind != HOST},
     )
 
 
 def _no_loss() -> float:
-    """The closure that some optimisers ask for; the gradients are there already."""
+    """Closure that some optimisers require; the gradients are there already."""
     return 0.0
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimiser make its state for all parameters, by a step on gradients of zero.
+    """Make the optimiser's state for all parameters by a step on gradients of zero.
 
-    Whatever is left of it, in the optimiser's `state` or elsewhere, is what it keeps.
+    What this step leaves behind, in the optimiser's `state` or elsewhere, is what the optimiser keeps.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step(_no_loss)
     optimizer.zero_grad(set_to_none=True)
 
 
 @contextlib.contextmanager
-def _watch_parts(network: nn.Module, ledger: Ledger) -> Iterator[None]:
-    """Tell the ledger which part is at work, in forward and in backward."""
+def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[None]:
+    """Set the tracker's owner to the part of the network that runs, in forward and in backward."""
+    callers: list[Owner] = []
+
+    def enter(name: str, *_: Any) -> None:
+        callers.append(tracker.now)
+        tracker.now = Owner(tracker.now.kind, name)
+
+    def leave(name: str, _: nn.Module, __: Any, result: Any) -> None:
+        tracker.now = callers.pop()
+        if isinstance(result, Tensor) and result.requires_grad:
+            # The gradient of the part's result is known: the backward pass of the part begins.
+            result.register_hook(functools.partial(begin_backward, name))
+
+    def begin_backward(name: str, _: Tensor) -> None:
+        tracker.now = Owner(BACKWARD, name)
+
     handles: list[Any] = []
-
-    def follow(name: str, module: nn.Module) -> Iterable[Any]:
-        callers: list[Owner] = []
-
-        def enter(*_: Any) -> None:
-            callers.append(ledger.now)
-            ledger.now = Owner(ledger.now.kind, name)
-
-        def leave(_: nn.Module, __: Any, result: Any) -> None:
-            ledger.now = callers.pop()
-            if isinstance(result, Tensor) and result.requires_grad:
-                # The gradient of what a part returned: its backward begins.
-                result.register_hook(begin_backward)
-
-        def begin_backward(_: Tensor) -> None:
-            ledger.now = Owner(BACKWARD, name)
-
-        return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
-
     for name, modules in named_parts(network).items():
         for module in modules:
-            handles += follow(name, module)
+            handles.append(module.register_forward_pre_hook(functools.partial(enter, name)))
+            handles.append(module.register_forward_hook(functools.partial(leave, name)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _make_fake(network: nn.Module) -> None:
+    """Replace the parameters and buffers of a network on the meta device by fake CPU tensors, within torch's fake mode."""
+    made: dict[Tensor, Tensor] = {}  # a tensor that two modules share stays shared
+    for module in network.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+                    made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                table[name] = made[tensor]  # type: ignore[assignment]
+
+
+def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Give the results of a fake norm the dtypes that the real kernels return.
+
+    With half-precision features and fp32 weights the kernels keep the statistics in fp32 and return a half-precision gradient; torch
+    2.13's fake kernels do the opposite.
+    """
+    if func in (aten.native_batch_norm.default, aten.native_group_norm.default):
+        features, weight = args[0], args[1]
+        if weight is not None and weight.dtype != features.dtype:
+            out, *statistics = result
+            return (out, *(values.to(weight.dtype) for values in statistics))
+    if func is aten.native_group_norm_backward.default and result[0] is not None:
+        return (result[0].to(args[1].dtype), *result[1:])
+    return result

@@ -33,7 +33,7 @@ def test_live_tensors_are_counted_and_weights_are_not() -> None:
 SCRIPT = """
 import sys, torch
 from medseg.memory.accounting.forward import forward_bytes_per_voxel
-from medseg.memory.layout import use_channels_last
+from medseg.memory.switches import use_channels_last
 from medseg.memory.precision import autocast
 from medseg.models.unet import UNet
 

@@ -1,15 +1,15 @@
-"""Apply the switches of a configuration to a network, in the one order in which they work together."""
+"""Memory switches, applied to a network in the one order in which they work together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medseg.memory.checkpointing import checkpoint_blocks
-from medseg.memory.layout import use_channels_last
 from medseg.memory.offload import offload_activations
 from medseg.models.synchronised import synchronise_batch_norms
 
@@ -26,23 +26,23 @@ def apply_switches(
 ) -> nn.Module:
     """Change how a network runs, never what it computes or what its weights are called.
 
-    The order is fixed: layout (the weights that all others see), norms (which checkpointing looks for), checkpointing (of
-    blocks), offload (of what the blocks still keep), compilation (of all of it).
+    The order is fixed: layout (all others see its weights), norms (checkpointing looks for them), checkpointing (of blocks), offload (of
+    what the blocks still save), compilation (of everything).
 
     Args:
-        network: Network with a method `blocks()` that names its parts, as `UNet` and `RegionalNetwork` have it.
+        network: Network with a method `blocks()` that names its blocks, like `UNet` and `RegionalNetwork`.
         checkpointing: `none`, `sqrt`, `all` or names of blocks or levels.
         offload: Keep saved activations in host memory.
-        channels_last: Lay out memory channels-last.
+        channels_last: Use the channels-last memory layout.
         compile: Compile with `torch.compile` at the first call.
-        synchronise: Let batch norms look at the samples of all ranks.
+        synchronise: Share the statistics of batch norms among all ranks.
         device_type: Device that the network will run on, `cpu` or `cuda`.
 
     Returns:
         The same network, changed in place.
 
     Raises:
-        ValueError: If two switches exclude each other or one does nothing on the device.
+        ValueError: If two switches exclude each other or one has no effect on the device.
     """
     checkpoints = checkpointing != "none" and len(checkpointing) > 0
     if compile and offload:
@@ -69,3 +69,18 @@ def apply_switches(
         # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
         network.compile()
     return network
+
+
+def use_channels_last(network: nn.Module) -> None:
+    """Store weights channels-last and bring each image to that layout: the channels of a voxel are neighbours in memory.
+
+    Convolutions in half precision prefer this layout. Names and values stay.
+    """
+    network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    network.register_forward_pre_hook(_image_to_channels_last)
+
+
+def _image_to_channels_last(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    image, *others = args
+    assert isinstance(image, Tensor)
+    return image.contiguous(memory_format=torch.channels_last_3d), *others

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medseg.memory.checkpointing import checkpoint_blocks
-from medseg.memory.parts import named_parts
-from medseg.memory.placement import place_parts, plan_devices, working_order
+from medseg.memory.device_map import apply_device_map, forward_order, named_parts, plan_device_map
 from medseg.models.unet import UNet
 
 
@@ -35,7 +34,7 @@ def step(network: nn.Module, home: str) -> tuple[Tensor, dict[str, Tensor]]:
 def test_a_map_changes_nothing_where_all_devices_are_one(refine: int) -> None:
     plain, placed = make(refine), make(refine)
     checkpoint_blocks(placed.blocks(), "sqrt")
-    place_parts(placed, {"encoder": "cpu", "decoder.0": "cpu"}, torch.device("cpu"))
+    apply_device_map(placed, {"encoder": "cpu", "decoder.0": "cpu"}, torch.device("cpu"))
     (logits, gradients), (other_logits, other_gradients) = step(plain, "cpu"), step(placed, "cpu")
     assert torch.equal(logits, other_logits)
     assert gradients.keys() == other_gradients.keys() == dict(plain.named_parameters()).keys()
@@ -51,7 +50,7 @@ def test_two_devices_compute_what_one_does(places: dict[str, str], home: str) ->
     torch.backends.cudnn.allow_tf32 = False
     plain, placed = make(4), make(4).to(home)
     checkpoint_blocks(placed.blocks(), "sqrt")
-    place_parts(placed, places, torch.device(home))
+    apply_device_map(placed, places, torch.device(home))
     assert {weight.device.type for weight in placed.parameters()} == {"cpu", "cuda"}
     (logits, gradients), (other_logits, other_gradients) = step(plain, "cpu"), step(placed, home)
     torch.testing.assert_close(logits, other_logits, rtol=1e-3, atol=1e-4)
@@ -61,7 +60,7 @@ def test_two_devices_compute_what_one_does(places: dict[str, str], home: str) ->
 
 def test_a_name_that_fits_no_part_is_refused() -> None:
     with pytest.raises(ValueError, match="device_map names 'enkoder', which is no part of the network; the parts are stem, "):
-        place_parts(make(0), {"enkoder": "cpu"}, torch.device("cpu"))
+        apply_device_map(make(0), {"enkoder": "cpu"}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -69,7 +68,7 @@ def test_the_fullest_device_is_as_little_full_as_can_be(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = {f"part{index}": int(size) for index, size in enumerate(rng.integers(0, 100, rng.integers(1, 8)))}
     capacities = {f"cuda:{index}": int(size) for index, size in enumerate(rng.integers(50, 200, rng.integers(1, 4)))}
-    places = plan_devices(sizes, capacities)
+    places = plan_device_map(sizes, capacities)
     assert list(places) == list(sizes)
     devices, order = list(places.values()), list(capacities)
     assert devices == sorted(devices, key=order.index), "neighbours, in the order of the devices"
@@ -93,4 +92,4 @@ def test_the_order_of_work_is_that_of_the_forward_pass() -> None:
     for name, modules in named_parts(network).items():
         modules[0].register_forward_pre_hook(lambda *_, name=name: worked.append(name))
     step(network, "cpu")
-    assert working_order(list(named_parts(network))) == worked
+    assert forward_order(list(named_parts(network))) == worked

@@ -1,0 +1,134 @@
+"""Device map: one network on several devices, part by part; what passes between the parts moves along."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medseg.memory.checkpointing import names_below
+
+
+def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:
+    """Name the parts of a network: its blocks, and the layers outside of all blocks; its children where it has no `blocks()`."""
+    if not hasattr(network, "blocks"):
+        return {name: [child] for name, child in network.named_children()}
+    parts: dict[str, list[nn.Module]] = {name: [block] for name, block in network.blocks().items()}  # type: ignore[operator]
+    blocks = {id(block) for (block,) in parts.values()}
+
+    def outside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            if id(child) in blocks:
+                continue
+            if any(id(inner) in blocks for inner in child.modules()):
+                yield from outside(child)
+            else:
+                yield name, child
+
+    for name, module in outside(network):
+        parts.setdefault(name, []).append(module)
+    return parts
+
+
+def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: torch.device) -> None:
+    """Move each part of a network to its device; inputs follow, and the logits return to `home`. Names and values stay.
+
+    Args:
+        network: Network with a method `blocks()`, all of it on `home`.
+        device_map: Device by the name of a part, or by the beginning of names up to a dot (`encoder`, `encoder.0`); the longest
+            match counts. Unnamed parts stay on `home`.
+        home: Device of the input and of the loss.
+
+    Raises:
+        ValueError: If a name matches no part.
+    """
+    parts = named_parts(network)
+    devices = resolve_device_map(list(parts), device_map)
+    for name, modules in parts.items():
+        device = torch.device(devices.get(name, home))
+        for module in modules:
+            module.to(device)
+            module.register_forward_pre_hook(functools.partial(_move_inputs, device))
+    network.register_forward_hook(lambda _, __, logits: logits.to(home))
+
+
+def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> dict[str, str]:
+    """Give each part the device of the longest matching name; parts without a match are left out.
+
+    Args:
+        names: Names of the parts.
+        device_map: Device by name or beginning of names.
+
+    Raises:
+        ValueError: If a name matches no part.
+
+    Example:
+        >>> resolve_device_map(["stem", "encoder.0.block0", "encoder.1.down"], {"encoder": "cuda:0", "encoder.1": "cpu"})
+        {'encoder.0.block0': 'cuda:0', 'encoder.1.down': 'cpu'}
+    """
+    found: dict[str, str] = {}
+    for wanted in sorted(device_map, key=len):
+        matches = names_below(names, wanted)
+        if not matches:
+            raise ValueError(f"device_map names {wanted!r}, which is no part of the network; the parts are {', '.join(names)}")
+        found |= dict.fromkeys(matches, device_map[wanted])
+    return {name: found[name] for name in names if name in found}
+
+
+def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> dict[str, str]:
+    """Divide parts among devices so that the largest share of a device's memory is as small as possible.
+
+    Each device gets neighbouring parts in the order of the forward pass, so that little data passes between devices.
+
+    Args:
+        sizes: Bytes of each part, in the order of the forward pass.
+        capacities: Bytes of each device.
+
+    Returns:
+        Device of each part.
+
+    Example:
+        >>> plan_device_map({"stem": 4, "encoder": 2, "decoder": 2, "head": 4}, {"cuda:0": 100, "cuda:1": 100})
+        {'stem': 'cuda:0', 'encoder': 'cuda:0', 'decoder': 'cuda:1', 'head': 'cuda:1'}
+    """
+    names, devices = list(sizes), list(capacities)
+    sums = [0, *itertools.accumulate(sizes.values())]
+
+    @functools.cache
+    def best(start: int, device: int) -> tuple[float, tuple[int, ...]]:
+        """Smallest possible maximum share of the devices from `device` on, and the end of each one's parts."""
+        if device == len(devices) - 1:
+            return (sums[-1] - sums[start]) / capacities[devices[device]], (len(names),)
+        choices = []
+        for stop in range(start, len(names) + 1):
+            rest, stops = best(stop, device + 1)
+            choices.append((max((sums[stop] - sums[start]) / capacities[devices[device]], rest), (stop, *stops)))
+        return min(choices)
+
+    ends = itertools.pairwise((0, *best(0, 0)[1]))
+    return {name: device for device, (start, stop) in zip(devices, ends, strict=True) for name in names[start:stop]}
+
+
+def forward_order(names: Sequence[str]) -> list[str]:
+    """Sort the parts of a UNet, or of several, in the order of the forward pass: down the encoder, up the decoder.
+
+    Example:
+        >>> forward_order(["head", "stem", "encoder.0.block0", "decoder.0.up", "encoder.1.down", "decoder.1.up"])
+        ['stem', 'encoder.0.block0', 'encoder.1.down', 'decoder.1.up', 'decoder.0.up', 'head']
+    """
+
+    def key(name: str) -> tuple[int, int, int]:
+        words = name.split(".")
+        network = int(words.pop(0)) if words[0].isdigit() else 0
+        level = int(words[1]) if len(words) > 1 else 0
+        return network, ("stem", "encoder", "decoder", "head").index(words[0]), -level if words[0] == "decoder" else level
+
+    return sorted(names, key=key)
+
+
+def _move_inputs(device: torch.device, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for value in args)
