@@ -10,8 +10,7 @@ from typing import Any
 from medseg.config.schema import DataConfig, PhantomConfig
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, read_case_table
-from medseg.data.sources import CaseSource
-from medseg.data.splits import Split, split_cases
+from medseg.data.splits import CaseSource, Split, split_cases
 from medseg.errors import UserError
 from medseg.io.locks import locked
 from medseg.io.replacing import check_writable
@@ -53,11 +52,12 @@ def find_sources(data: DataConfig) -> list[CaseSource]:
 
 def _own_cases(data: DataConfig) -> list[Case]:
     """The cases of the table, or the phantom where there is none."""
-    ignored = check_ignored(data.ignore_findings, "data.ignore_findings")
+    ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
     if data.cases is None:
         table = make_phantoms(data.phantoms, Path(data.phantoms.folder), data.phantoms.num_train, with_held_out=True)
-        return read_case_table(table, data.labels_column, ignored=ignored)
-    return read_case_table(Path(data.cases), data.labels_column, hu=HuScale(data.hu_slope, data.hu_offset), ignored=ignored)
+        return read_case_table(table, data.labels_column, ignore_findings=ignore_findings)
+    hu = HuScale(data.hu_slope, data.hu_offset)
+    return read_case_table(Path(data.cases), data.labels_column, hu=hu, ignore_findings=ignore_findings)
 
 
 def _extra_phantoms(data: DataConfig, cases: Sequence[Case]) -> list[Case]:
@@ -65,7 +65,7 @@ def _extra_phantoms(data: DataConfig, cases: Sequence[Case]) -> list[Case]:
     if data.cases is None or data.phantoms.num_extra == 0:
         return []
     table = make_phantoms(data.phantoms, Path(data.phantoms.folder) / "extra", data.phantoms.num_extra, with_held_out=False)
-    extra = read_case_table(table, "organs", ignored=frozenset(data.ignore_findings))
+    extra = read_case_table(table, "organs", ignore_findings=frozenset(data.ignore_findings))
     known = {case.name for case in cases}
     clash = [case.name for case in extra if case.name in known]
     if clash:

@@ -1,12 +1,9 @@
-"""The `prepare` command: audit every case, fill the cache at the spacing of each stage, and say what was found."""
+"""`prepare` command: audits every case, fills the cache at the spacing of each stage, and prints what it finds."""
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +16,8 @@ from medseg.data.audit.finding import Finding, Severity
 from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
 from medseg.data.case_table import Case
 from medseg.data.task import Task
-from medseg.errors import EXIT_FAILED, UserError
-from medseg.io.replacing import check_writable
-from medseg.runs.folder import replace_text
+from medseg.errors import EXIT_FAILED
+from medseg.io.replacing import check_writable, replace_text
 
 if TYPE_CHECKING:
     from medseg.pictures.audit import Slice
@@ -32,96 +28,64 @@ def main() -> None:
     entry.run("prepare", PrepareConfig, prepare)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What became of one case, and what there is to look at."""
-
-    audited: AuditedCase
-    slices: Sequence[Slice] = ()
-
-
 def prepare(config: PrepareConfig) -> int:
-    """Audit every case and resample it once per spacing; a bad case is told and the others go on.
+    """Audit every case and resample it once per spacing; a failing case does not stop the others.
 
     Returns:
-        0, or 1 when a case cannot be used.
+        0, or 1 if a case cannot be used.
     """
     from rich.progress import track
 
     from medseg.build.cases import find_cases
     from medseg.build.objects import make_task
+    from medseg.data.prepare import prepare_cases
+    from medseg.pictures.audit import cut_slices
 
     task = make_task(config.task)
     for spacing in config.spacings.values():
         find_spacing(spacing, config.data)
+    targets = [(spacing.target_spacing_mm, spacing.resampling.value) for spacing in config.spacings.values()]
     cases = [(case, label_values) for group, label_values in find_cases(config.data) for case in group]
     output = Path(config.output)
     check_writable(output)
-    prepared = []
-    for case, label_values in track(cases, "prepare"):
-        prepared.append(prepare_one(config, task, case, label_values))
-        tell(prepared[-1].audited)
-    audited = compare_cases([one.audited for one in prepared])
+    audited, slices = [], []
+    for one, scan in track(prepare_cases(cases, Path(config.data.cache), task, targets), "prepare", total=len(cases)):
+        audited.append(one)
+        slices.append(cut_slices(scan.image_hu, scan.labels, scan.grid.spacing_mm) if scan else ())
+        print_case(one)
+    audited = compare_cases(audited)
     for one in audited:
-        for finding in one.compared:
-            tell_finding(one.case, finding)
+        print_findings(one.case, one.compared)
     replace_text(output / "audit.csv", audit_csv(audited))
-    pictures = draw(audited, [one.slices for one in prepared], output / "audit.png", task)
+    pictures = draw(audited, slices, output / "audit.png", task)
     print(summary(audited, [output / "audit.csv", *pictures]), flush=True)
-    unusable = [one for one in audited if one.status != READY]
+    unusable = [one.case.name for one in audited if one.status != READY]
     if not unusable:
         return 0
-    say(f"{len(unusable)} of {len(audited)} cases cannot be used: {', '.join(one.case.name for one in unusable)}")
+    say(f"{len(unusable)} of {len(audited)} cases cannot be used: {', '.join(unusable)}")
     return EXIT_FAILED
 
 
-def prepare_one(config: PrepareConfig, task: Task, case: Case, label_values: dict[int, str]) -> Prepared:
-    """Audit one case and put it into the cache; its files are read once, and not at all where the cache is current."""
-    from medseg.data.cache import prepare_case
-    from medseg.data.source_case import CaseRefusedError, read_source
-    from medseg.pictures.audit import cut_slices
-
-    read = functools.cache(lambda: read_source(case, task, label_values))
-    slices: Sequence[Slice] = ()
-    audit = None
-    try:
-        for spacing in config.spacings.values():
-            spacing_mm, resampling = spacing.target_spacing_mm, spacing.resampling.value
-            one = prepare_case(case, Path(config.data.cache), spacing_mm, task, label_values, resampling=resampling, read=read)
-            # The spacings differ in what they lose.
-            findings = dict.fromkeys([*(audit.findings if audit else ()), *one.audit.findings])
-            audit = replace(one.audit, findings=tuple(findings))
-            slices = slices or cut_slices(one.image_hu, one.labels, one.grid.spacing_mm)
-    except CaseRefusedError as error:
-        return Prepared(AuditedCase(case, error.audit), error.slices)
-    except Exception as error:  # also a defect or a lack of memory costs one case only
-        logging.getLogger(__name__).debug("%s", case.name, exc_info=True)
-        return Prepared(AuditedCase(case, audit, failure=str(error) if isinstance(error, UserError) else repr(error)), slices)
-    return Prepared(AuditedCase(case, audit), slices)
-
-
-def tell(one: AuditedCase) -> None:
-    """Say what became of a case: one line on the standard output, what is wrong with it on the error stream."""
-    name = one.case.name
+def print_case(one: AuditedCase) -> None:
+    """Print the result of one case: its size and volumes on the standard output, its problems on the error stream."""
     if one.failure:
-        say(f"{name}: {one.failure}")
-        return
-    assert one.audit is not None, "what did not fail was audited"
-    if one.status == READY:
-        print(f"{name}: {describe(one.audit)}", flush=True)
-    for finding in one.findings():
-        tell_finding(one.case, finding)
+        say(f"{one.case.name}: {one.failure}")
+    elif one.status == READY and one.audit is not None:
+        print(f"{one.case.name}: {describe(one.audit)}", flush=True)
+    if not one.failure:
+        print_findings(one.case, one.findings())
 
 
-def tell_finding(case: Case, finding: Finding) -> None:
-    """Say one finding, with the code by which it can be ignored; notes are in the table only."""
-    if finding.severity is not Severity.note and finding.code not in case.ignored:
-        what = "refused" if finding.severity is Severity.error else "warning"
-        say(f"{case.name}: {what} ({finding.code}): {finding}")
+def print_findings(case: Case, findings: Sequence[Finding]) -> None:
+    """Print findings with the code by which they can be ignored; notes are in the table only."""
+    for finding in findings:
+        if finding.severity is not Severity.note and finding.code not in case.ignore_findings:
+            level = "refused" if finding.severity is Severity.error else "warning"
+            say(f"{case.name}: {level} ({finding.code}): {finding}")
 
 
 def describe(audit: CaseAudit) -> str:
-    """Size, spacing and volumes for a line."""
+    """Format size, spacing and volumes in one line."""
     shape = "×".join(map(str, audit.grid.shape))
     spacing = "×".join(f"{mm:.3g}" for mm in audit.grid.spacing_mm)
     return ", ".join([f"{shape} at {spacing} mm", *(f"{name} {ml:.0f} ml" for name, ml in audit.volumes_ml.items())])
@@ -143,16 +107,16 @@ def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path
 
 
 def summary(audited: Sequence[AuditedCase], files: Sequence[Path]) -> str:
-    """The last line: how many cases are ready, how many findings of each kind, and where to read on."""
+    """Format the last line: the number of cases by status and of warnings by code, and the files to read."""
     statuses = Counter(one.status for one in audited)
     codes = Counter(finding.code for one in audited for finding in one.findings() if finding.severity is Severity.warning)
-    found = count(codes.total(), "warning")
-    if codes:
-        found += f" ({', '.join(f'{code} {number}' for code, number in codes.most_common())})"
     states = ", ".join(f"{number} {status}" for status, number in statuses.items())
-    return f"{count(len(audited), 'case')}: {states}; {found}; see {', '.join(map(str, files))}"
+    numbers = f" ({', '.join(f'{code} {number}' for code, number in codes.most_common())})" if codes else ""
+    return (
+        f"{count(len(audited), 'case')}: {states}; {count(codes.total(), 'warning')}{numbers}; see {', '.join(map(str, files))}"
+    )
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun."""
+    """Format a number with its noun."""
     return f"{number} {noun}{'s' * (number != 1)}"

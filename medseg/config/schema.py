@@ -55,7 +55,7 @@ class SpacingStrategy(Enum):
 
 
 class SpacingDraw(Enum):
-    """How `multi_scale` draws the spacing of a training sample; see `medseg.data.scales`."""
+    """How `multi_scale` draws the spacing of a training sample; see `medseg.data.spacings`."""
 
     even = "even"
     tail = "tail"

@@ -1,1 +1,1 @@
-"""Case tables, the cache, samples, augmentation and the phantom."""
+"""Case tables, splits, the audit, the cache, training samples and augmentation."""

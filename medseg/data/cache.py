@@ -1,9 +1,9 @@
-"""The cache: each case oriented and resampled once, as memory-mappable arrays with a JSON sidecar.
+"""Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar.
 
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, labels.npy, case.json}`.
-The paths are absolute, so cases of one name from two data sets have two entries; where none of a case's files exists (a
-machine that got only the cache), the only entry of its name that came from elsewhere serves. An entry is written to a
-temporary folder and renamed, so it is whole or not there. Preparing imports the readers of `medseg.io`; opening does
+The paths are absolute, so cases of one name from two data sets have two entries. Where none of a case's files exists (a
+machine that got only the cache), the only entry of its name that came from another machine is used. An entry is written
+to a temporary folder and renamed, so it is complete or absent. Preparing imports the readers of `medseg.io`; opening does
 not.
 """
 
@@ -14,11 +14,11 @@ import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +38,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.intensity import AIR_HU, HU_LIMITS
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
-# Rises whenever the same sources would give other arrays, another sidecar or another place.
+# To be raised whenever equal sources give other arrays, another sidecar or another folder name.
 FORMAT_VERSION = 4
 ABANDONED_AFTER_S = 24 * 3600.0
 DIGEST_LENGTH = 8
@@ -46,21 +46,21 @@ DIGEST_LENGTH = 8
 
 @dataclass(frozen=True)
 class CachedCase:
-    """One entry of the cache. Cheap to pickle: the arrays are mapped anew wherever they are asked for.
+    """One entry of the cache. Cheap to pickle: the arrays are mapped on each access.
 
     Attributes:
         name: Name of the case.
-        patient: Whom the scan belongs to.
-        split: Side of the case table, or None.
-        trust: Region name to how far its reference may be trusted.
+        patient: Patient of the scan.
+        split: Split of the case table, or None.
+        trust: Region name to the trust in its reference.
         folder: Folder of the entry.
         grid: The oriented, resampled grid of the arrays.
         has_labels: Whether there is a label map.
         label_counts: Label name to its number of voxels on `grid`.
         region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left out.
-        audit: What was found in the case as it was read.
-        ignored: Codes of the findings that the case ignores.
-        resampling: Filter of the image; crops that are laid anew are cut with it.
+        audit: Measurements and findings of the case as it was read.
+        ignore_findings: Codes of the findings that the case ignores.
+        resampling: Filter of the image; crops on another grid are cut with it.
     """
 
     name: str
@@ -73,14 +73,13 @@ class CachedCase:
     label_counts: dict[str, int]
     region_boxes: dict[str, VoxelBox]
     audit: CaseAudit
-    ignored: frozenset[str] = frozenset()
+    ignore_findings: frozenset[str] = frozenset()
     resampling: str = ANTIALIASED
 
     @property
     def image_hu(self) -> np.ndarray:
         """The image as a read-only memory map, (D, H, W) int16 HU."""
-        array: np.ndarray = np.load(self.folder / "image.npy", mmap_mode="r")
-        return array
+        return np.load(self.folder / "image.npy", mmap_mode="r")
 
     @property
     def labels(self) -> np.ndarray:
@@ -91,8 +90,7 @@ class CachedCase:
         """
         if not self.has_labels:
             raise ValueError(f"the case {self.name!r} has no label map")
-        array: np.ndarray = np.load(self.folder / "labels.npy", mmap_mode="r")
-        return array
+        return np.load(self.folder / "labels.npy", mmap_mode="r")
 
 
 def prepare_case(
@@ -109,18 +107,18 @@ def prepare_case(
     """Make sure that the cache holds a current entry of the case, and open it.
 
     A current entry is left as it is. Any number of processes may prepare the same case at once: each builds its own
-    copy, the first one whole stays.
+    copy, and the first complete one stays.
 
     Args:
         case: The case.
         cache_dir: Root of the cache; made if needed.
         spacing_mm: Voxel spacing of the entry, (z, y, x); None keeps that of the scan.
-        task: Labels and regions; its HU window does not matter here.
+        task: Labels and regions; its HU window has no effect here.
         label_values: Value in the file to label name. Several values may share a name; a name that the task does not
             know becomes background.
         resampling: Filter of the image, see `medseg.preprocess.resample`.
         require_labels: Whether a case without a label map is refused (training) or kept without one.
-        read: Reads the case where its entry must be built; one function that remembers what it read serves several spacings.
+        read: Reads the case where its entry must be built; a cached function reads the files once for several spacings.
 
     Raises:
         CaseRefusedError: If the audit found an error.
@@ -130,7 +128,11 @@ def prepare_case(
         raise UserError(
             f"The case {case.name!r} has no label map, which training and scoring need; fill in its cell of the table."
         )
-    _check_label_values(label_values, task)
+    if unmapped := [name for name in task.labels if name not in label_values.values()]:
+        raise UserError(
+            f"data.label_values gives no value of the files for {', '.join(unmapped)}; expected one for each of "
+            f"{', '.join(task.labels)}, but it names {', '.join(label_values.values()) or 'nothing'}."
+        )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
     _remove_abandoned(folder)
     entry = _find_entry(case, folder)
@@ -169,7 +171,7 @@ def open_case(
     """Open the entry of a case; arguments as in `prepare_case`.
 
     Where the source files exist, the entry must agree with them; where they do not (a machine that holds only the
-    cache), a whole entry of the same configuration is trusted.
+    cache), a complete entry of the same configuration is trusted.
 
     Raises:
         UserError: If there is no current entry.
@@ -192,11 +194,11 @@ def is_current(
     *,
     resampling: str = ANTIALIASED,
 ) -> bool:
-    """Whether `open_case` would find a whole entry that agrees with the sources."""
+    """Whether `open_case` would find a complete entry that agrees with the sources."""
     return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)) is not None
 
 
-# --- where an entry lies and whether it is current ------------------------------------------------------------------
+# --- folders and validity of entries --------------------------------------------------------------------------------
 
 
 def spacing_text(spacing_mm: tuple[float, float, float] | None) -> str:
@@ -223,7 +225,7 @@ def _entry_folder(
         "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
         "label_values": sorted([int(value), name] for value, name in label_values.items()),
         "range_hu": list(HU_LIMITS),
-        # Entries from before there was a choice keep their place.
+        # Absent for the default, so that entries of versions without the choice keep their folder.
         **({} if resampling == ANTIALIASED else {"resampling": resampling}),
     }
     paths = {role: str(path.resolve()) for role, path in sources_of(case).items()}
@@ -238,48 +240,48 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _find_entry(case: Case, folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Find the current entry of a case and its sidecar: its own, else the only one that came from another machine."""
-    record = _current_record(case, folder)
-    if record is not None:
+    if (record := _current_record(case, folder)) is not None:
         return folder, record
     if any(path.exists() for path in sources_of(case).values()):
         return None
-    found = []
-    for other in folder.parent.glob(glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH):
-        record = _current_record(case, other)
-        # An entry whose own files are here belongs to them.
-        if record is not None and not any(Path(source["path"]).exists() for source in record["sources"].values()):
-            found.append((other, record))
-    return found[0] if len(found) == 1 else None
+    others = folder.parent.glob(glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH)
+    records = [(other, record) for other in others if (record := _current_record(case, other)) is not None]
+    # An entry whose own files exist here belongs to a case of this machine.
+    foreign = [entry for entry in records if not any(Path(one["path"]).exists() for one in entry[1]["sources"].values())]
+    return foreign[0] if len(foreign) == 1 else None
 
 
 def _current_record(case: Case, folder: Path) -> dict[str, Any] | None:
-    """Read the sidecar of a whole entry that agrees with the sources; None if there is no such entry."""
+    """Read the sidecar of a complete entry that agrees with the sources; None if there is no such entry."""
     try:
-        record: dict[str, Any] = json.loads((folder / "case.json").read_text(encoding="utf-8"))
-        whole = record["format"] == FORMAT_VERSION and all(
+        record = _read_record(folder)
+        is_complete = record["format"] == FORMAT_VERSION and all(
             (folder / name).stat().st_size == num_bytes for name, num_bytes in record["num_bytes"].items()
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # no entry, or a half-written one
     sources = sources_of(case)
-    if not whole or set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
+    if not is_complete or set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
         return None
-    for role, path in sources.items():
-        if path.exists() and not is_same_source(path, record["sources"][role]):
-            return None
-    return record
+    has_changed = any(path.exists() and not is_same_source(path, record["sources"][role]) for role, path in sources.items())
+    return None if has_changed else record
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """Read the sidecar of an entry."""
+    return json.loads((folder / "case.json").read_text(encoding="utf-8"))
 
 
 def _read_as(case: Case) -> dict[str, Any]:
-    """What the table says that changes the arrays or the findings of a case."""
+    """Collect the values of the case table that change the arrays or the findings of a case."""
     return {"hu": asdict(case.hu), "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT)}
 
 
 def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
     audit = CaseAudit.from_dict(record["audit"])
-    if audit.heeded(case.ignored, Severity.error):  # the entry was made for somebody who ignores it
+    if audit.heeded(case.ignore_findings, Severity.error):  # the entry was built for a case that ignores it
         raise CaseRefusedError(case, audit)
-    # What follows comes from the table of today: it does not change the arrays.
+    # Patient, split, trust and ignored findings come from the current table: they do not change the arrays.
     return CachedCase(
         name=case.name,
         patient=case.patient,
@@ -291,7 +293,7 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         label_counts=dict(record["label_counts"]),
         region_boxes={name: VoxelBox.from_dict(box) for name, box in record["region_boxes"].items()},
         audit=audit,
-        ignored=case.ignored,
+        ignore_findings=case.ignore_findings,
         resampling=resampling,
     )
 
@@ -300,21 +302,15 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
 
 
 def _sibling(folder: Path, purpose: str) -> Path:
-    # Case names never start with a dot (case_table), so no case can be taken for such a folder.
+    # Case names never start with a dot (case_table), so no entry can have such a name.
     return folder.parent / f".{purpose}-{uuid.uuid4().hex[:12]}-{folder.name}"
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what a killed process left behind of this case."""
-    if not folder.parent.is_dir():
-        return
-    for left in folder.parent.iterdir():
-        if re.fullmatch(r"\.(building|old)-[0-9a-f]{12}-" + re.escape(folder.name), left.name):
-            try:
-                age_s = time.time() - left.stat().st_mtime
-            except FileNotFoundError:  # its owner has just finished
-                continue
-            if age_s > ABANDONED_AFTER_S:
+    """Remove the temporary folders of this case that killed processes left behind."""
+    for left in folder.parent.glob(".*-" + "[0-9a-f]" * 12 + "-" + glob.escape(folder.name)):
+        with suppress(FileNotFoundError):  # its owner has just finished
+            if time.time() - left.stat().st_mtime > ABANDONED_AFTER_S:
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -323,24 +319,19 @@ def _move_into_place(case: Case, temporary: Path, folder: Path) -> dict[str, Any
     while True:
         try:
             temporary.rename(folder)
+            return _read_record(folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            record = _current_record(case, folder)
-            if record is not None:
-                return record
-            old = _sibling(folder, "old")
-            try:
-                folder.rename(old)
-            except FileNotFoundError:  # another process has just moved it aside
-                continue
+        if (record := _current_record(case, folder)) is not None:
+            return record
+        old = _sibling(folder, "old")
+        with suppress(FileNotFoundError):  # another process has just moved it aside
+            folder.rename(old)
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 old.unlink()
-        else:
-            record = json.loads((folder / "case.json").read_text(encoding="utf-8"))
-            return dict(record)
 
 
 def _build(
@@ -353,11 +344,9 @@ def _build(
 ) -> None:
     """Write the files of an entry."""
     grid = source.grid.resampled(spacing_mm)
-    image = resample_image(
-        source.image_hu, source.grid, grid, outside=float(AIR_HU), resampling=resampling, limits=HU_LIMITS
-    ).numpy()
-    files = {"image.npy": np.rint(image).astype(np.int16)}
-    del image
+    image = resample_image(source.image_hu, source.grid, grid, float(AIR_HU), resampling=resampling, limits=HU_LIMITS)
+    files = {"image.npy": np.rint(image.numpy()).astype(np.int16)}
+    del image  # float32: as large as two of the stored scans
     audit, counts, boxes = source.audit, dict[str, int](), dict[str, VoxelBox]()
     if source.labels is not None:
         labels = resample_labels(source.labels, source.grid, grid, task.num_classes).numpy()
@@ -390,25 +379,13 @@ def _build(
 
 
 def _sync(file: IO[Any]) -> None:
-    # Without it a power cut may leave a renamed folder with empty pages, which has the right size.
+    # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
     file.flush()
     os.fsync(file.fileno())
 
 
-def _check_label_values(label_values: dict[int, str], task: Task) -> None:
-    unmapped = [name for name in task.labels if name not in label_values.values()]
-    if unmapped:
-        raise UserError(
-            f"data.label_values gives no value of the files for {', '.join(unmapped)}; expected one for each of "
-            f"{', '.join(task.labels)}, but it names {', '.join(label_values.values()) or 'nothing'}."
-        )
-
-
 def _measure(labels: np.ndarray, task: Task) -> tuple[dict[str, int], dict[str, VoxelBox]]:
+    """Count the voxels of each label, and find the tight box of each region that has voxels."""
     counts = {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()}
-    boxes: dict[str, VoxelBox] = {}
-    for region in task.regions:
-        box = VoxelBox.from_mask(np.isin(labels, task.region_values(region)))
-        if box is not None:
-            boxes[region.name] = box
-    return counts, boxes
+    boxes = {one.name: VoxelBox.from_mask(np.isin(labels, task.region_values(one))) for one in task.regions}
+    return counts, {name: box for name, box in boxes.items() if box is not None}

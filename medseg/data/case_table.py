@@ -1,4 +1,4 @@
-"""Case tables: which scans there are, where their files lie and whom they belong to."""
+"""Case tables: the scans of a data set with their files, patients and splits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Case:
         name: Unique name; it names the case's files in the cache and in every result.
         image: Image file, or a folder of DICOM files.
         labels: Label map on the grid of the image, or None.
-        patient: Whom the scan belongs to; a patient is never on two sides of a split.
-        split: `train`, `val`, `test`, or None where the table does not say.
-        trust: Region name to how far its reference may be trusted, e.g. `reference`, `approximate`, `absent`.
-        series: Which DICOM series of the folder, by UID or number; None for the only one.
-        hu: What makes HU of the values that its file gives.
-        ignored: Codes of the findings of the audit that a person has looked at and takes as they are.
+        patient: Patient of the scan; a patient is never on two sides of a split.
+        split: `train`, `val`, `test`, or None where the table gives none.
+        trust: Region name to the trust in its reference, e.g. `reference`, `approximate`, `absent`.
+        series: DICOM series of the folder, by UID or number; None for the only one.
+        hu: Scale from the values of the file to HU.
+        ignore_findings: Codes of the findings of the audit that were checked by a person and are accepted.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Case:
     trust: dict[str, str] = field(default_factory=dict)
     series: str | None = None
     hu: HuScale = AS_STORED
-    ignored: frozenset[str] = frozenset()
+    ignore_findings: frozenset[str] = frozenset()
 
 
 def read_case_table(
@@ -51,20 +51,20 @@ def read_case_table(
     labels_column: str | None = "labels",
     *,
     hu: HuScale = AS_STORED,
-    ignored: frozenset[str] = frozenset(),
+    ignore_findings: frozenset[str] = frozenset(),
 ) -> list[Case]:
     """Read a case table `case,image,labels[,patient,split,series,trust_<region>,hu_slope,hu_offset,ignore_findings,…]`.
 
     The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths are relative to its
-    folder. Columns that are not known are ignored and blank lines skipped. An empty cell means that there is no value;
-    `patient` defaults to the case's name. Whether the files exist is not asked here: one that is missing must not stop
-    the others, and a machine that holds only the cache has none.
+    folder. Unknown columns are ignored and blank lines skipped. An empty cell means that there is no value; `patient`
+    defaults to the case's name. Files are not checked for existence: a missing one must not stop the others, and a
+    machine that holds only the cache has none.
 
     Args:
         path: The table.
         labels_column: Column of the label maps; None reads no labels (prediction).
-        hu: HU scale of the rows that give none of their own.
-        ignored: Findings of the audit that all cases ignore, beside those of their cells.
+        hu: HU scale of the rows that give none.
+        ignore_findings: Findings of the audit that all cases ignore, in addition to those of their cells.
 
     Returns:
         The cases in the order of the table, at least one.
@@ -73,31 +73,28 @@ def read_case_table(
         UserError: If the table cannot be read, a column is missing, or a value is not allowed.
     """
     rows = _rows(path)
-    _, header = next(rows, (0, []))
-    columns = [column.strip() for column in header]
+    _, columns = next(rows, (0, []))
     required = ["case", "image"] + ([labels_column] if labels_column else [])
-    missing = [column for column in required if column not in columns]
-    if missing:
+    if missing := [column for column in required if column not in columns]:
         separator = " (cells must be separated by commas)" if len(columns) == 1 else ""
         raise UserError(
             f"{path}, line 1: expected the columns {', '.join(required)}, but {', '.join(missing)} is missing among "
             f"{', '.join(columns) or 'none'}{separator}; add it."
         )
-    doubled = sorted({column for column in columns if column and columns.count(column) > 1})
-    if doubled:
+    if doubled := sorted({column for column in columns if column and columns.count(column) > 1}):
         raise UserError(f"{path}, line 1: the column {doubled[0]!r} is there twice; keep one of them.")
 
     cases: list[Case] = []
     line_of: dict[str, int] = {}
     for line, cells in rows:
-        if not any(cell.strip() for cell in cells):
+        if not any(cells):
             continue
         where = f"{path}, line {line}"
         if len(cells) != len(columns):
             raise UserError(
                 f"{where}: expected {len(columns)} cells, got {len(cells)}; put a cell that contains a comma in quotes."
             )
-        case = _case(dict(zip(columns, (cell.strip() for cell in cells), strict=True)), path, where, labels_column, hu, ignored)
+        case = _case(dict(zip(columns, cells, strict=True)), path, where, labels_column, hu, ignore_findings)
         if case.name in line_of:
             raise UserError(
                 f"{where}: the case {case.name!r} is already on line {line_of[case.name]}; give each case its own name."
@@ -110,35 +107,35 @@ def read_case_table(
 
 
 def named_files(path: Path) -> Iterator[tuple[str, Path]]:
-    """Find the files and folders that a case table names in any column: references too, whatever their column is called.
+    """Find the files and folders that a case table names in any column, references in columns of any name included.
 
     Args:
-        path: The table, one that `read_case_table` takes.
+        path: A table that `read_case_table` accepts.
 
     Yields:
         Name of the case and path, of those that exist.
     """
     rows = _rows(path)
-    columns = [column.strip() for column in next(rows)[1]]
+    _, columns = next(rows)
     for _, cells in rows:
-        row = dict(zip(columns, map(str.strip, cells), strict=False))
-        yield from ((row["case"], path.parent / cell) for cell in row.values() if cell and _is_there(path.parent / cell))
+        row = dict(zip(columns, cells, strict=False))
+        yield from ((row["case"], path.parent / cell) for cell in row.values() if cell and _exists(path.parent / cell))
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     with suppress(OSError, ValueError):  # a text that cannot be a name
         return path.exists()
     return False
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the line where it starts, cells) of each row, the header first."""
+    """Yield (number of its first line, stripped cells) of each row, the header first."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             line = 1
             for cells in reader:
-                yield line, cells
+                yield line, [cell.strip() for cell in cells]
                 line = reader.line_num + 1
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: the case table is not UTF-8 (byte {error.start}); save it as CSV UTF-8.") from error
@@ -149,7 +146,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _case(
-    cells: dict[str, str], table: Path, where: str, labels_column: str | None, hu: HuScale, ignored: frozenset[str]
+    cells: dict[str, str], table: Path, where: str, labels_column: str | None, hu: HuScale, ignore_findings: frozenset[str]
 ) -> Case:
     name, image = cells["case"], cells["image"]
     if not name or not image:
@@ -160,7 +157,7 @@ def _case(
             f"at most {MAX_NAME_BYTES} bytes."
         )
     split = cells.get("split") or None
-    if split is not None and split not in SPLITS:
+    if split not in (None, *SPLITS):
         raise UserError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)} or nothing.")
     labels = cells[labels_column] if labels_column else ""
     return Case(
@@ -176,21 +173,17 @@ def _case(
         },
         series=cells.get("series") or None,
         hu=HuScale(_number(cells, "hu_slope", hu.slope, where), _number(cells, "hu_offset", hu.offset, where)),
-        ignored=ignored | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
+        ignore_findings=ignore_findings | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
     )
 
 
 def _number(cells: dict[str, str], column: str, default: float, where: str) -> float:
-    """Read a cell that may be empty."""
+    """Read a finite number; an empty or absent cell gives the default."""
     cell = cells.get(column)
     if not cell:
         return default
-    try:
+    with suppress(ValueError):
         value = float(cell)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or (column == "hu_slope" and value <= 0):
-        raise UserError(
-            f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing."
-        )
-    return value
+        if math.isfinite(value) and (value > 0 or column != "hu_slope"):
+            return value
+    raise UserError(f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing.")

@@ -1,18 +1,102 @@
-"""Which sample numbers make which batch of which step on which rank."""
+"""Sample order: the generator of each sample, the item that it takes, and the numbers of each batch.
+
+Every choice is a function of (seed, number), not a state: any worker can compute any sample, and a run resumes exactly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 from torch.utils.data import Sampler
+
+# Independent streams of numbers of one seed.
+SAMPLES = 0
+ORDER = 1
+
+
+def sample_rng(seed: int, n: int, stream: int = SAMPLES) -> np.random.Generator:
+    """Make the generator of sample n.
+
+    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011): Philox, a counter-based generator.
+
+    Args:
+        seed: Seed of the run, 0 ≤ seed < 2**64.
+        n: Number of the sample in the run, 0 ≤ n < 2**64.
+        stream: Which independent stream of (seed, n).
+
+    Example:
+        >>> bool(sample_rng(1, 7).random() == sample_rng(1, 7).random())
+        True
+    """
+    # The stream is the highest word of the counter. The generator counts in the lowest, so streams are 2**192 draws apart.
+    return np.random.Generator(
+        np.random.Philox(key=np.array([seed, n], dtype=np.uint64), counter=np.array([0, 0, 0, stream], dtype=np.uint64))
+    )
+
+
+def torch_seed(seed: int, step: int, part: int = 0) -> int:
+    """Derive the seed for torch's own generators (dropout) at one micro-batch of one step.
+
+    Args:
+        seed: Seed of the run.
+        step: Optimiser step.
+        part: Index of the micro-batch among those of all ranks; it must not depend on the number of ranks.
+
+    Returns:
+        A seed, 0 ≤ seed < 2**63.
+    """
+    return int(np.random.SeedSequence([seed, step, part]).generate_state(1, np.uint64)[0]) >> 1
+
+
+def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
+    """Choose which of K items sample n takes.
+
+    Sample n belongs to pass n // K. Without weights each pass is a permutation. With weights w (sum 1) an item comes
+    K·w times in a pass on average, and never more than one time off: the pass walks along the items, in random order,
+    in equal steps from a random start (systematic sampling), and the drawn ones are shuffled.
+
+    Args:
+        seed: Seed of the run.
+        n: Number of the sample.
+        weights: K, or the weights (K,), > 0, sum 1.
+
+    Returns:
+        Index of the item, 0 ≤ index < K.
+    """
+    count = weights if isinstance(weights, int) else len(weights)
+    turn, place = divmod(n, count)
+    rng = sample_rng(seed, turn, ORDER)
+    order = rng.permutation(count)
+    if isinstance(weights, int):
+        return int(order[place])
+    steps = (rng.random() + np.arange(count)) / count
+    drawn = np.searchsorted(np.cumsum(weights[order]), steps, side="right")
+    return int(rng.permutation(order[np.minimum(drawn, count - 1)])[place])
+
+
+def normalised_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:
+    """Scale weights to the sum one; without weights return the number of items, which stands for equal weights.
+
+    Raises:
+        ValueError: If there is no item, or a weight is not positive.
+    """
+    if count == 0:
+        raise ValueError("expected at least one case to take samples from, found none")
+    if weights is None:
+        return count
+    values = np.asarray(weights, dtype=np.float64)
+    if values.shape != (count,) or not np.all(np.isfinite(values)) or np.any(values <= 0):
+        raise ValueError(f"expected {count} positive weights, got {list(weights)}")
+    return values / values.sum()
 
 
 class StepBatchSampler(Sampler[list[int]]):
-    """Yield the sample numbers of each micro-batch, one optimiser step after the other.
+    """Sampler of the numbers of each micro-batch, one optimiser step after the other.
 
     Step s consumes the numbers s·B … (s+1)·B−1, where B is the global batch. Accumulation cuts them into consecutive
     groups and ranks cut each group into consecutive parts, so that one rank with accumulation 2 and two ranks without
-    see the same samples at every step. No state: continuing a run needs `start_step` alone.
+    see the same samples at every step. There is no state: a continued run needs `start_step` alone.
 
     Args:
         num_steps: Steps of the whole run, those before `start_step` included.
@@ -43,17 +127,9 @@ class StepBatchSampler(Sampler[list[int]]):
             )
         if batch_size % (accumulate * num_ranks):
             raise ValueError(f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}")
-        self.num_steps = num_steps
-        self.batch_size = batch_size
-        self.accumulate = accumulate
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.start_step = start_step
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples of one micro-batch on one rank."""
-        return self.batch_size // (self.accumulate * self.num_ranks)
+        self.num_steps, self.start_step = num_steps, start_step
+        self.batch_size, self.accumulate = batch_size, accumulate
+        self.rank, self.num_ranks = rank, num_ranks
 
     def __len__(self) -> int:
         """Micro-batches of this rank in the whole run; Lightning adds those before `start_step` to what it fetches."""
@@ -61,7 +137,8 @@ class StepBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         group = self.batch_size // self.accumulate
+        size = group // self.num_ranks
         for step in range(self.start_step, self.num_steps):
             for micro in range(self.accumulate):
-                first = step * self.batch_size + micro * group + self.rank * self.micro_batch_size
-                yield list(range(first, first + self.micro_batch_size))
+                first = step * self.batch_size + micro * group + self.rank * size
+                yield list(range(first, first + size))

@@ -1,4 +1,7 @@
-"""Training samples as functions of their number: which case, which region, which patch, which augmentation."""
+"""Data sets of training samples: whole volumes for the coarse stage, crops or patches of regions for the fine stage.
+
+Sample n is a function of (seed, n). The data sets hold plain data, so they can be pickled for loader workers.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from medseg.data.augment import AIR, Augmentation
-from medseg.data.cache import AIR_HU, CachedCase
-from medseg.data.randomness import ORDER, sample_rng
+from medseg.data.cache import CachedCase
+from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop, GridRule
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
-from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.intensity import AIR_HU, normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 
 CropOf = Callable[[CachedCase, Region, np.random.Generator | None], Crop]
-SpacingOf = Callable[[CachedCase, np.random.Generator], tuple[float, float, float] | None]
-# Slices that are searched for a boundary of the region before any place is taken.
+SpacingOf = Callable[[CachedCase, np.random.Generator | None], tuple[float, float, float] | None]
+# Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
 BOUNDARY_TRIES = 8
-# Smallest part of a volume that is taken for a scan of its own.
+# Smallest part of a volume that is cut out as a scan of its own.
 LEAST_SLAB = 0.15
 
 
@@ -35,8 +38,8 @@ class Sample(TypedDict):
     """One training sample.
 
     image (1, D, H, W) float32 in [-1, 1]; target (D, H, W) uint8; inside (3, 2) int64: start and stop of the scan in the
-    sample per axis (z, y, x), before any augmentation: beyond it there is nothing to be right or wrong about; region:
-    number of the region in the task (0 for the coarse stage); case: name of the case; spacing_mm: of the sample, (z, y, x).
+    sample per axis (z, y, x), before any augmentation; region: number of the region in the task (0 for the coarse stage);
+    case: name of the case; spacing_mm: of the sample, (z, y, x).
     """
 
     image: Tensor
@@ -48,7 +51,7 @@ class Sample(TypedDict):
 
 
 class Batch(TypedDict):
-    """Samples on one shape: image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64, case: names, spacing_mm."""
+    """Samples of one shape: image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64, case: names, spacing_mm."""
 
     image: Tensor
     target: Tensor
@@ -59,13 +62,13 @@ class Batch(TypedDict):
 
 
 class _Scan(NamedTuple):
-    """What counts as scanned: a case of the cache, or a slab of one.
+    """A case of the cache, or a slab of one that counts as a scan of its own.
 
     Attributes:
         image_hu: Memory map (D, H, W), int16.
         labels: Memory map (D, H, W), uint8.
         grid: Grid of both.
-        resampling: Filter that brings the image to a grid that is laid anew.
+        resampling: Filter that brings the image to another grid.
     """
 
     image_hu: np.ndarray
@@ -75,13 +78,35 @@ class _Scan(NamedTuple):
 
     @classmethod
     def of(cls, case: CachedCase) -> _Scan:
-        """All of a case."""
+        """Map all of a case."""
         return cls(case.image_hu, case.labels, case.grid, case.resampling)
 
     def slab(self, first: int, stop: int) -> _Scan:
-        """Some of the slices, as if no more had been scanned; nothing is read."""
+        """Keep some of the slices; nothing is read."""
         box = VoxelBox((first, 0, 0), (stop, *self.grid.shape[1:]))
         return self._replace(image_hu=self.image_hu[first:stop], labels=self.labels[first:stop], grid=self.grid.crop(box))
+
+    def body(self) -> VoxelBox:
+        """Find the box of the body."""
+        return body_box(self.image_hu, self.grid.spacing_mm)
+
+    def read_image(self, crop: Crop, window_hu: tuple[float, float]) -> Tensor:
+        """Read and normalise a crop of the image, (1, D, H, W); only the crop is read from disk."""
+        if crop.lattice == self.grid:
+            return torch.from_numpy(normalise_hu(crop_padded(self.image_hu, crop.box, AIR_HU), window_hu))[None]
+        resampled = resample_image(self.image_hu, self.grid, crop.grid, AIR_HU, resampling=self.resampling, slices_go_on=True)
+        return normalise_hu(resampled, window_hu)[None]
+
+    def read_labels(self, crop: Crop, num_classes: int) -> Tensor:
+        """Read a crop of the labels, (D, H, W) uint8."""
+        if crop.lattice == self.grid:
+            return torch.from_numpy(crop_padded(self.labels, crop.box, 0))
+        return resample_labels(self.labels, self.grid, crop.grid, num_classes, slices_go_on=True)
+
+    def inside(self, crop: Crop) -> Tensor:
+        """Find start and stop of the scan in a crop, (3, 2)."""
+        part = crop.box.intersect(crop.lattice.centres_within(self.grid))
+        return torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
 
 
 class CoarseSamples(Dataset[Sample]):
@@ -92,14 +117,15 @@ class CoarseSamples(Dataset[Sample]):
 
     Args:
         cases: Cases with labels.
-        task: What is segmented.
+        task: Labels, regions and HU window.
         seed: Seed of the run.
         divisor: The shape is filled at its end to multiples of it, (z, y, x).
         rule: How the network's grid is laid on the cache's.
-        spacings: Gives the spacing of a sample, where that is not the cache's.
+        spacings: Gives the spacing of a sample; None is that of the cache.
         augmentation: None for validation.
+        jitter: Whether `spacings` gets the generator of the sample.
         max_voxels: Upper bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
-        slab_probability: How often a volume is cut to a random range of slices, as if no more had been scanned.
+        slab_share: Share of samples that are cut to a random range of slices, as if no more had been scanned.
         weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
 
     Raises:
@@ -114,22 +140,18 @@ class CoarseSamples(Dataset[Sample]):
         seed: int,
         divisor: tuple[int, int, int],
         rule: GridRule = PLAIN,
-        spacings: SpacingOf = lambda _case, _rng: None,
+        spacings: SpacingOf | None = None,
         augmentation: Augmentation | None = None,
+        jitter: bool = True,
         max_voxels: int | None = None,
-        slab_probability: float = 0.0,
+        slab_share: float = 0.0,
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.cases = list(cases)
-        self.task = task
-        self.seed = seed
-        self.divisor = divisor
-        self.rule = rule
-        self.spacings = spacings
-        self.augmentation = augmentation
-        self.max_voxels = max_voxels
-        self.slab_probability = slab_probability
-        self.weights = _checked_weights(weights, len(self.cases))
+        self.cases, self.task, self.seed = list(cases), task, seed
+        self.divisor, self.rule, self.spacings = divisor, rule, spacings
+        self.augmentation, self.jitter = augmentation, jitter
+        self.max_voxels, self.slab_share = max_voxels, slab_share
+        self.weights = normalised_weights(weights, len(self.cases))
 
     def __len__(self) -> int:
         """Cases of one pass."""
@@ -141,57 +163,58 @@ class CoarseSamples(Dataset[Sample]):
         rng = sample_rng(self.seed, n)
         with one_thread():
             scan, crop = self._look(case, rng)
-            spacing_mm = crop.lattice.spacing_mm
-            window_hu = self.task.window_hu
+            spacing_mm, window_hu = crop.lattice.spacing_mm, self.task.window_hu
             if self.augmentation is not None:
                 window_hu = self.augmentation.draw_window(rng, window_hu)
-            image = _read_image(scan, crop, window_hu)
-            target = torch.from_numpy(_read_labels(scan, crop, self.task))
+            image, target = scan.read_image(crop, window_hu), scan.read_labels(crop, self.task.num_classes)
             if self.augmentation is not None:
                 image, target = self.augmentation(image, target, rng, spacing_mm)
-        inside = _inside(scan, crop)
+        inside = scan.inside(crop)
         return {"image": image, "target": target, "inside": inside, "region": 0, "case": case.name, "spacing_mm": spacing_mm}
 
     def _look(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
-        """Choose what counts as scanned, and the crop of it."""
+        """Choose the scan (a whole case or a slab of it), and the crop of it."""
         scan = _Scan.of(case)
-        body = body_box(scan.image_hu, scan.grid.spacing_mm)
+        body = scan.body()
         if self.rule != PLAIN:
-            spacing_mm = self.spacings(case, rng)
-            if rng.random() < self.slab_probability:
+            spacing_mm = self.spacings(case, rng if self.jitter else None) if self.spacings is not None else None
+            if rng.random() < self.slab_share:
                 num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
                 first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
                 scan = scan.slab(first, first + num_slices)
-                body = body_box(scan.image_hu, scan.grid.spacing_mm)
+                body = scan.body()
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
             return scan, self._cut_to_bound(self.rule.crop(body, lattice, (1, 1, 1), self.divisor), body, rng)
-        depth, height, width = self._filled(body.shape)
-        z, y, x = body.start
-        step, num_slices = self.divisor[0], body.shape[0]
-        if rng.random() < self.slab_probability:
-            num_slices = int(num_slices * rng.uniform(LEAST_SLAB, 1.0))
-            depth = max(step, num_slices // step * step)
-        if self.max_voxels is not None and depth * height * width > self.max_voxels:
-            depth = max(step, self.max_voxels // (height * width) // step * step)
-        z += int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
-        return scan, Crop(scan.grid, VoxelBox((z, y, x), (z + depth, y + height, x + width)))
+        shape, step = self._filled(body.shape), self.divisor[0]
+        if rng.random() < self.slab_share:
+            num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
+            shape = (max(step, num_slices // step * step), *shape[1:])
+        shape = self._bounded(shape)
+        z = int(rng.integers(0, max(0, body.shape[0] - shape[0]), endpoint=True))
+        return scan, Crop(scan.grid, VoxelBox.full(shape).shifted(body.start).shifted((z, 0, 0)))
 
     def _cut_to_bound(self, crop: Crop, body: VoxelBox, rng: np.random.Generator) -> Crop:
-        """Keep a random range of slices where a crop has more voxels than it may; of the body, where that has enough of them."""
-        depth, height, width = self._filled(crop.box.shape)
-        if self.max_voxels is None or depth * height * width <= self.max_voxels:
+        """Keep a random range of slices where a crop has more voxels than `max_voxels`; of the body, where it is long enough."""
+        filled = self._filled(crop.box.shape)
+        depth = self._bounded(filled)[0]
+        if self.max_voxels is None or math.prod(filled) <= self.max_voxels:
             return crop
-        step = self.divisor[0]
-        depth = max(step, self.max_voxels // (height * width) // step * step)
         whole = body if body.shape[0] >= depth else crop.box
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
         return Crop(crop.lattice, VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
 
     def _filled(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Shape of a sample once it is filled to multiples of the divisor."""
+        """Fill a shape to multiples of the divisor."""
         z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, self.divisor, strict=True))
         return z, y, x
+
+    def _bounded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Shorten a filled shape along z to at most `max_voxels`, and to a multiple of the divisor."""
+        if self.max_voxels is None or math.prod(shape) <= self.max_voxels:
+            return shape
+        step = self.divisor[0]
+        return max(step, self.max_voxels // math.prod(shape[1:]) // step * step), shape[1], shape[2]
 
 
 class FineSamples(Dataset[Sample]):
@@ -202,15 +225,15 @@ class FineSamples(Dataset[Sample]):
 
     Args:
         cases: Cases with labels.
-        task: What is segmented.
+        task: Labels, regions and HU window.
         seed: Seed of the run.
-        crops: Gives the crop of a region, as prediction would cut it; jittered when it gets a generator.
+        crops: Gives the crop of a region as prediction cuts it, jittered when it gets a generator.
         patch_size: Shape of a sample, (D, H, W); None takes the whole crop.
         augmentation: None for validation.
         jitter: Whether `crops` gets the generator of the sample.
-        mirror: Whether regions on the patient's right are mirrored along x, so that all look like left ones.
-        boundary_probability: How often a patch is placed so that it holds a voxel at the boundary of the region.
-        elsewhere_probability: How often a sample is cut anywhere in the scan, whether the region is there or not.
+        is_mirrored: Whether regions on the patient's right are mirrored along x, so that all look like left ones.
+        boundary_share: Share of patches that are placed so that they hold a voxel at the boundary of the region.
+        elsewhere_share: Share of samples that are cut anywhere in the scan, whether the region is there or not.
         weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
 
     Raises:
@@ -227,29 +250,22 @@ class FineSamples(Dataset[Sample]):
         patch_size: tuple[int, int, int] | None,
         augmentation: Augmentation | None = None,
         jitter: bool = True,
-        mirror: bool = False,
-        boundary_probability: float = 0.5,
-        elsewhere_probability: float = 0.0,
+        is_mirrored: bool = False,
+        boundary_share: float = 0.5,
+        elsewhere_share: float = 0.0,
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.task = task
-        self.seed = seed
-        self.crops = crops
-        self.patch_size = patch_size
-        self.augmentation = augmentation
-        self.jitter = jitter
-        self.mirror = mirror
-        self.boundary_probability = boundary_probability
-        self.elsewhere_probability = elsewhere_probability
-        by_case = [1.0] * len(cases) if weights is None else list(weights)
-        self.pairs = [
+        self.task, self.seed, self.crops, self.patch_size = task, seed, crops, patch_size
+        self.augmentation, self.jitter, self.is_mirrored = augmentation, jitter, is_mirrored
+        self.boundary_share, self.elsewhere_share = boundary_share, elsewhere_share
+        found = [
             (case, number, weight)
-            for case, weight in zip(cases, by_case, strict=True)
+            for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
             for number, region in enumerate(task.regions)
             if region.name in case.region_boxes
         ]
-        by_pair = None if weights is None else [weight for _, _, weight in self.pairs]
-        self.weights = _checked_weights(by_pair, len(self.pairs))
+        self.pairs = [(case, number) for case, number, _ in found]
+        self.weights = normalised_weights(None if weights is None else [weight for *_, weight in found], len(found))
 
     def __len__(self) -> int:
         """Pairs of a case and a region of one pass."""
@@ -257,27 +273,26 @@ class FineSamples(Dataset[Sample]):
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
-        case, number, _ = self.pairs[draw_from_pass(self.seed, n, self.weights)]
+        case, number = self.pairs[draw_from_pass(self.seed, n, self.weights)]
         region = self.task.regions[number]
         rng = sample_rng(self.seed, n)
         with one_thread():
             grid, box = self.crops(case, region, rng if self.jitter else None)
-            if rng.random() < self.elsewhere_probability:
+            if rng.random() < self.elsewhere_share:
                 box = _random_box(self.patch_size or box.shape, grid.centres_within(case.grid), rng)
             elif self.patch_size is not None:
-                box = self._patch_box(case, region, Crop(grid, box), rng)
+                box = self._patch_box(case, region, Crop(grid, box), self.patch_size, rng)
             window_hu, warp, spacing_mm = self.task.window_hu, None, grid.spacing_mm
             if self.augmentation is not None:
                 window_hu = self.augmentation.draw_window(rng, window_hu)
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
-            # A warp sees beyond the patch: what is there is read, so that no false air comes in at the corners.
-            source_box = box if warp is None else box.expanded(warp.margin(box.shape))
-
+            # A warp samples beyond the patch. The scan is read there too, so that no false air comes in at the corners.
+            source = Crop(grid, box if warp is None else box.expanded(warp.margin(box.shape)))
             scan = _Scan.of(case)
-            image = _read_image(scan, Crop(grid, source_box), window_hu)
-            target = torch.from_numpy(self._region_classes(region)[_read_labels(scan, Crop(grid, source_box), self.task)])
-            inside = _inside(scan, Crop(grid, box))
-            if self.mirror and region.side == "right":
+            image = scan.read_image(source, window_hu)
+            target = torch.from_numpy(self._region_classes(region)[scan.read_labels(source, self.task.num_classes).numpy()])
+            inside = scan.inside(Crop(grid, box))
+            if self.is_mirrored and region.side == "right":
                 image, target = image.flip(3), target.flip(2)
                 inside[2] = box.shape[2] - inside[2].flip(0)
             if warp is not None:
@@ -287,36 +302,27 @@ class FineSamples(Dataset[Sample]):
         return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name, "spacing_mm": spacing_mm}
 
     def _region_classes(self, region: Region) -> np.ndarray:
-        """Table from a label value of the task to the class of the fine network."""
+        """Make the table from a label value of the task to the class of the fine network."""
         classes = np.zeros(256, dtype=np.uint8)
-        for index, value in enumerate(self.task.region_values(region)):
-            classes[value] = index + 1
+        classes[list(self.task.region_values(region))] = np.arange(1, len(region.labels) + 1)
         return classes
 
-    def _patch_box(self, case: CachedCase, region: Region, crop: Crop, rng: np.random.Generator) -> VoxelBox:
-        """Place a patch in the crop, in voxels of its lattice; where the crop is shorter than the patch, about its centre."""
-        assert self.patch_size is not None
-        # Drawn in any case, so that the place does not depend on whether a boundary is found.
+    def _patch_box(
+        self, case: CachedCase, region: Region, crop: Crop, patch_size: tuple[int, int, int], rng: np.random.Generator
+    ) -> VoxelBox:
+        """Place a patch in the crop, in voxels of its lattice; about the centre of an axis that is shorter than the patch."""
+        # Both are drawn in any case, so that the place does not depend on whether a boundary is found.
         place = rng.random(3)
-        wants_boundary = rng.random() < self.boundary_probability
+        wants_boundary = rng.random() < self.boundary_share
         voxel = self._boundary_voxel(case, region, crop, rng) if wants_boundary else None
         start: list[int] = []
-        for axis, (low, stop, size) in enumerate(zip(crop.box.start, crop.box.stop, self.patch_size, strict=True)):
+        for axis, (low, stop, size) in enumerate(zip(crop.box.start, crop.box.stop, patch_size, strict=True)):
             high = stop - size
-            if high < low:
-                start.append((low + high) // 2)
-                continue
-            first, last = low, high
-            if voxel is not None:
-                first, last = max(low, voxel[axis] - size + 1), min(high, voxel[axis])
-            start.append(first + int(place[axis] * (last - first + 1)))
-        z, y, x = start
-        depth, height, width = self.patch_size
-        return VoxelBox((z, y, x), (z + depth, y + height, x + width))
+            first, last = (low, high) if voxel is None else (max(low, voxel[axis] - size + 1), min(high, voxel[axis]))
+            start.append((low + high) // 2 if high < low else first + int(place[axis] * (last - first + 1)))
+        return VoxelBox.full(patch_size).shifted(start)
 
-    def _boundary_voxel(
-        self, case: CachedCase, region: Region, crop: Crop, rng: np.random.Generator
-    ) -> tuple[int, int, int] | None:
+    def _boundary_voxel(self, case: CachedCase, region: Region, crop: Crop, rng: np.random.Generator) -> list[int] | None:
         """Find a voxel of the region inside the crop with a neighbour in its slice that is not of the region.
 
         Returns:
@@ -329,46 +335,16 @@ class FineSamples(Dataset[Sample]):
         _, y_slice, x_slice = inner.slices()
         for _ in range(BOUNDARY_TRIES):
             z = int(rng.integers(inner.start[0], inner.stop[0]))
-            # One slice is read, not the crop. Beyond the tight box there is no voxel of the region, hence the padding.
+            # Only one slice is read. Beyond the tight box there is no voxel of the region, hence the padding with False.
             mask = np.pad(classes[labels[z, y_slice, x_slice]] > 0, 1)
             around = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
             places = np.argwhere(mask[1:-1, 1:-1] & ~around)
             if len(places):
                 y, x = places[rng.integers(len(places))]
                 centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
-                z, y, x = (
-                    round(scale * index + offset)
-                    for index, (scale, offset) in zip(centre, case.grid.axis_map_to(crop.lattice), strict=True)
-                )
-                return z, y, x
+                maps = case.grid.axis_map_to(crop.lattice)
+                return [round(scale * index + offset) for index, (scale, offset) in zip(centre, maps, strict=True)]
         return None
-
-
-def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
-    """Say which of K items sample n takes.
-
-    Sample n belongs to pass n // K. Without weights each pass is a permutation. With weights w (sum 1) an item comes
-    K·w times in a pass on average, and never more than one time off: the pass walks along the items, in random order,
-    in equal steps from a random start (systematic sampling), and the drawn ones are shuffled.
-
-    Args:
-        seed: Seed of the run.
-        n: Number of the sample.
-        weights: K, or the weights (K,), > 0, sum 1.
-
-    Returns:
-        Index of the item, 0 ≤ index < K.
-    """
-    count = weights if isinstance(weights, int) else len(weights)
-    turn, place = divmod(n, count)
-    rng = sample_rng(seed, turn, ORDER)
-    order = rng.permutation(count)
-    if isinstance(weights, int):
-        return int(order[place])
-    ends = np.cumsum(weights[order])
-    steps = (rng.random() + np.arange(count)) / count
-    drawn = order[np.minimum(np.searchsorted(ends, steps, side="right"), count - 1)]
-    return int(rng.permutation(drawn)[place])
 
 
 def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1)) -> Batch:
@@ -379,10 +355,10 @@ def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (
         multiple: The common shape is the smallest multiple of it that holds all samples, (z, y, x).
     """
     largest = [max(sample["target"].shape[axis] for sample in samples) for axis in range(3)]
-    shape = [math.ceil(size / step) * step for size, step in zip(largest, multiple, strict=True)]
+    shape = tuple(math.ceil(size / step) * step for size, step in zip(largest, multiple, strict=True))
     return {
-        "image": torch.stack([pad_at_end(sample["image"], tuple(shape), AIR) for sample in samples]),
-        "target": torch.stack([pad_at_end(sample["target"], tuple(shape), 0) for sample in samples]),
+        "image": torch.stack([pad_at_end(sample["image"], shape, AIR) for sample in samples]),
+        "target": torch.stack([pad_at_end(sample["target"], shape, 0) for sample in samples]),
         "inside": torch.stack([sample["inside"] for sample in samples]),
         "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
         "case": [sample["case"] for sample in samples],
@@ -394,14 +370,13 @@ def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (
 def one_thread() -> Iterator[None]:
     """Run torch on one thread: reductions and products differ in the last bit between thread counts."""
     num_threads = torch.get_num_threads()
-    if num_threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
+    if num_threads > 1:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(num_threads)
+        if num_threads > 1:
+            torch.set_num_threads(num_threads)
 
 
 def init_worker(_: int) -> None:
@@ -411,43 +386,6 @@ def init_worker(_: int) -> None:
 
 def _random_box(size: tuple[int, int, int], within: VoxelBox, rng: np.random.Generator) -> VoxelBox:
     """Place a box of a size anywhere in another; about the centre of an axis that is shorter."""
-    z, y, x = (
-        start + (int(rng.integers(0, whole - part, endpoint=True)) if whole >= part else (whole - part) // 2)
-        for start, whole, part in zip(within.start, within.shape, size, strict=True)
-    )
-    depth, height, width = size
-    return VoxelBox((z, y, x), (z + depth, y + height, x + width))
-
-
-def _inside(scan: _Scan, crop: Crop) -> Tensor:
-    """Start and stop of the scan in a crop, (3, 2)."""
-    part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
-    bounds = [(start - origin, stop - origin) for start, stop, origin in zip(part.start, part.stop, crop.box.start, strict=True)]
-    return torch.tensor(bounds, dtype=torch.int64)
-
-
-def _read_image(scan: _Scan, crop: Crop, window_hu: tuple[float, float]) -> Tensor:
-    """Read and normalise a crop of the image, (1, D, H, W); only what it needs is read of the cache."""
-    if crop.lattice == scan.grid:
-        return torch.from_numpy(normalise_hu(crop_padded(scan.image_hu, crop.box, AIR_HU), window_hu))[None]
-    resampled = resample_image(scan.image_hu, scan.grid, crop.grid, AIR_HU, resampling=scan.resampling, slices_go_on=True)
-    return normalise_hu(resampled, window_hu)[None]
-
-
-def _read_labels(scan: _Scan, crop: Crop, task: Task) -> np.ndarray:
-    """Read a crop of the labels, (D, H, W) uint8."""
-    if crop.lattice == scan.grid:
-        return crop_padded(scan.labels, crop.box, 0)
-    return resample_labels(scan.labels, scan.grid, crop.grid, task.num_classes, slices_go_on=True).numpy()
-
-
-def _checked_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:
-    """Bring weights to the sum one; the plain count stands for equal weights."""
-    if count == 0:
-        raise ValueError("there is no case to take samples from")
-    if weights is None:
-        return count
-    values = np.asarray(weights, dtype=np.float64)
-    if values.shape != (count,) or not np.all(np.isfinite(values)) or np.any(values <= 0):
-        raise ValueError(f"expected {count} positive weights, got {list(weights)}")
-    return values / values.sum()
+    rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
+    place = [int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2 for rest in rests]
+    return VoxelBox.full(size).shifted(within.start).shifted(place)

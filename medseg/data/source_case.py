@@ -1,4 +1,4 @@
-"""A case as its files give it: read once, oriented, audited."""
+"""Source cases: the files of a case read once, oriented and audited."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.case import CaseAudit
-from medseg.data.audit.finding import Finding, Severity, warning
+from medseg.data.audit.finding import Severity, warning
 from medseg.data.audit.grids import audit_grids, map_values
 from medseg.data.audit.image import audit_image, hash_voxels, measure_image
 from medseg.data.audit.labels import ABSENT, audit_labels, measure_volumes
@@ -18,19 +18,18 @@ from medseg.data.source_files import fingerprint, sources_of
 from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.pictures.audit import Slice, cut_slices
 
 
 @dataclass(frozen=True)
 class SourceCase:
-    """A case that was read and found fit.
+    """A case as it was read.
 
     Attributes:
         sources: Role of each file to its fingerprint, taken before it was read.
         image_hu: Oriented image in HU, (D, H, W), with its padding.
-        labels: Label map in the task's values on the same grid, uint8; None where the case has none.
+        labels: Label map in the task's values on the same grid, uint8; None where the case has none, or none that fits.
         grid: Grid of both.
-        audit: What was found.
+        audit: Measurements and findings.
     """
 
     sources: dict[str, dict[str, Any]]
@@ -41,18 +40,17 @@ class SourceCase:
 
 
 class CaseRefusedError(UserError):
-    """A case with an error that the case does not ignore.
+    """Refusal of a case with an error that the case does not ignore.
 
     Attributes:
-        audit: What was found.
-        slices: What there is to look at.
+        audit: Measurements and findings.
+        source: The case as it was read; None where only its entry in the cache was opened.
     """
 
-    def __init__(self, case: Case, audit: CaseAudit, slices: tuple[Slice, ...] = ()) -> None:
-        errors = audit.heeded(case.ignored, Severity.error)
-        super().__init__(f"The case {case.name!r} is refused: {'; and '.join(str(error) for error in errors)}.")
-        self.audit = audit
-        self.slices = slices
+    def __init__(self, case: Case, audit: CaseAudit, source: SourceCase | None = None) -> None:
+        errors = audit.heeded(case.ignore_findings, Severity.error)
+        super().__init__(f"The case {case.name!r} is refused: {'; and '.join(map(str, errors))}.")
+        self.audit, self.source = audit, source
 
 
 def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceCase:
@@ -70,23 +68,24 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
     from medseg.io.read import read_image, read_labels  # here, so that opening the cache needs no reader
     from medseg.preprocess.orient import orient
 
-    # Before reading: a file that changes meanwhile then looks stale, never current.
+    # Before reading: a file that changes while it is read then makes the entry stale.
     sources = {role: fingerprint(path) for role, path in sources_of(case).items()}
     volume = read_image(case.image, case.series)
     image_hu, grid, orientation = orient(case.hu.apply(volume.array), volume.grid)
     facts = measure_image(image_hu)
     findings = audit_image(facts)
     is_hu = not any(finding.severity is Severity.error for finding in findings)
-    findings += [_remark(remark) for remark in volume.remarks]
+    findings += [warning("reading", remark, "") for remark in volume.remarks]
     labels = None
     if case.labels is not None:
         label_volume = read_labels(case.labels)
-        findings += [_remark(f"label map: {remark}") for remark in label_volume.remarks]
+        findings += [warning("reading", f"label map: {remark}", "") for remark in label_volume.remarks]
         stored, label_grid, _ = orient(label_volume.array, label_volume.grid)
         misfits = audit_grids(grid, label_grid, (volume.array.shape, label_volume.array.shape))
         findings += misfits
-        if misfits and all(misfit.code in case.ignored for misfit in misfits):
-            stored, misfits = orientation.to_lps(label_volume.array), []  # the header is wrong, so the image's counts
+        if misfits and all(misfit.code in case.ignore_findings for misfit in misfits):
+            # The header of the label map is wrong: its voxels lie on those of the image.
+            stored, misfits = orientation.to_lps(label_volume.array), []
         if not misfits:
             may_be_empty = all(case.trust.get(region.name) == ABSENT for region in task.regions)
             labels, odd = map_values(stored, task, label_values, may_be_empty=may_be_empty)
@@ -94,17 +93,9 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
             if not any(finding.code == "empty_labels" for finding in odd):
                 findings += audit_labels(image_hu if is_hu else None, labels, grid, task, case.trust)
                 findings += audit_placement(image_hu, labels, grid) if is_hu else []
-    audit = CaseAudit(
-        grid,
-        facts.summary(),
-        hash_voxels(image_hu),
-        {} if labels is None else measure_volumes(labels, grid, task),
-        tuple(findings),
-    )
-    if audit.heeded(case.ignored, Severity.error):
-        raise CaseRefusedError(case, audit, cut_slices(image_hu, labels, grid.spacing_mm))
-    return SourceCase(sources, image_hu, labels, grid, audit)
-
-
-def _remark(sentence: str) -> Finding:
-    return warning("reading", sentence, "")
+    volumes_ml = {} if labels is None else measure_volumes(labels, grid, task)
+    audit = CaseAudit(grid, facts.summary(), hash_voxels(image_hu), volumes_ml, tuple(findings))
+    source = SourceCase(sources, image_hu, labels, grid, audit)
+    if audit.heeded(case.ignore_findings, Severity.error):
+        raise CaseRefusedError(case, audit, source)
+    return source

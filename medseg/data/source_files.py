@@ -1,4 +1,4 @@
-"""The files of a case: which they are, and whether they have changed."""
+"""Files of a case and their fingerprints, by which a change is detected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from medseg.io.textheader import MAX_HEADER_BYTES, data_files, decode_text
 
 
 def sources_of(case: Case) -> dict[str, Path]:
-    """The files of a case by their role, `image` and, where there is one, `labels`."""
+    """List the files of a case by their role: `image` and, if there is one, `labels`."""
     return {"image": case.image} | ({} if case.labels is None else {"labels": case.labels})
 
 
@@ -33,7 +33,7 @@ def _source_files(path: Path) -> list[Path]:
 
 
 def _stamp(path: Path) -> list[list[int]]:
-    """Size and modification time of each file of a source: what can be compared without reading it."""
+    """Size and modification time of each file of a source, which are compared without reading it."""
     stats = [file.stat() for file in _source_files(path)]
     return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
@@ -47,16 +47,16 @@ def _content_hash(path: Path) -> str:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Note a source so that a change of it is seen later; plain types for a JSON file."""
+    """Describe a source so that a later change is detected; plain types for a JSON file."""
     return {"path": str(path.resolve()), "stamp": _stamp(path), "sha256": _content_hash(path)}
 
 
 def is_same_source(path: Path, known: dict[str, Any]) -> bool:
-    """Whether a source still is what `fingerprint` noted."""
+    """Whether a source agrees with what `fingerprint` described."""
     stamp = _stamp(path)
     if stamp == known["stamp"]:
         return True
     if [size for size, _ in stamp] != [size for size, _ in known["stamp"]]:
         return False
-    # A copied or touched file has another time but may have the same content.
+    # A copied or touched file has another time and may have the same content.
     return _content_hash(path) == known["sha256"]

@@ -1,4 +1,4 @@
-"""Who is trained on, validated and tested: by patient, reproducibly."""
+"""Splits: training, validation and test cases by patient, and the sources that they come from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ class Split:
     test: tuple[Case, ...]
 
 
+@dataclass(frozen=True)
+class CaseSource:
+    """Cases that share a label convention.
+
+    Attributes:
+        split: The cases of each side.
+        label_values: Value in the reference files to label name.
+        share: Share of the training samples that these cases give; the shares of all sources add up to 1.
+    """
+
+    split: Split
+    label_values: dict[int, str]
+    share: float
+
+
 def split_cases(
     cases: Sequence[Case],
     *,
@@ -30,16 +45,16 @@ def split_cases(
 ) -> Split:
     """Divide the cases by patient.
 
-    Test patients are those of `test_patients` and those that the table marks as `test`; they are never trained on or
-    validated. Of the others, the validated ones are, in this order of precedence: `val_patients`; those that the table
-    marks as `val`; fold `fold` of `num_folds`. Where nobody asks for a fold and the patients are fewer than the folds, there
-    are as many folds as patients, and a single patient is trained on without validation. A row without a mark follows the
-    other rows of its patient. Fold `all` validates nobody and trains on everybody but the test patients. Folds depend on the names of the patients and nothing else, and differ by at most one patient
-    in size.
+    Test patients are those of `test_patients` and those that the table marks as `test`; they are never used for training or
+    validation. Of the others, the first that applies is validated: `val_patients`; the patients that the table marks as
+    `val`; fold `fold` of `num_folds`. If no fold is given and the patients are fewer than the folds, there are as many
+    folds as patients, and a single patient is trained on without validation. A row without a mark has the split of the
+    other rows of its patient. Fold `all` validates no patient and trains on all but the test patients. Folds depend on
+    the names of the patients alone, and differ by at most one patient in size.
 
     Args:
         cases: All cases of the table.
-        fold: Which fold is validated, 0 ≤ fold < num_folds; `all` is none of them; None is fold 0.
+        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` is none of them; None is fold 0.
         num_folds: Number of folds, at least 2.
         val_patients: Patients to validate on, in place of a fold.
         test_patients: Patients to keep away from training and validation.
@@ -54,8 +69,7 @@ def split_cases(
                 close = difflib.get_close_matches(name, patients, n=3, cutoff=0.4)
                 hint = f"did you mean {' or '.join(close)}" if close else f"the table has {', '.join(patients[:5])}, …"
                 raise UserError(f"{key} names the patient {name!r}, who is not in the case table; {hint}?")
-    both = sorted(set(val_patients) & set(test_patients))
-    if both:
+    if both := sorted(set(val_patients) & set(test_patients)):
         raise UserError(f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; keep one of them.")
 
     side = _sides_of_table(cases)
@@ -74,7 +88,7 @@ def split_cases(
     elif isinstance(fold, int):
         val = _fold(rest, fold, num_folds)
     else:
-        # Nobody asked for folds: few patients make fewer of them, and a single one is trained on without validation.
+        # No fold was given: few patients make fewer folds, and a single one is trained on without validation.
         val = _fold(rest, 0, min(num_folds, len(rest))) if len(rest) > 1 else set()
     train = set(rest) - val
     if not train:
@@ -110,6 +124,6 @@ def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
         )
     if not 0 <= fold < num_folds:
         raise UserError(f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}.")
-    # The hash decides the order, so that names in sequence (by hospital, by date) do not end in one fold.
+    # Ordered by hash, so that consecutive names (by hospital, by date) do not end in one fold.
     ordered = sorted(patients, key=lambda name: (hashlib.sha256(name.encode()).digest(), name))
     return set(ordered[fold::num_folds])

@@ -1,4 +1,4 @@
-"""What is segmented: label ids, regions of interest, sides and the HU window."""
+"""Segmentation task: label values, regions of interest, their sides and the HU window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Region:
     Attributes:
         name: Name in the scores, e.g. `left_lung`.
         labels: Names of the labels that make the region, in the order of the fine network's classes 1, 2, ….
-        side: The patient's side on which it must lie (`left`, `right`), or None where sides mean nothing.
+        side: Side of the patient on which it must lie (`left`, `right`); None if it has no side.
     """
 
     name: str
@@ -25,14 +25,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Task:
-    """The organ as configuration.
+    """Labels and regions of a segmentation task.
 
     Attributes:
         name: Name of the task, e.g. `lungs`.
         labels: Label name to value in every label map that medseg writes; values are 1, 2, … without a gap.
         regions: Regions of interest, one fine crop each.
         window_hu: Lower and upper HU that are mapped to [-1, 1].
-        least_hu: A part that hangs together is no organ where its median lies below; None where any may be one.
+        least_hu: A connected component with a lower median HU is no organ; None accepts every component.
     """
 
     name: str
@@ -74,8 +74,6 @@ class Task:
 
 
 def is_side_pair(one: Region, other: Region) -> bool:
-    """Tell whether two regions are the left and the right of one organ: same name apart from the side."""
-    if {one.side, other.side} != {"left", "right"}:
-        return False
+    """Whether two regions are the left and the right of one organ: same name apart from the side."""
     names = {region.name.replace(str(region.side), "").strip(_SEPARATORS) for region in (one, other)}
-    return len(names) == 1
+    return {one.side, other.side} == {"left", "right"} and len(names) == 1

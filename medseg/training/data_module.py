@@ -20,14 +20,15 @@ from medseg.data.audit.table import DUPLICATE
 from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, spacing_text
 from medseg.data.case_table import Case
+from medseg.data.crops import StageCrops
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded, init_worker
-from medseg.data.scales import ScanSpacings, draw_spacing_mm
-from medseg.data.sources import CaseSource
-from medseg.data.task import Region, Task
+from medseg.data.spacings import ScanSpacings
+from medseg.data.splits import CaseSource
+from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid_rule import Crop, GridRule, region_crop
+from medseg.geometry.grid_rule import GridRule
 
 T = TypeVar("T")
 
@@ -127,8 +128,7 @@ class CasesDataModule(pl.LightningDataModule):
         self.train_cases: list[CachedCase] = []
         self.val_cases: list[CachedCase] = []
         self.weights: list[float] = []
-        self.scan_spacings: ScanSpacings | None = None
-        self.coarse_boxes: dict[str, dict[str, VoxelBox]] = {}
+        self.crops = StageCrops()
 
     def prepare_data(self) -> None:
         """Fill the cache; Lightning calls it once per machine, whatever the number of ranks."""
@@ -153,11 +153,22 @@ class CasesDataModule(pl.LightningDataModule):
             self.val_cases += self._open(source.split.val, source)
             self.weights += [source.share / max(1, len(source.split.train))] * len(source.split.train)
         self._refuse_leak()
-        if self.stage_input.follows_scans:
+        given, scan_spacings, boxes = self.stage_input, None, {}
+        if given.follows_scans:
             spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
-            self.scan_spacings = ScanSpacings(spacings_mm, [weight / sum(self.weights) for weight in self.weights])
+            scan_spacings = ScanSpacings(spacings_mm, [weight / sum(self.weights) for weight in self.weights])
         if self.coarse is not None:
-            self.coarse_boxes = {case.name: coarse_boxes(case, self.coarse) for case in (*self.train_cases, *self.val_cases)}
+            boxes = {case.name: coarse_boxes(case, self.coarse) for case in (*self.train_cases, *self.val_cases)}
+        self.crops = StageCrops(
+            given.rule,
+            scan_spacings,
+            region_margin_mm=given.region_margin_mm,
+            box_jitter_mm=given.box_jitter_mm,
+            patch_size=given.patch_size,
+            tile_size=given.tile_size,
+            divisor=given.divisor,
+            coarse_boxes=boxes,
+        )
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Micro-batches from the step at which the trainer stands."""
@@ -192,22 +203,22 @@ class CasesDataModule(pl.LightningDataModule):
                 seed=self.seed,
                 divisor=given.divisor,
                 rule=given.rule,
-                spacings=self.spacing_mm,
+                spacings=self.crops.spacing_mm,
                 augmentation=self.augmentation,
                 max_voxels=given.max_voxels,
-                slab_probability=given.slab_share,
+                slab_share=given.slab_share,
                 weights=self.weights,
             )
         return FineSamples(
             self.train_cases,
             self.task,
             seed=self.seed,
-            crops=self.crop,
+            crops=self.crops.crop,
             patch_size=given.patch_size,
             augmentation=self.augmentation,
-            mirror=given.is_mirrored,
-            boundary_probability=given.boundary_share,
-            elsewhere_probability=given.elsewhere_share,
+            is_mirrored=given.is_mirrored,
+            boundary_share=given.boundary_share,
+            elsewhere_share=given.elsewhere_share,
             weights=self.weights,
         )
 
@@ -237,41 +248,25 @@ class CasesDataModule(pl.LightningDataModule):
                 seed=self.seed,
                 divisor=given.divisor,
                 rule=given.rule,
-                spacings=lambda case, _: self.spacing_mm(case, None),
+                spacings=self.crops.spacing_mm,
+                jitter=False,
             )
         return FineSamples(
             self.val_cases,
             self.task,
             seed=self.seed,
-            crops=self.crop,
+            crops=self.crops.crop,
             patch_size=None,
             jitter=False,
-            mirror=given.is_mirrored,
+            is_mirrored=given.is_mirrored,
         )
-
-    def spacing_mm(self, case: CachedCase, rng: np.random.Generator | None) -> tuple[float, float, float] | None:
-        """Spacing of a sample: drawn with a generator, else what prediction would choose; None: that of the cache."""
-        rule = self.stage_input.rule
-        if rng is None or rule.range_mm is None:
-            return rule.spacing_mm(case.audit.grid.spacing_mm)
-        return draw_spacing_mm(rng, rule.range_mm, self.scan_spacings)
-
-    def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
-        """The crop of a region; with a generator its faces are jittered as the coarse stage errs."""
-        given = self.stage_input
-        lattice = case.grid.resampled(self.spacing_mm(case, rng))
-        tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
-        if rng is not None:
-            tight = jittered(tight, given.box_jitter_mm, case.grid.spacing_mm, rng)
-        patch_size = given.patch_size if rng is not None else given.tile_size
-        return region_crop(tight, case.grid, lattice, given.region_margin_mm, patch_size, given.divisor, given.rule)
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""
         trained = {case.audit.voxels_sha256: case.name for case in self.train_cases}
         for case in self.val_cases:
             twin = trained.get(case.audit.voxels_sha256, case.name)
-            if twin != case.name and DUPLICATE not in case.ignored:
+            if twin != case.name and DUPLICATE not in case.ignore_findings:
                 raise UserError(
                     f"The validation case {case.name!r} is voxel by voxel the training case {twin!r}; take one of them out, "
                     f"or give both the same patient in the case table (or data.ignore_findings=[{DUPLICATE}])."
@@ -295,21 +290,6 @@ class _FirstBatch(Dataset[Any]):
 
     def __getitem__(self, n: int) -> Any:
         return self.samples[n % self.batch_size]
-
-
-def jittered(box: VoxelBox, jitter_mm: float, spacing_mm: tuple[float, float, float], rng: np.random.Generator) -> VoxelBox:
-    """Move each face of a box by a normal error; at least one voxel is left.
-
-    Args:
-        box: Tight box of a region.
-        jitter_mm: Standard deviation of each face, in mm.
-        spacing_mm: Voxel spacing of the box's grid, (z, y, x).
-        rng: Generator of the sample.
-    """
-    shifts = np.round(rng.normal(0.0, jitter_mm, (2, 3)) / np.array(spacing_mm)).astype(int)
-    starts = [start + int(shift) for start, shift in zip(box.start, shifts[0], strict=True)]
-    stops = [max(low + 1, stop + int(shift)) for low, stop, shift in zip(starts, box.stop, shifts[1], strict=True)]
-    return VoxelBox((starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2]))
 
 
 def coarse_boxes(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:

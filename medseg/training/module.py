@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from medseg.data.randomness import torch_seed
+from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.sharding import gathered, shard_network
 from medseg.metrics.overlap import dice_per_label

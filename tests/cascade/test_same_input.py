@@ -14,8 +14,7 @@ from medseg.cascade.segment import segment
 from medseg.data.cache import prepare_case
 from medseg.data.case_table import Case
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded
-from medseg.data.sources import CaseSource
-from medseg.data.splits import Split
+from medseg.data.splits import CaseSource, Split
 from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
@@ -50,7 +49,7 @@ def written(folder: Path) -> Case:
     write_image(folder / "ct.nii.gz", image_hu, GRID)
     write_labels(folder / "labels.nii.gz", labels, GRID)
     # An oracle's scan has the values of no tissue.
-    return Case("a", folder / "ct.nii.gz", folder / "labels.nii.gz", "a", ignored=frozenset({"hu_range"}))
+    return Case("a", folder / "ct.nii.gz", folder / "labels.nii.gz", "a", ignore_findings=frozenset({"hu_range"}))
 
 
 @pytest.mark.parametrize("resampling", RESAMPLINGS)
@@ -73,7 +72,7 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(r
         seed=0,
         crops=lambda case, region, _: Crop(case.grid, result.boxes[region.name].voxels),
         patch_size=None,
-        mirror=True,
+        is_mirrored=True,
     )
     crops = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
     assert np.ptp(crops[0].numpy()) == 2.0

@@ -11,7 +11,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from medseg.data.augment import AIR, Augmentation, Warp, gaussian_matrix, thick_slice_matrix
-from medseg.data.randomness import sample_rng
+from medseg.data.sampler import sample_rng
 
 SHAPE = (28, 34, 47)
 SPACING_MM = (2.5, 1.5, 2.0)

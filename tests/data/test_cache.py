@@ -331,7 +331,7 @@ def test_the_audit_is_kept_in_the_sidecar(case: Case, tmp_path: Path, task: Task
 def test_an_error_that_is_ignored_stops_nobody_else(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
     image, labels = blocks()
     swapped = write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels])
-    accepted = replace(swapped, ignored=frozenset({"swapped_sides"}))
+    accepted = replace(swapped, ignore_findings=frozenset({"swapped_sides"}))
     assert prepare_case(accepted, tmp_path, SPACING_MM, task, NAMES).label_counts["right_lung"] > 0
     with pytest.raises(CaseRefusedError, match="swapped"):
         open_case(swapped, tmp_path, SPACING_MM, task, NAMES)

@@ -88,9 +88,9 @@ def test_a_table_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> Non
 
 def test_hu_scale_and_ignored_findings_of_a_row_go_before_those_of_the_run(tmp_path: Path) -> None:
     text = "case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,,-1024,\nb,b.nii.gz,,2.5,,no_air  clipped\nc,c.nii.gz,,,,\n"
-    a, b, c = read_case_table(write(tmp_path, text), hu=HuScale(3.0, 7.0), ignored=frozenset({"padding"}))
+    a, b, c = read_case_table(write(tmp_path, text), hu=HuScale(3.0, 7.0), ignore_findings=frozenset({"padding"}))
     assert (a.hu, b.hu, c.hu) == (HuScale(3.0, -1024.0), HuScale(2.5, 7.0), HuScale(3.0, 7.0))
-    assert (a.ignored, b.ignored) == ({"padding"}, {"padding", "no_air", "clipped"})
+    assert (a.ignore_findings, b.ignore_findings) == ({"padding"}, {"padding", "no_air", "clipped"})
     assert [case.hu for case in read_case_table(write(tmp_path, ROW))] == [HuScale(1.0, 0.0)]
 
 

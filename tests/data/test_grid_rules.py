@@ -77,9 +77,9 @@ def test_a_sample_of_fixed_size_is_the_region_resized(margin_mm: float, cached_c
 
 @pytest.mark.parametrize("rule", [GridRule(size=SIZE), GridRule(is_cube=True)])
 def test_right_regions_are_mirrored_on_their_own_grid(rule: GridRule, cached_cases: list[CachedCase], task: Task) -> None:
-    options: dict = {"elsewhere_probability": 0.5, "patch_size": (8, 12, 10)}
+    options: dict = {"elsewhere_share": 0.5, "patch_size": (8, 12, 10)}
     plain, mirrored = (
-        fine(isotropic(cached_cases), task, crops_of(rule), mirror=is_mirrored, **options) for is_mirrored in (False, True)
+        fine(isotropic(cached_cases), task, crops_of(rule), is_mirrored=is_mirrored, **options) for is_mirrored in (False, True)
     )
     for n in range(10):
         one, other = plain[n], mirrored[n]
@@ -92,7 +92,7 @@ def test_right_regions_are_mirrored_on_their_own_grid(rule: GridRule, cached_cas
 def test_samples_from_elsewhere_lie_in_the_scan_whatever_the_grid(cached_cases: list[CachedCase], task: Task) -> None:
     by_name = {case.name: case for case in cached_cases}
     size, patch = (40, 48, 40), (8, 12, 10)
-    samples = fine(cached_cases, task, crops_of(GridRule(size=size)), patch_size=patch, elsewhere_probability=1.0)
+    samples = fine(cached_cases, task, crops_of(GridRule(size=size)), patch_size=patch, elsewhere_share=1.0)
     empty = 0
     for n in range(30):
         sample = samples[n]
@@ -105,7 +105,7 @@ def test_samples_from_elsewhere_lie_in_the_scan_whatever_the_grid(cached_cases: 
 
 
 def test_samples_of_one_size_stack_without_filling(cached_cases: list[CachedCase], task: Task) -> None:
-    samples = fine(cached_cases, task, crops_of(GridRule(size=SIZE)), augmentation=AUGMENTATION, elsewhere_probability=0.3)
+    samples = fine(cached_cases, task, crops_of(GridRule(size=SIZE)), augmentation=AUGMENTATION, elsewhere_share=0.3)
     batch = collate_padded([samples[n] for n in range(6)], (8, 8, 8))
     assert batch["image"].shape == (6, 1, *SIZE)
     assert batch["target"].shape == (6, *SIZE)
@@ -115,7 +115,7 @@ def test_samples_of_one_size_stack_without_filling(cached_cases: list[CachedCase
 def test_a_patch_is_cut_out_of_the_resized_crop_and_meets_the_boundary(cached_cases: list[CachedCase], task: Task) -> None:
     by_name = {case.name: case for case in cached_cases}
     crops, patch = crops_of(GridRule(size=SIZE)), (8, 12, 10)
-    samples = fine(cached_cases, task, crops, patch_size=patch, jitter=False, boundary_probability=1.0)
+    samples = fine(cached_cases, task, crops, patch_size=patch, jitter=False, boundary_share=1.0)
     places = set()
     for n in range(20):
         sample = samples[n]
@@ -130,12 +130,12 @@ def test_a_patch_is_cut_out_of_the_resized_crop_and_meets_the_boundary(cached_ca
     assert len(places) > 15
 
 
-@pytest.mark.parametrize("slab_probability", [0.0, 1.0])
+@pytest.mark.parametrize("slab_share", [0.0, 1.0])
 def test_a_coarse_sample_of_fixed_size_is_the_body_or_a_slab_of_it_resized(
-    slab_probability: float, cached_cases: list[CachedCase], task: Task
+    slab_share: float, cached_cases: list[CachedCase], task: Task
 ) -> None:
     by_name = {case.name: case for case in cached_cases}
-    options: dict = {"seed": 3, "divisor": (8, 8, 8), "rule": GridRule(size=SIZE), "slab_probability": slab_probability}
+    options: dict = {"seed": 3, "divisor": (8, 8, 8), "rule": GridRule(size=SIZE), "slab_share": slab_share}
     samples, fresh = CoarseSamples(cached_cases, task, **options), CoarseSamples(cached_cases, task, **options)
     extents = set()
     for n in range(12):
@@ -158,7 +158,7 @@ def test_a_coarse_sample_of_fixed_size_is_the_body_or_a_slab_of_it_resized(
             matches.append(torch.equal(target, sample["target"]))
         assert any(matches)
     lengths = {by_name[name].grid.shape[0] == length for name, length in extents}
-    assert lengths == {slab_probability == 0} or (slab_probability == 1 and False in lengths and len(extents) > 4)
+    assert lengths == {slab_share == 0} or (slab_share == 1 and False in lengths and len(extents) > 4)
 
 
 def isotropic(cases: list[CachedCase]) -> list[CachedCase]:
@@ -184,13 +184,13 @@ def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(cached_cases
             assert sample["image"][(0, *place)] == (image[min(max(z, 0), len(image) - 1), y, x] if is_in else -1)
 
 
-@pytest.mark.parametrize(("slab_probability", "max_voxels"), [(0.0, None), (1.0, None), (0.0, 16 * 48**2), (1.0, 16 * 48**2)])
+@pytest.mark.parametrize(("slab_share", "max_voxels"), [(0.0, None), (1.0, None), (0.0, 16 * 48**2), (1.0, 16 * 48**2)])
 def test_a_coarse_sample_of_fixed_resolution_is_a_cube_about_the_body_or_a_slab(
-    slab_probability: float, max_voxels: int | None, cached_cases: list[CachedCase], task: Task
+    slab_share: float, max_voxels: int | None, cached_cases: list[CachedCase], task: Task
 ) -> None:
     cases = isotropic(cached_cases)
     by_name = {case.name: case for case in cases}
-    options: dict = {"divisor": (8, 8, 8), "rule": GridRule(is_cube=True), "slab_probability": slab_probability}
+    options: dict = {"divisor": (8, 8, 8), "rule": GridRule(is_cube=True), "slab_share": slab_share}
     samples = CoarseSamples(cases, task, seed=3, max_voxels=max_voxels, **options)
     scanned = set()
     for n in range(20):
@@ -211,16 +211,16 @@ def test_a_coarse_sample_of_fixed_resolution_is_a_cube_about_the_body_or_a_slab(
         assert (image[:first] == image[first]).all(), "beyond the slab its end slices go on, though the scan does too"
         assert (image[stop:] == image[stop - 1]).all()
         scanned.add((sample["case"], start[0], len(part)))
-        if slab_probability == 0 and max_voxels is None:
+        if slab_share == 0 and max_voxels is None:
             assert len(part) == len(whole)
-    assert len(scanned) == 3 if slab_probability == 0 and max_voxels is None else len(scanned) > 6
+    assert len(scanned) == 3 if slab_share == 0 and max_voxels is None else len(scanned) > 6
 
 
 @pytest.mark.parametrize("patch_size", [None, (8, 16, 8)])
 def test_a_sample_depends_on_seed_and_number_alone(
     patch_size: tuple[int, int, int] | None, cached_cases: list[CachedCase], task: Task
 ) -> None:
-    options = {"augmentation": AUGMENTATION, "patch_size": patch_size, "mirror": True, "elsewhere_probability": 0.3}
+    options = {"augmentation": AUGMENTATION, "patch_size": patch_size, "is_mirrored": True, "elsewhere_share": 0.3}
     samples, fresh, other = (fine(cached_cases, task, crops_of(GridRule(size=SIZE)), **options, seed=seed) for seed in (3, 3, 4))
     in_order = [samples[n] for n in range(8)]
     backwards = [fresh[n] for n in reversed(range(8))][::-1]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from medseg.data.case_table import Case, read_case_table
-from medseg.data.sources import CaseSource
-from medseg.data.splits import Split
+from medseg.data.splits import CaseSource, Split
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN
@@ -45,6 +44,6 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Pa
     said = r"The validation case 'twin' is voxel by voxel the training case 'case 0'; take one of them out"
     with pytest.raises(UserError, match=said):
         set_up(first, twin, tmp_path)
-    assert len(set_up(first, replace(twin, ignored=frozenset({"duplicate_image"})), tmp_path).val_cases) == 1
+    assert len(set_up(first, replace(twin, ignore_findings=frozenset({"duplicate_image"})), tmp_path).val_cases) == 1
     assert len(set_up(first, second, tmp_path).val_cases) == 1
     assert len(set_up(first, first, tmp_path).val_cases) == 1, "a case may be watched while it is learnt"

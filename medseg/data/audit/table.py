@@ -40,7 +40,9 @@ class AuditedCase:
         """All findings that the case does not ignore, errors first."""
         found = [*(self.audit.findings if self.audit else ()), *self.compared]
         order = list(Severity)
-        return sorted((one for one in found if one.code not in self.case.ignored), key=lambda one: order.index(one.severity))
+        return sorted(
+            (one for one in found if one.code not in self.case.ignore_findings), key=lambda one: order.index(one.severity)
+        )
 
     @property
     def status(self) -> str:

@@ -24,9 +24,9 @@ def audited(
     *findings: Finding,
     patient: str = "",
     voxels: str = "",
-    ignored: frozenset[str] = frozenset(),
+    ignore_findings: frozenset[str] = frozenset(),
 ) -> AuditedCase:
-    case = Case(name, Path(name), None, patient or name, ignored=ignored)
+    case = Case(name, Path(name), None, patient or name, ignore_findings=ignore_findings)
     return AuditedCase(case, CaseAudit(VoxelGrid((9, 8, 7), spacing_mm), HU, voxels or name, {"left_lung": 12.34}, findings))
 
 
@@ -51,7 +51,7 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
         audited("b", voxels="y", patient="p"),
         audited("c", voxels="x", patient="p"),
         audited("d", voxels="x", patient="q"),
-        audited("e", voxels="x", patient="r", ignored=frozenset({"duplicate_image"})),
+        audited("e", voxels="x", patient="r", ignore_findings=frozenset({"duplicate_image"})),
         AuditedCase(Case("f", Path("f"), None, "f"), None, failure="no such file"),
     ]
     compared = compare_cases(cases)
@@ -68,7 +68,7 @@ def test_the_table_can_be_read_by_a_machine() -> None:
         warning("cut_region", "e", ""),
     ]
     cases = [
-        audited("Doe, John", (1.0, 0.7, 0.7), *odd, ignored=frozenset({"cut_region"})),
+        audited("Doe, John", (1.0, 0.7, 0.7), *odd, ignore_findings=frozenset({"cut_region"})),
         AuditedCase(Case("z", Path("z"), None, "z"), None, failure="gone"),
     ]
     rows = list(csv.DictReader(io.StringIO(audit_csv(cases))))

@@ -1,4 +1,4 @@
-"""How spacings are drawn, and that a sample at one of them is the scan resampled to it."""
+"""Spacings: the typical one of a data set, those drawn in training, and samples resampled to them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from medseg.data.case_table import Case
-from medseg.data.randomness import sample_rng
-from medseg.data.scales import ScanSpacings, draw_spacing_mm
+from medseg.data.sampler import sample_rng
 from medseg.data.source_case import read_source
-from medseg.data.sources import CaseSource
-from medseg.data.splits import Split
+from medseg.data.spacings import AVERAGES, ScanSpacings, draw_spacing_mm, typical_spacing_mm
+from medseg.data.splits import CaseSource, Split
 from medseg.data.task import Task
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid_rule import GridRule, brought_into, region_crop
@@ -68,7 +67,7 @@ def set_up(write_case: Callable[..., Case], tmp_path: Path, task: Task) -> Calla
         [((22, 30, 41), (4.0, 1.5, 2.0)), ((34, 26, 33), (1.25, 2.0, 1.75)), ((17, 41, 37), (6.0, 1.5, 1.5))]
     ):
         case = write_case(f"case_{number}", *two_blocks(shape, number), spacing_mm=spacing_mm)
-        cases.append(replace(case, ignored=frozenset({"hu_range", "side_density", "sides"})))
+        cases.append(replace(case, ignore_findings=frozenset({"hu_range", "side_density", "sides"})))
 
     def make(**changes: Any) -> tuple[CasesDataModule, dict[str, Case]]:
         source = CaseSource(Split(tuple(cases), tuple(cases), ()), LABEL_VALUES, 1.0)
@@ -146,3 +145,26 @@ def test_coarse_samples_at_drawn_spacings_obey_the_bound(slab_share: float, set_
     for n in range(12):
         filled = [-(-size // 8) * 8 for size in samples[n]["target"].shape]
         assert np.prod(filled) <= 32 * 48 * 48
+
+
+def test_the_median_or_the_mean_of_each_axis() -> None:
+    scans = [(1.0, 0.6, 0.9), (2.0, 0.8, 0.7), (1.2, 0.7, 0.8)]
+    assert typical_spacing_mm(scans) == typical_spacing_mm(scans, "median") == (1.2, 0.7, 0.8)
+    assert typical_spacing_mm(scans, "mean") == (1.4, 0.7, 0.8)
+    assert typical_spacing_mm([(2.0004999, 1.0, 1.0)]) == (2.0, 1.0, 1.0)
+
+
+def test_a_coarse_axis_gets_its_tenth_percentile_but_none_finer_than_the_others() -> None:
+    spacings = [(z, 0.7, 0.8) for z in (1.0, 2.0, 5.0, 5.0, 5.0, 5.0, 8.0, 8.0, 8.0, 10.0, 10.0)]
+    for average, of in AVERAGES.items():
+        assert of([z for z, _, _ in spacings]) > 3 * 0.7
+        assert typical_spacing_mm(spacings, average) == (2.0, 0.7, 0.8)
+    assert typical_spacing_mm([(0.5, 1.0, 1.1), *[(5.0, 1.0, 1.1)] * 8])[0] == round(np.percentile([0.5, *[5.0] * 8], 10), 3)
+    assert typical_spacing_mm([*[(0.5, 1.0, 1.1)] * 4, *[(5.0, 1.0, 1.1)] * 5]) == (1.1, 1.0, 1.1)
+
+
+def test_three_times_is_not_above_three() -> None:
+    assert typical_spacing_mm([(3.0, 1.0, 1.0), (2.75, 1.0, 1.0), (3.25, 1.0, 1.0)]) == (3.0, 1.0, 1.0)
+    one_differs = [(3.0, 1.0, 1.0), (2.75, 1.0, 1.0), (3.5, 0.7, 1.0)]
+    assert typical_spacing_mm(one_differs) == (3.0, 1.0, 1.0)
+    assert typical_spacing_mm(one_differs, "mean") == (2.8, 0.9, 1.0)
