@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import NamedTuple
 
-from medseg.report.compare import MISSING, Comparison, Spread
-from medseg.report.run import FINISHED, METRICS, VAL_DICE, Metric, Run
+from medseg.report.compare import MISSING, Comparison
+from medseg.report.run import FINISHED, METRICS, Metric, Run
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is read, and what the column is sorted by.
+class Cell(NamedTuple):
+    """A figure in a table.
 
     Attributes:
         text: Shown.
-        order: Number or text to sort by; "" lies last.
+        order: Number to sort by; "" comes last.
         is_best: Whether it is the best of its column.
         note: Tooltip.
     """
@@ -26,89 +26,76 @@ class Cell:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A setting, or a run of it.
+class Row(NamedTuple):
+    """A setting, or one of its runs.
 
     Attributes:
         number: Number of the setting.
-        is_best: Whether that setting is the best.
-        keys: One cell per key that differed.
+        texts: Values of the keys that differ.
         figures: One cell per metric.
         run: The run, in the table of runs.
     """
 
     number: int
-    is_best: bool
-    keys: tuple[Cell, ...]
-    figures: tuple[Cell, ...]
+    texts: Sequence[str]
+    figures: Sequence[Cell]
     run: Run | None = None
 
 
 def shown_metrics(comparison: Comparison) -> list[Metric]:
-    """Metrics that some run has; those that are no merit (steps, weights) only where they differ."""
+    """Metrics that some run has; those without a better direction (steps, weights) only where they differ."""
     values = {metric.key: {metric.of(run) for run in comparison.runs} - {None} for metric in METRICS}
     return [metric for metric in METRICS if len(values[metric.key]) > (0 if metric.better else 1)]
 
 
-def ranked(comparison: Comparison) -> list[int]:
-    """Numbers of the settings from the best to the worst; those without a result last, in their order."""
-
-    def score(number: int) -> float:
-        spread = comparison.settings[number].metrics.get(VAL_DICE.key)
-        return -spread.mean if spread else float("inf")
-
-    return sorted(range(len(comparison.settings)), key=score)
-
-
 def setting_rows(comparison: Comparison, metrics: Sequence[Metric]) -> list[Row]:
     """One row per setting, the best first; the last figure is the number of its runs."""
+    settings = [comparison.settings[number] for number in comparison.ranked]
+    columns = [_column(metric, [setting.metrics.get(metric.key, ()) for setting in settings]) for metric in metrics]
     rows = []
-    best = {
-        metric.key: _best([s.metrics[metric.key].mean for s in comparison.settings if metric.key in s.metrics], metric)
-        for metric in metrics
-    }
-    for number in ranked(comparison):
-        setting = comparison.settings[number]
-        figures = []
-        for metric in metrics:
-            spread = setting.metrics.get(metric.key)
-            is_best = spread is not None and spread.mean == best[metric.key]
-            figures.append(Cell(write_spread(metric, spread), repr(spread.mean), is_best) if spread else Cell(MISSING, ""))
+    for place, setting in enumerate(settings):
         members = [comparison.runs[index] for index in setting.runs]
         finished = sum(run.status == FINISHED for run in members)
         count = str(finished) if finished == len(members) else f"{finished} of {len(members)}"
-        figures.append(Cell(count, str(finished), note="runs " + ", ".join(run.name for run in members)))
-        keys = tuple(Cell(value, value) for value in setting.values)
-        rows.append(Row(number, number == comparison.best, keys, tuple(figures)))
+        cell = Cell(count, str(finished), note="runs " + ", ".join(run.name for run in members))
+        rows.append(Row(setting.number, setting.values, [*(column[place] for column in columns), cell]))
     return rows
 
 
 def run_rows(comparison: Comparison, metrics: Sequence[Metric]) -> list[Row]:
-    """One row per run, in the order of the folders."""
-    finished = [run for run in comparison.runs if run.status == FINISHED]
-    best = {metric.key: _best([value for run in finished if (value := metric.of(run)) is not None], metric) for metric in metrics}
-    rows = []
-    for index, run in enumerate(comparison.runs):
-        number = comparison.setting_of[index]
-        figures = []
-        for metric in metrics:
-            value = metric.of(run)
-            is_best = run.status == FINISHED and value == best[metric.key]
-            figures.append(Cell(MISSING, "") if value is None else Cell(metric.write(value), repr(value), is_best))
-        keys = tuple(Cell(column.values[index], column.values[index]) for column in comparison.columns)
-        rows.append(Row(number, number == comparison.best, keys, tuple(figures), run))
-    return rows
+    """One row per run, in the order of the folders; only finished runs can be the best."""
+    runs = comparison.runs
+    is_finished = [run.status == FINISHED for run in runs]
+    columns = [
+        _column(metric, [() if (v := metric.of(run)) is None else (v,) for run in runs], is_finished) for metric in metrics
+    ]
+    return [
+        Row(
+            comparison.setting_of[index],
+            [column.values[index] for column in comparison.columns],
+            [column[index] for column in columns],
+            run,
+        )
+        for index, run in enumerate(runs)
+    ]
 
 
-def write_spread(metric: Metric, spread: Spread) -> str:
-    """A mean, with its standard deviation where the repeats differ."""
-    text = metric.write(spread.mean)
-    return f"{text} ± {metric.write(spread.sd)}" if spread.sd and metric.better else text
+def write_mean(metric: Metric, values: Sequence[float]) -> str:
+    """Format the mean of at least one value, with the standard deviation where the repeats differ."""
+    text = metric.write(fmean(values))
+    return f"{text} ± {metric.write(stdev(values))}" if metric.better and len(set(values)) > 1 else text
 
 
-def _best(values: Sequence[float], metric: Metric) -> float | None:
-    """The best of several values; None where nothing was to be won."""
-    if not metric.better or len(set(values)) < 2:
-        return None
-    return max(values, key=lambda value: value * metric.better)
+def _column(metric: Metric, rows: Sequence[Sequence[float]], is_counted: Sequence[bool] | None = None) -> list[Cell]:
+    """Cells of a metric; the best of the counted rows is marked where they differ."""
+    means = [fmean(values) if values else None for values in rows]
+    candidates = {
+        mean for mean, counts in zip(means, is_counted or [True] * len(means), strict=True) if counts and mean is not None
+    }
+    best = max(candidates, key=lambda mean: mean * metric.better) if metric.better and len(candidates) > 1 else None
+    return [
+        Cell(MISSING, "")
+        if mean is None
+        else Cell(write_mean(metric, values), repr(mean), mean == best and (is_counted is None or is_counted[place]))
+        for place, (mean, values) in enumerate(zip(means, rows, strict=True))
+    ]

@@ -1,35 +1,35 @@
-"""What a report knows of one run, and the figures it compares."""
+"""One run as the report sees it, and the metrics by which runs are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 FINISHED = "finished"
-# Neither good nor bad news: there is no result yet.
+# No result yet: neither a success nor a failure.
 OPEN = frozenset({"running", "interrupted", "unfinished"})
-# Ended on purpose: a search had seen enough.
+# Ended on purpose by a search.
 PRUNED = "pruned"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, as far as it goes: any of its files may be missing.
+    """One run folder; any of its files may be missing.
 
     Attributes:
         name: Path below the reported folder; `.` is that folder itself.
-        folder: Where it lies.
-        status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where nothing says how it ended.
+        folder: The run folder.
+        status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file gives a status.
         message: Why it did not finish, or "".
-        settings: Resolved configuration, flat, without the keys that only say where things lie. A run that never began knows only what
-            it was asked for.
+        settings: Resolved configuration, flat, without the keys that only name places. A run that never began has its overrides only.
         has_config: Whether `settings` is the whole configuration.
         overrides: Arguments that made a job of a multirun.
         summary: `summary.json`.
-        history: Lines of `history.csv`; an empty cell is left out.
+        history: Lines of `history.csv` without their empty cells.
         pictures: Overlays of validation cases at the last step that has any.
     """
 
@@ -50,12 +50,11 @@ class Run:
 
     @property
     def is_failed(self) -> bool:
-        """Whether it ended without a result that was wanted."""
+        """Whether it ended without a result, and not on purpose."""
         return self.status not in {FINISHED, PRUNED} | OPEN
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """A figure by which runs are compared.
 
     Attributes:
@@ -75,76 +74,27 @@ class Metric:
     better: int
 
 
-@dataclass(frozen=True)
-class Study:
-    """What a search leaves beside its runs.
-
-    Attributes:
-        name: Its name.
-        objectives: Metric key to `maximize` or `minimize`.
-        space: Searched key to what it was drawn from.
-        num_trials: How many it will make in all.
-        best: Names of the best runs: one, or the front of two objectives.
-        importances: Searched key to its share in what sets the best apart; empty for few results.
-    """
-
-    name: str
-    objectives: Mapping[str, str]
-    space: Mapping[str, str]
-    num_trials: int
-    best: tuple[str, ...]
-    importances: Mapping[str, float]
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or None."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < float("inf") else None
-
-
-def _val_dice(run: Run) -> float | None:
-    best = _number(run.summary.get("val_dice_best"))
-    return best if best is not None else max((value for _, value in run.curve("val_dice")), default=None)
-
-
-def _val_dice_worst(run: Run) -> float | None:
-    lines = [line for line in run.history if "val_dice" in line and "val_dice_worst" in line]
-    return max(lines, key=lambda line: line["val_dice"])["val_dice_worst"] if lines else None
-
-
-def _steps(run: Run) -> float | None:
-    steps = _number(run.summary.get("steps"))
-    return steps if steps is not None else max((line["step"] for line in run.history if "step" in line), default=None)
-
-
-def _peak_gib(run: Run) -> float | None:
-    peak = _number(run.summary.get("peak_gib"))
-    return peak if peak is not None else max((value for _, value in run.curve("peak_gib")), default=None)
-
-
-def _step_s(run: Run) -> float | None:
-    values = [value for _, value in run.curve("seconds_per_step")]
-    return median(values) if values else None
+Study = Mapping[str, Any]
+"""Result of a search as in `study.json`: `name`, `objectives` (metric key to `maximize` or `minimize`), `space` (searched key to its
+distribution), `num_trials` planned in all, `best` (names of the best runs: one, or the front of two objectives) and `importances`
+(searched key to its share in [0, 1]; empty for few results)."""
 
 
 def write_duration(duration_s: float) -> str:
-    """Seconds as people say them.
+    """Format seconds in the units that people use.
 
     Example:
         >>> [write_duration(s) for s in (0.4, 59.6, 60, 3599, 7260, 200000)]
         ['0.4 s', '1 min', '1 min', '1 h', '2 h 1 min', '55 h 33 min']
     """
-    if duration_s < 10:
-        return f"{duration_s:.1f} s"
     if round(duration_s) < 60:
-        return f"{duration_s:.0f} s"
-    minutes = round(duration_s / 60)
-    hours, rest = divmod(minutes, 60)
-    return " ".join(part for part, is_there in ((f"{hours} h", hours), (f"{rest} min", rest or not hours)) if is_there)
+        return f"{duration_s:.{1 if duration_s < 10 else 0}f} s"
+    hours, minutes = divmod(round(duration_s / 60), 60)
+    return " ".join(part for part, is_there in ((f"{hours} h", hours), (f"{minutes} min", minutes or not hours)) if is_there)
 
 
 def write_count(number: float) -> str:
-    """A large count, short.
+    """Format a large count with three digits.
 
     Example:
         >>> [write_count(n) for n in (950, 12_300, 1_450_000)]
@@ -156,25 +106,46 @@ def write_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-VAL_DICE = Metric("val_dice", "Val Dice", "Best mean Dice over the validation cases", _val_dice, lambda v: f"{v:.4f}", 1)
+def _reader(key: str, column: str = "", pick: Callable[[Sequence[float]], float] = max) -> Callable[[Run], float | None]:
+    """Make a reader of a finite number in the summary; where it is absent, `pick` takes one of a column of the history."""
+
+    def read(run: Run) -> float | None:
+        value = run.summary.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        values = [value for _, value in run.curve(column)]
+        return pick(values) if values else None
+
+    return read
+
+
+def _val_dice_worst(run: Run) -> float | None:
+    lines = [line for line in run.history if "val_dice" in line and "val_dice_worst" in line]
+    return max(lines, key=lambda line: line["val_dice"])["val_dice_worst"] if lines else None
+
+
+# fmt: off
+VAL_DICE = Metric(
+    "val_dice", "Val Dice", "Best mean Dice over the validation cases", _reader("val_dice_best", "val_dice"), "{:.4f}".format, 1
+)
 PEAK = Metric(
-    "peak_gib", "Peak GiB", "Most memory held: on the GPU where there is one, else resident", _peak_gib, lambda v: f"{v:.2f}", -1
+    "peak_gib", "Peak GiB", "Most memory held: on the GPU where there is one, else resident", _reader("peak_gib", "peak_gib"),
+    "{:.2f}".format, -1,
 )
 STEP = Metric(
-    "seconds_per_step", "s/step", "Median seconds per optimiser step, validation left out", _step_s, lambda v: f"{v:.3g}", -1
+    "seconds_per_step", "s/step", "Median seconds per optimiser step, validation left out", _reader("", "seconds_per_step", median),
+    "{:.3g}".format, -1,
 )
 METRICS = (
     VAL_DICE,
     Metric(
         "val_dice_worst", "Worst case", "Dice of the worst validation case, at the step of the best mean", _val_dice_worst,
-        lambda v: f"{v:.4f}", 1,
+        "{:.4f}".format, 1,
     ),
-    Metric("steps", "Steps", "Optimiser steps made", _steps, lambda v: f"{v:.0f}", 0),
+    Metric("steps", "Steps", "Optimiser steps made", _reader("steps", "step"), "{:.0f}".format, 0),
     STEP,
-    Metric("train_s", "Time", "Training and validation together", lambda run: _number(run.summary.get("train_s")), write_duration, -1),
+    Metric("train_s", "Time", "Training and validation together", _reader("train_s"), write_duration, -1),
     PEAK,
-    Metric(
-        "num_parameters", "Weights", "Number of parameters of the network",
-        lambda run: _number(run.summary.get("num_parameters")), write_count, 0,
-    ),
-)  # fmt: skip
+    Metric("num_parameters", "Weights", "Number of parameters of the network", _reader("num_parameters"), write_count, 0),
+)
+# fmt: on

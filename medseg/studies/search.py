@@ -12,9 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from medseg.commands.report import HISTORY_FILE, STUDY_FILE, read_history, read_run, report
 from medseg.config.check import to_config
-from medseg.config.schema import ReportConfig, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.config.search import Objective, SearchConfig
 from medseg.config.signature import decisive, flat, plain, signature
 from medseg.console import say
@@ -30,6 +29,7 @@ from medseg.runs.folder import (
     write_end,
 )
 from medseg.runs.launch import check_start, num_local_ranks, start_workers
+from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
 from medseg.studies.space import Compose, check_space, composer, text_of
@@ -72,7 +72,7 @@ def search(config: SearchConfig) -> int:
         replace_text(folder / STUDY_FILE, json.dumps(study.summary(), indent=1))
         if status is Status.interrupted:
             return EXIT_RESUME
-    report(ReportConfig(str(folder), None, num_pictures=24))
+    write_report(folder, folder, num_pictures=24)
     best = study.summary()["best"]
     print(f"best: {', '.join(f'trial {number}' for number in best) or 'none has a result'}")
     return 0 if best else EXIT_FAILED

@@ -98,7 +98,7 @@ def test_a_setting_is_brought_to_the_front_and_a_picture_enlarged(page: Any) -> 
     button = page.find_elements(By.CSS_SELECTOR, ".legend button")[0]
     button.click()
     assert button.get_attribute("aria-pressed") == "true"
-    lit = page.execute_script("return document.querySelectorAll('figure:first-child .series.lit').length")
+    lit = page.execute_script("return document.querySelectorAll('figure:first-child .mark.lit').length")
     assert lit > 0
     button.click()
     assert button.get_attribute("aria-pressed") == "false"

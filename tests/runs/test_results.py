@@ -1,21 +1,17 @@
-"""The report command over folders as they are: finished, failed, half written."""
+"""Results of finished, failed and half-written run folders, and the report over them."""
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 
-from medseg.commands.report import find_runs, read_run, report
+from medseg.commands.report import report
 from medseg.config.schema import ReportConfig
 from medseg.errors import UserError
+from medseg.report.tables import read_csv
+from medseg.runs.results import find_runs, read_run
 from tests.report.made_runs import make_run
-
-
-def lines(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_a_sweep_becomes_a_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +26,7 @@ def test_a_sweep_becomes_a_page_and_a_table(tmp_path: Path, capsys: pytest.Captu
         message="too <few>",
     )
     assert report(ReportConfig(str(tmp_path / "sweep"), None, 24)) == 0
-    table = lines(tmp_path / "sweep" / "report.csv")
+    table = read_csv(tmp_path / "sweep" / "report.csv")
     assert [line["run"] for line in table] == ["2", "10", "11"]
     assert [line["memory"] for line in table] == ["amp", "plain", "plain"]
     assert [line["status"] for line in table] == ["finished", "finished", "refused"]
@@ -44,7 +40,7 @@ def test_a_sweep_becomes_a_page_and_a_table(tmp_path: Path, capsys: pytest.Captu
     assert "3 runs" in capsys.readouterr().out
     # A second report is one of the same runs.
     report(ReportConfig(str(tmp_path / "sweep"), str(tmp_path / "elsewhere"), 0))
-    assert lines(tmp_path / "elsewhere" / "report.csv") == table
+    assert read_csv(tmp_path / "elsewhere" / "report.csv") == table
 
 
 def test_missing_and_damaged_files_leave_their_part_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +66,7 @@ def test_missing_and_damaged_files_leave_their_part_empty(tmp_path: Path, capsys
     assert all(name in said for name in ("summary.json", "config.yaml", "step_000002_0.png"))
 
 
-def test_runs_are_found_where_they_lie(tmp_path: Path) -> None:
+def test_runs_are_found_outside_hidden_folders_and_other_runs(tmp_path: Path) -> None:
     for name in ("a/2", "a/10", "b", ".hidden/c", "b/inner", "scores"):
         (tmp_path / name).mkdir(parents=True)
         if name != "scores":
@@ -80,7 +76,7 @@ def test_runs_are_found_where_they_lie(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "b") == [tmp_path / "b"]
 
 
-def test_nothing_to_report_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder"):
         report(ReportConfig(str(tmp_path / "nowhere"), None, 24))
     with pytest.raises(UserError, match="no run lies below it"):

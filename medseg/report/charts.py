@@ -1,0 +1,204 @@
+"""Charts of the report page: Matplotlib figures as inline SVG that takes its colours from the page's style sheet."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from medseg.report.compare import Comparison
+from medseg.report.run import FINISHED, METRICS, PEAK, STEP, VAL_DICE, Study
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_DICE_TITLE = "validation Dice"
+_SMALL_SIZE_IN = (4.4, 3.0)
+# With fewer results a chart per key shows nothing that the table does not.
+_MIN_RESULTS = 4
+_MAX_KEYS = 9
+_MAX_NAMES = 60
+"""Characters of all names of an axis together; longer names are cut, the tooltips have them whole."""
+_DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
+_NEAREST_TO_ONE = 0.9995
+_LOG_RATIO = 8.0
+"""An axis is logarithmic where its largest value is at least so many times the smallest."""
+# Colours that Matplotlib writes, and the CSS variables of the page that take their place (light or dark scheme).
+_VARIABLES = {"#010101": "var(--quiet)", "#020202": "var(--rule)", "#030303": "var(--c)", "#040404": "var(--card)"}
+_QUIET, _RULE, _SETTING, _CARD = _VARIABLES
+# The pointer meets a wide invisible line; the last point of a line is marked.
+_LINE: dict[str, dict[str, Any]] = {
+    "hit": {"linewidth": 12, "alpha": 0},
+    "mark": {"linewidth": 1.6, "marker": "o", "markersize": 4, "markevery": [-1]},
+}
+_DOT: dict[str, dict[str, Any]] = {
+    "mark": {"linestyle": "", "marker": "o", "markersize": 9, "markeredgecolor": _CARD, "alpha": 0.85}
+}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "medseg", "font.size": 10, "text.parse_math": False, "axes.edgecolor": _QUIET, "axes.labelcolor": _QUIET,
+    "xtick.color": _QUIET, "ytick.color": _QUIET, "grid.color": _RULE, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "ytick.major.size": 0,
+}  # fmt: skip
+
+
+Charts = list[tuple[str, Markup]]
+"""Pairs of a heading and a drawing."""
+
+
+def curves(comparison: Comparison) -> Charts:
+    """Draw validation Dice and training loss over the optimiser steps; the line of an unfinished run is broken."""
+    charts = []
+    for column, heading, y_title in (("val_dice", "Validation Dice", _DICE_TITLE), ("loss", "Training loss", "loss")):
+        points = {index: curve for index, run in enumerate(comparison.runs) if (curve := run.curve(column))}
+        if points:
+            title = f"{heading} over the optimiser steps of {len(points)} runs"
+            svg = draw(comparison, points, title, "optimiser step", y_title, "{y:.4f} at step {x:.0f}", is_line=True)
+            charts.append((heading, svg))
+    return charts
+
+
+def costs(comparison: Comparison) -> Charts:
+    """Draw validation Dice over memory and over time, where several settings have a result."""
+    charts = []
+    for metric, heading, x_title in (
+        (PEAK, "Dice for memory", "peak memory in GiB"),
+        (STEP, "Dice for time", "seconds per step"),
+    ):
+        points = _results(comparison, [metric.of(run) for run in comparison.runs])
+        if len({comparison.setting_of[index] for index in points}) > 1 and _differ(points):
+            title = f"{heading}: validation Dice of {len(points)} runs over {x_title}"
+            svg = draw(comparison, points, title, x_title, tooltip=f"{{y:.4g}}, {metric.title}: {{x:.3g}}")
+            charts.append((heading, svg))
+    return charts
+
+
+def by_key(comparison: Comparison) -> Charts:
+    """Draw validation Dice over each key that differs; none where only one differs, or few runs have a result."""
+    charts: Charts = []
+    for column in comparison.setting_columns:
+        points = _results(comparison, column.values)
+        if len(points) >= _MIN_RESULTS and _differ(points) and len(charts) < _MAX_KEYS:
+            with suppress(ValueError):  # names: one place each, in the order of their appearance
+                points = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}
+            title = f"Validation Dice of {len(points)} runs over {column.key}"
+            charts.append((column.key, draw(comparison, points, title, column.key, size_in=_SMALL_SIZE_IN)))
+    return charts if len(charts) > 1 else []
+
+
+def progress(comparison: Comparison, study: Study) -> Charts:
+    """Draw the first objective of each finished trial in the order of the trials, and the best so far as a line."""
+    key, direction = next(iter(study["objectives"].items()))
+    metric = next(metric for metric in METRICS if metric.key == key)
+    points = {
+        index: [(float(run.name), value)]
+        for index, run in enumerate(comparison.runs)
+        if run.status == FINISHED and run.name.isdigit() and (value := metric.of(run)) is not None
+    }
+    if len(points) < 2:
+        return []
+    title = f"{metric.title} of {len(points)} trials, and the best so far"
+    y_title = _DICE_TITLE if metric is VAL_DICE else metric.title
+    best_of = np.maximum if direction == "maximize" else np.minimum
+    return [(title, draw(comparison, points, title, "trial", y_title, best_of=best_of))]
+
+
+def draw(
+    comparison: Comparison,
+    points: Mapping[int, Sequence[tuple[Any, float]]],
+    title: str,
+    x_title: str,
+    y_title: str = _DICE_TITLE,
+    tooltip: str = "{y:.4g}",
+    *,
+    size_in: tuple[float, float] = (6.2, 3.5),
+    is_line: bool = False,
+    best_of: np.ufunc | None = None,
+) -> Markup:
+    """Draw points of runs as an SVG element that needs no script to be read.
+
+    Args:
+        comparison: Runs and their settings.
+        points: Index of a run to its points (x, y); x is a number, or a name in all of them.
+        title: Accessible name of the drawing.
+        x_title: Title of the horizontal axis.
+        y_title: Title of the vertical axis; that of a Dice is stretched towards 1 where a point is near it.
+        tooltip: Format of the text under the pointer, from the `x` and `y` of the last point of a run.
+        size_in: Width and height in inches of 72 units.
+        is_line: Lines through the points, or dots.
+        best_of: Reduction of y over the runs in order that a step line behind the dots shows; None = no line.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size_in, layout="constrained")
+        axes = figure.add_subplot(xlabel=x_title, ylabel=y_title)
+        axes.grid(axis="y", clip_on=False)
+        x, y = zip(*(point for line in points.values() for point in line), strict=True)
+        if best_of is not None:
+            axes.step(x, best_of.accumulate(y), where="post", color=_QUIET, linewidth=1.2, clip_on=False, gid="best")
+        groups = {}
+        for index, line in points.items():
+            run, setting = comparison.runs[index], comparison.settings[comparison.setting_of[index]]
+            label = f" · {setting.label}" if setting.label != run.name else ""
+            text = escape(f"{run.name}{label}: {tooltip.format(x=line[-1][0], y=line[-1][1])}")
+            for kind, style in (_LINE if is_line else _DOT).items():
+                axes.plot(*zip(*line, strict=True), color=_SETTING, clip_on=False, gid=f"{kind}-{index}", **style)
+                groups[f'<g id="{kind}-{index}">'] = f'<g class="series {kind} s{setting.number}"><title>{text}</title>'
+            if run.status != FINISHED:
+                axes.lines[-1].set_linestyle("--")
+        _scale(axes, "x", x, is_count=is_line or best_of is not None)
+        _scale(axes, "y", y, is_dice=y_title == _DICE_TITLE)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = file.getvalue()
+    for old, new in (_VARIABLES | groups).items():
+        svg = svg.replace(old, new)
+    _, _, drawing = svg.partition("<svg ")  # what stands before it is for files
+    return Markup(f'<svg class="chart" role="img" aria-label="{escape(title)}" {drawing}')
+
+
+def _scale(axes: Axes, name: str, values: Sequence[Any], *, is_dice: bool = False, is_count: bool = False) -> None:
+    """Choose scale and ticks of an axis for names, a Dice near 1, values of several magnitudes, and whole numbers."""
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator
+
+    def bend(dice: np.ndarray) -> np.ndarray:
+        return -np.log1p(-np.minimum(dice, _NEAREST_TO_ONE))  # 0.98 stands as far from 0.99 as 0.90 from 0.95
+
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    if isinstance(values[0], str):
+        names = list(dict.fromkeys(values))
+        room = max(3, _MAX_NAMES // len(names))
+        axes.set_xticks(range(len(names)), [name if len(name) <= room else f"{name[: room - 1]}…" for name in names])
+        axes.set_xlim(-0.6, len(names) - 0.4)
+    elif is_dice and max(values) > 0.9:
+        axes.set_yscale("function", functions=(bend, lambda bent: -np.expm1(-bent)))
+        ticks = np.array(_DICE_TICKS)
+        axes.set_ylim(ticks[ticks <= min(values)].max(initial=0.0), ticks[ticks >= max(values)].min(initial=_NEAREST_TO_ONE))
+        axis.set_major_locator(FixedLocator(_DICE_TICKS))
+        axis.set_major_formatter("{x:g}")
+    elif not (is_dice or is_count) and min(values) > 0 and max(values) >= _LOG_RATIO * min(values):
+        axes.set(**{f"{name}scale": "log"})
+        axes.minorticks_off()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+    elif all(float(value).is_integer() for value in values):
+        axis.set_major_locator(MaxNLocator("auto", integer=True))
+
+
+def _results(comparison: Comparison, values: Sequence[Any]) -> dict[int, list[tuple[Any, float]]]:
+    """One point (value, validation Dice) per finished run that has both, by the index of the run."""
+    return {
+        index: [(value, dice)]
+        for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True))
+        if run.status == FINISHED and value is not None and (dice := VAL_DICE.of(run)) is not None
+    }
+
+
+def _differ(points: Mapping[int, Sequence[tuple[Any, float]]]) -> bool:
+    """Whether the first points have more than one x."""
+    return len({line[0][0] for line in points.values()}) > 1

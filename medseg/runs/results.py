@@ -1,0 +1,142 @@
+"""Results in run folders: reader of runs and searches, and the report over them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from medseg.config.signature import flat
+from medseg.console import say
+from medseg.errors import UserError
+from medseg.io.replacing import check_writable, replace_text
+from medseg.report.compare import compare, csv_rows
+from medseg.report.page import render
+from medseg.report.run import Run, Study
+from medseg.report.tables import read_csv, write_csv
+from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE
+from medseg.runs.sweeps import JOB_FILE
+
+HISTORY_FILE = "history.csv"
+STUDY_FILE = "study.json"
+# Keys that name places, or the way a run was started.
+HIDDEN_KEYS = frozenset({"name", "resume", "retry_failed", "run_dir", "data.cache", "data.phantoms.folder", "logger.save_dir"})
+
+
+def write_report(folder: Path, output: Path, num_pictures: int) -> int:
+    """Write `report.html` and `report.csv` over all runs of a folder.
+
+    Args:
+        folder: Absolute path of a folder with runs at or below it.
+        output: Folder to write to.
+        num_pictures: Largest number of overlays in the page.
+
+    Returns:
+        Number of runs.
+
+    Raises:
+        UserError: If there is no run in the folder, or the output cannot be written.
+    """
+    runs = [read_run(run_dir, folder) for run_dir in find_runs(folder)]
+    if not runs:
+        raise UserError(f"runs={folder}: no run lies below it; a run is a folder with {CONFIG_FILE} or {JOB_FILE}")
+    check_writable(output)
+    comparison = compare(runs)
+    page = render(comparison, read_study(folder), folder.name, str(folder), num_pictures, say)
+    write_csv(output / "report.csv", csv_rows(comparison))
+    replace_text(output / "report.html", page)
+    return len(runs)
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Run folders at or below a folder in natural order (`2` before `10`), without hidden folders and those inside a run."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if CONFIG_FILE in files or JOB_FILE in files:
+            found.append(Path(place))
+            folders.clear()
+    return sorted(found, key=_natural)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sort key that compares digits as numbers."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def read_run(run_dir: Path, folder: Path) -> Run:
+    """Read a run folder; a missing or damaged file leaves its part empty.
+
+    Args:
+        run_dir: The run folder.
+        folder: Folder that its name is relative to.
+    """
+    job, summary = _load(run_dir / JOB_FILE, json.loads) or {}, _load(run_dir / SUMMARY_FILE, json.loads) or {}
+    config = _load(run_dir / CONFIG_FILE, lambda text: OmegaConf.to_container(OmegaConf.create(text)))
+    # Quotes that Hydra's grammar needs are no part of a value.
+    overrides = {key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value)) for key, value in dict(job.get("overrides", {})).items()}
+    # A refused job has its overrides only.
+    settings = flat(config) if config is not None else {key: _value(text) for key, text in overrides.items()}
+    pictures = sorted(
+        (int(match[1]), path)
+        for path in (run_dir / "pictures").glob("step_*.png")
+        if (match := re.fullmatch(r"step_(\d+)_[^_]*", path.stem))
+    )
+    return Run(
+        name=str(run_dir.relative_to(folder)),
+        folder=run_dir,
+        status=str(job.get("status") or summary.get("status") or "unfinished"),
+        message=str(job.get("message") or summary.get("message") or ""),
+        settings={key: value for key, value in settings.items() if key not in HIDDEN_KEYS},
+        has_config=config is not None,
+        overrides={key: value for key, value in overrides.items() if key not in HIDDEN_KEYS},
+        summary=summary,
+        history=tuple(read_history(run_dir / HISTORY_FILE)),
+        pictures=tuple(path for step, path in pictures if step == pictures[-1][0]),
+    )
+
+
+def read_study(folder: Path) -> Study | None:
+    """Read the result of a search in a folder; None where there is none."""
+    saved = _load(folder / STUDY_FILE, json.loads) or {}
+    if not {"objectives", "space"} <= saved.keys():
+        return None
+    best = [str(number) for number in saved.get("best", [])]
+    return {"name": folder.name, "num_trials": 0, "importances": {}, **saved, "best": best}
+
+
+def read_history(path: Path) -> list[dict[str, float]]:
+    """Read the lines of a `history.csv` without empty cells; a line that is being written is left out."""
+    lines = []
+    for line in read_csv(path) if path.is_file() else []:
+        with suppress(TypeError, ValueError):
+            lines.append({key: float(value) for key, value in line.items() if key and value})
+    return lines
+
+
+def _load(path: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+    """Read a mapping; None where there is no such file, or, with a message, where it is damaged."""
+    try:
+        loaded = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        say(f"{path} is skipped: {error}")
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def _value(text: str) -> Any:
+    """The value of an override as the configuration would have it: numbers, booleans, null and lists of them."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
