@@ -110,7 +110,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
     import torch
     from monai.inferers import sliding_window_inference
 
-    from medseg.build.objects import load_stage
+    from medseg.build.stages import load_stage
     from medseg.memory.precision import autocast
     from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
     from medseg.preprocess.resample import resample_image

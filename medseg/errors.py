@@ -34,6 +34,11 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def first_line(error: BaseException) -> str:
+    """Quote an error in one line of at most 200 characters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out on the device, on the host, or in a loader worker that the system killed."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here

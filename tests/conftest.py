@@ -43,7 +43,8 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         import hydra
         import torch
 
-        from medseg.build import objects as build
+        from medseg.build.network import make_network
+        from medseg.build.trainer import make_module, make_trainer
         from medseg.config.check import to_config
         from medseg.config.folder import conf_dir
         from medseg.config.schema import TrainConfig
@@ -52,9 +53,9 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = to_config(hydra.compose("train", [*fixed, *overrides]), TrainConfig)
         torch.manual_seed(config.seed)
-        network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
-        trainer = build.make_trainer(config, list(callbacks))
-        module = build.make_module(config, network, {})
+        network = make_network(config)
+        trainer = make_trainer(config, list(callbacks))
+        module = make_module(config, network, {})
         if change is not None:
             change(module)
         trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None))

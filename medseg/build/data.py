@@ -1,32 +1,31 @@
-"""The data module of a run, and how its pictures name labels."""
+"""Data module of a run, and the class names of its validation pictures."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from medseg.build.augmentation import make_augmentation
+from medseg.build.cases import find_sources
+from medseg.build.device import pick_device
+from medseg.build.spacing import make_grid_rule
+from medseg.build.stages import load_stage
+from medseg.build.task import make_task
+from medseg.config.check import find_divisor
 from medseg.config.schema import RegionMode, SpacingDraw, StageName, TrainConfig
-from medseg.data.task import Task
-
-if TYPE_CHECKING:
-    from medseg.training.callbacks import View
-    from medseg.training.data_module import CasesDataModule
+from medseg.training.callbacks import View
+from medseg.training.data_module import CasesDataModule, StageInput
 
 
-def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, int]) -> CasesDataModule:
-    """The cases of a configuration as a data module; makes phantoms and opens the coarse checkpoint where asked for."""
-    from medseg.build import objects as build
-    from medseg.build.cases import find_sources
-    from medseg.training.data_module import CasesDataModule, StageInput
-
-    stage = config.stage
+def make_data_module(config: TrainConfig) -> CasesDataModule:
+    """Make the data module of a configuration; makes missing phantoms and loads the coarse checkpoint where one is given."""
+    stage, data = config.stage, config.data
     stage_input = StageInput(
         is_coarse=stage.name is StageName.coarse,
         spacing_mm=config.spacing.target_spacing_mm,
-        rule=build.make_grid_rule(config.spacing),
+        rule=make_grid_rule(config.spacing),
         resampling=config.spacing.resampling.value,
         follows_scans=config.spacing.draw is SpacingDraw.tail,
-        divisor=divisor,
+        divisor=find_divisor(config),
         max_voxels=stage.max_voxels,
         slab_share=stage.slab_share or 0.0,
         patch_size=stage.patch_size,
@@ -37,33 +36,28 @@ def make_data_module(config: TrainConfig, task: Task, divisor: tuple[int, int, i
         is_mirrored=stage.region_mode is RegionMode.mirrored,
         tile_size=config.inference.tile_size,
     )
-    device = build.pick_device(config.trainer.accelerator)
     return CasesDataModule(
-        find_sources(config.data),
-        task,
+        find_sources(data),
+        make_task(config.task),
         stage_input,
-        cache_dir=Path(config.data.cache),
-        augmentation=build.make_augmentation(config),
+        cache_dir=Path(data.cache),
+        augmentation=make_augmentation(config),
         seed=config.seed,
         steps=config.steps,
         batch_size=stage.batch_size,
         accumulate=config.memory.accumulate,
-        num_workers=config.data.num_workers,
-        prefetch=config.data.prefetch,
-        pin_memory=config.data.pin_memory,
+        num_workers=data.num_workers,
+        prefetch=data.prefetch,
+        pin_memory=data.pin_memory,
         overfit=config.debug.overfit,
-        coarse=build.load_stage(Path(stage.coarse), "coarse", device) if stage.coarse else None,
+        coarse=load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator)) if stage.coarse else None,
     )
 
 
-def views(config: TrainConfig, task: Task) -> list[View]:
-    """How validation pictures name and turn what the network sees."""
-    from medseg.training.callbacks import View
-
+def make_views(config: TrainConfig) -> list[View]:
+    """Name the classes of each region for validation pictures, and say whether the network sees the region mirrored."""
+    task = make_task(config.task)
     if config.stage.name is StageName.coarse:
         return [View({value: name for name, value in task.labels.items()}, False)]
-    mode = config.stage.region_mode
-    return [
-        View(dict(enumerate(region.labels, start=1)), mode is RegionMode.mirrored and region.side == "right")
-        for region in task.regions
-    ]
+    is_mirrored = config.stage.region_mode is RegionMode.mirrored
+    return [View(dict(enumerate(region.labels, start=1)), is_mirrored and region.side == "right") for region in task.regions]

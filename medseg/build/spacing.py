@@ -1,14 +1,22 @@
-"""The spacing that a data set asks for, found in the headers of the scans that are trained on."""
+"""Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
 from __future__ import annotations
 
 from medseg.config.check import FOUND_IN_DATA
-from medseg.config.schema import DataConfig, SpacingConfig
+from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy
 from medseg.console import say
+from medseg.geometry.grid_rule import GridRule
+
+
+def make_grid_rule(spacing: SpacingConfig) -> GridRule:
+    """Make the rule that a spacing strategy has for the size of crops."""
+    return GridRule(spacing.size, is_cube=spacing.strategy is SpacingStrategy.fixed_resolution, range_mm=spacing.range_mm)
 
 
 def find_spacing(spacing: SpacingConfig, data: DataConfig) -> None:
-    """Fill in the target of a strategy of `FOUND_IN_DATA`, in place; nothing is done for others, or where it stands already.
+    """Fill in the target spacing of a strategy of `FOUND_IN_DATA`, in place.
+
+    Other strategies, and a target that is given already, stay as they are.
 
     Raises:
         UserError: If the cases cannot be found or a header cannot be read.
@@ -20,7 +28,7 @@ def find_spacing(spacing: SpacingConfig, data: DataConfig) -> None:
     from medseg.io.read import read_grid
     from medseg.preprocess.orient import oriented_grid
 
-    # The first source is the user's: phantoms that are mixed in say nothing about the scans to come.
+    # The first source is the user's; phantoms that are mixed in do not count.
     cases = find_sources(data)[0].split.train
     average = FOUND_IN_DATA[spacing.strategy]
     spacing.target_spacing_mm = typical_spacing_mm(

@@ -38,8 +38,10 @@ def find_lr(config: FindLrConfig) -> int:
         raise UserError("trainer: one rank finds the rate of stage.batch_size for any number of them; choose trainer=single")
     import torch
 
-    from medseg.build import objects as build
     from medseg.build.data import make_data_module
+    from medseg.build.network import load_initial_weights, make_network
+    from medseg.build.optimisation import scale_rates
+    from medseg.build.trainer import make_module, make_trainer
     from medseg.pictures.lr_range import draw_lr_range
     from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 
@@ -48,15 +50,14 @@ def find_lr(config: FindLrConfig) -> int:
     check_writable(output)
     # The rates are the test's own, and nothing is left behind but its result.
     config = replace(config, schedule=CONSTANT, warmup_steps=0, logger={}, run_dir=str(output))
-    task = build.make_task(config.task)
     torch.manual_seed(config.seed)
-    network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
-    build.begin_with_weights(network, config)
+    network = make_network(config)
+    load_initial_weights(network, config)
     climb = LrRange(config.lowest_lr, config.highest_lr, config.steps)
-    trainer = build.make_trainer(config, [climb])
+    trainer = make_trainer(config, [climb])
     trainer.limit_val_batches = 0
-    module = build.make_module(config, network, {})
-    trainer.fit(module, datamodule=make_data_module(config, task, network.divisor))
+    module = make_module(config, network, {})
+    trainer.fit(module, datamodule=make_data_module(config))
 
     rates, losses = climb.rates, climb.losses
     text = io.StringIO()
@@ -71,7 +72,7 @@ def find_lr(config: FindLrConfig) -> int:
         say("the loss never falls; try a lower lowest_lr or more steps")
         return EXIT_FAILED
     # `lr_scaling` will multiply what is given.
-    factor = build.with_scaled_rates({"lr": 1.0}, config)["lr"]
+    factor = scale_rates({"lr": 1.0}, config)["lr"]
     print(f"optimizer.lr={found / factor:.2g}")
     print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")
     return 0

@@ -37,7 +37,7 @@ def prepare(config: PrepareConfig) -> int:
     from rich.progress import track
 
     from medseg.build.cases import find_cases
-    from medseg.build.objects import make_task
+    from medseg.build.task import make_task
     from medseg.data.prepare import prepare_cases
     from medseg.pictures.audit import cut_slices
 

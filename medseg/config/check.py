@@ -39,7 +39,7 @@ from medseg.config.schema import (
 from medseg.config.search import SearchConfig, check_sweep
 from medseg.errors import UserError
 from medseg.errors import require as _require
-from medseg.geometry.levels import level_strides, total_strides
+from medseg.strides import level_strides, total_strides
 
 T = TypeVar("T")
 
@@ -437,15 +437,15 @@ def _check_spacing(key: str, spacing: SpacingConfig) -> None:
         )
 
 
-def divisor_of(config: TrainConfig) -> tuple[int, int, int]:
+def find_divisor(config: TrainConfig) -> tuple[int, int, int]:
     """Voxels per axis (z, y, x) of which the network's input must be a multiple.
 
     A spacing that is not known yet counts as the same for all axes, which asks for the most.
     """
-    return total_strides(strides_of(config))
+    return total_strides(choose_strides(config))
 
 
-def strides_of(config: TrainConfig) -> tuple[tuple[int, int, int], ...]:
+def choose_strides(config: TrainConfig) -> tuple[tuple[int, int, int], ...]:
     """What each level of the network divides an axis by, finest first; follows the spacing where the strategy says so."""
     num_levels = config.model.depth + (config.model.stem is not Stem.conv)
     follows = config.spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA)
@@ -481,7 +481,7 @@ def _check_train(config: TrainConfig) -> None:
         f"model.refine={config.model.refine}: with model.stem=conv the whole network works at full resolution; choose model.refine=0",
     )
     _check_spacing("spacing", config.spacing)
-    divisor = divisor_of(config)
+    divisor = find_divisor(config)
     fixed_size = config.spacing.size
     sizes = {
         "spacing.size": fixed_size,
@@ -571,6 +571,10 @@ def _check_train(config: TrainConfig) -> None:
     _require(
         not (trainer.sync_batchnorm and stage.region_mode is RegionMode.separate),
         "trainer.sync_batchnorm=true does not go with stage.region_mode=separate (ranks would wait for each other's networks); change one",
+    )
+    _require(
+        not (trainer.sync_batchnorm and trainer.accelerator is Accelerator.cpu),
+        "trainer.sync_batchnorm=true works on GPUs only, but trainer.accelerator=cpu; choose trainer.sync_batchnorm=false",
     )
     share = ranks * memory.accumulate
     _require(

@@ -73,7 +73,7 @@ def evaluate(config: EvaluateConfig) -> int:
     Returns:
         0, or 1 when a case could not be scored and the others went on.
     """
-    from medseg.build.objects import make_task  # imports torch, which a wrong key must not wait for
+    from medseg.build.task import make_task
 
     summary = evaluate_folder(
         Path(config.pred),

@@ -81,7 +81,7 @@ class GridRule:
         return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for the card of a checkpoint."""
+        """Plain types for the metadata of a checkpoint."""
         return {
             "size": list(self.size) if self.size else None,
             "is_cube": self.is_cube,

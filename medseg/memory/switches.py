@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from medseg.memory.checkpointing import checkpoint_blocks
 from medseg.memory.offload import offload_activations
-from medseg.models.synchronised import synchronise_batch_norms
 
 
 def apply_switches(
@@ -59,7 +58,7 @@ def apply_switches(
     if channels_last:
         use_channels_last(network)
     if synchronise:
-        synchronise_batch_norms(network)
+        nn.SyncBatchNorm.convert_sync_batchnorm(network)
     if checkpoints:
         blocks = cast(Callable[[], Mapping[str, nn.Module]], network.blocks)
         checkpoint_blocks(blocks(), checkpointing)

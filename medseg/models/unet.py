@@ -8,7 +8,6 @@ from collections import OrderedDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medseg.geometry.levels import Strides, level_strides, total_strides
 from medseg.models.blocks import (
     POINT,
     ConvNormAct,
@@ -19,6 +18,7 @@ from medseg.models.blocks import (
     padding_of,
     space_to_depth,
 )
+from medseg.strides import Strides, level_strides, total_strides
 
 STEMS = ("conv", "strided", "space_to_depth")
 

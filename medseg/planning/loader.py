@@ -36,19 +36,14 @@ class Setting(NamedTuple):
 
 def tune_loader(config: TuneLoaderConfig) -> int:
     """Time the same batches under each setting, print the table and the setting to take; returns 0."""
-    import torch
-
-    from medseg.build import objects as build
     from medseg.build.data import make_data_module
+    from medseg.build.device import pick_device
 
     find_spacing(config.spacing, config.data)
-    device = build.pick_device(config.trainer.accelerator)
+    device = pick_device(config.trainer.accelerator)
     tried = settings(config.workers or default_workers(os.cpu_count() or 1), config.prefetches, has_gpu=device.type == "cuda")
     longest = max(setting.num_workers * setting.prefetch for setting in tried)
-    task = build.make_task(config.task)
-    with torch.device("meta"):  # only asked of what its input is a multiple
-        network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
-    data = make_data_module(replace(config, steps=longest + config.num_batches), task, network.divisor)
+    data = make_data_module(replace(config, steps=longest + config.num_batches))
     data.prepare_data()
     data.setup("fit")
     time_batches(data, tried[0], config.num_batches, device)  # reads the cache from the disk once, for all alike

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medseg.build.spacing import find_spacing
-from medseg.config.check import divisor_of
+from medseg.config.check import find_divisor
 from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, StageName, Strategy, TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError
@@ -86,7 +86,10 @@ def count(
     """
     import torch
 
-    from medseg.build import objects as build
+    from medseg.build.loss import make_loss
+    from medseg.build.network import make_network
+    from medseg.build.optimisation import make_optimizer
+    from medseg.build.switches import switch_on
     from medseg.memory.accounting.step import count_step
 
     memory, samples = config.memory, samples_per_rank(config)
@@ -94,16 +97,15 @@ def count(
     # Compiled code decides itself what it keeps; what is counted is the network before that.
     plain = replace(config, memory=replace(memory, compile=False))
 
-    def make_network() -> nn.Module:
-        network = build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
-        return build.switch_on(network, plain, "cuda" if memory.offload else "cpu")
+    def make_ours() -> nn.Module:
+        return switch_on(make_network(config), plain, "cuda" if memory.offload else "cpu")
 
     try:
         return count_step(
-            make_other or make_network,
+            make_other or make_ours,
             (samples, 1, *shape),
-            loss=build.make_loss(config),
-            make_optimizer=build.make_optimizer(config),
+            loss=make_loss(config),
+            make_optimizer=make_optimizer(config),
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,
@@ -168,7 +170,7 @@ def input_shape(config: PlanConfig) -> Shape:
         depth = height = width = max(depth, height, width)
     if config.stage.max_voxels:
         depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
-    steps = zip((depth, height, width), divisor_of(config), strict=True)
+    steps = zip((depth, height, width), find_divisor(config), strict=True)
     depth, height, width = (math.ceil(size / step) * step for size, step in steps)
     return depth, height, width
 

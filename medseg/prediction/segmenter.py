@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from medseg.build.objects import load_stages, pick_device
+from medseg.build.device import pick_device
+from medseg.build.stages import load_stages
 from medseg.cascade.segment import RegionBox, Segmentation, check_stages, segment
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.config.schema import Accelerator
@@ -117,7 +118,7 @@ def load_cascade(
     """
     from medseg.memory.precision import check_precision
 
-    device = pick_device(accelerator)
+    device = pick_device(accelerator, "accelerator")
     if precision is not None:
         try:
             check_precision(precision, device.type)

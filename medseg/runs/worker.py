@@ -65,14 +65,17 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
         The summary that is written to `summary.json`.
     """
     config = load_config(run_dir)
-    card_config = plain(config)
+    plain_config = plain(config)
     fit_to_ranks(config)
     # After the configuration is known to be right: these take seconds to import.
     import torch
     from lightning.pytorch.callbacks import LearningRateMonitor
 
-    from medseg.build import objects as build
-    from medseg.build.data import make_data_module, views
+    from medseg.build.data import make_data_module, make_views
+    from medseg.build.device import pick_device
+    from medseg.build.metadata import collect_versions, make_metadata
+    from medseg.build.network import load_initial_weights, make_network
+    from medseg.build.trainer import make_module, make_trainer
     from medseg.training.callbacks import Distortions, History, ValidationPictures, peak_bytes
     from medseg.training.checkpoints import Checkpoints
     from medseg.weights.checkpoint import load_checkpoint
@@ -87,17 +90,16 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
 
-    task = build.make_task(config.task)
     torch.manual_seed(config.seed)  # initial weights
-    network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
-    build.begin_with_weights(network, config)
+    network = make_network(config)
+    load_initial_weights(network, config)
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, stop
     )
     history = History(run_dir / "history.csv", every=max(1, min(50, config.steps // 20)), steps=config.steps)
     callbacks: list[Any] = [
         history,
-        ValidationPictures(run_dir / "pictures", views(config, task)),
+        ValidationPictures(run_dir / "pictures", make_views(config)),
         checkpoints,
     ]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
@@ -107,14 +109,14 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
         callbacks.append(LearningRateMonitor("step"))
     best, last = checkpoints.folder / "best.ckpt", checkpoints.folder / "last.ckpt"
     start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"] if last.is_file() else 0
-    meet("nccl" if build.pick_device(config.trainer.accelerator).type == "cuda" else "gloo")
-    trainer = build.make_trainer(config, callbacks, start_step)
+    meet("nccl" if pick_device(config.trainer.accelerator).type == "cuda" else "gloo")
+    trainer = make_trainer(config, callbacks, start_step)
     if trainer.is_global_zero:
         for abandoned in run_dir.rglob("*.tmp"):  # half-written when the run was killed
             abandoned.unlink()
-        note_start(run_dir, {"seed": config.seed, **build.versions()})
-    module = build.make_module(config, network, build.make_card(config, card_config))
-    data = make_data_module(config, task, network.divisor)
+        note_start(run_dir, {"seed": config.seed, **collect_versions()})
+    module = make_module(config, network, make_metadata(config, plain_config))
+    data = make_data_module(config)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.is_file() else None, weights_only=True)
     except SystemExit as end:
@@ -130,7 +132,7 @@ def train(run_dir: Path, stop: StopRequest | None = None) -> dict[str, Any]:
         "peak_gib": round(peak_bytes() / 2**30, 3),
         "num_parameters": sum(p.numel() for p in network.parameters()),
         "checkpoint": str(best if best.is_file() else last),
-        "versions": build.versions(),
+        "versions": collect_versions(),
     }
     if trainer.is_global_zero:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))

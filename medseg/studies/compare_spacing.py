@@ -19,7 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from medseg import __version__
 from medseg.build.cases import find_sources
-from medseg.config.check import divisor_of, to_config
+from medseg.build.spacing import make_grid_rule
+from medseg.config.check import find_divisor, to_config
 from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.console import say
@@ -253,9 +254,7 @@ def spacing_text(spacing: SpacingConfig) -> str:
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """Voxels of a whole scan as the coarse stage trains on it, where nothing beside the body can be left out."""
-    from medseg.build.objects import make_grid_rule
-
-    rule, divisor = make_grid_rule(config.spacing), divisor_of(config)
+    rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
     lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(rule.spacing_mm(grid.spacing_mm))
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = crop.box.to_multiple(divisor).shape
@@ -266,7 +265,7 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape:
     """Voxels of the largest crop of a prediction, from its report, as the network takes it; the least where no region was found."""
-    divisor = divisor_of(config)
+    divisor = find_divisor(config)
     boxes = [VoxelBox.from_dict(box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
     return max((box.shape for box in boxes), key=math.prod, default=divisor)
 

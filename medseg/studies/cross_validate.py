@@ -35,7 +35,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     Returns:
         Exit code of the step that failed, else 0.
     """
-    from medseg.build.objects import make_task  # imports torch, which a wrong key must not wait for
+    from medseg.build.task import make_task
 
     output = Path(config.output)
     cases = read_case_table(Path(config.cases), config.data.labels_column)

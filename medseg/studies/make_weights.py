@@ -47,17 +47,17 @@ def make_weights(config: MakeWeightsConfig) -> int:
 
     sums = []
     for stage in ("coarse", "fine"):
-        card, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
-        path = output / f"{card['task']['name']}_{stage}{SUFFIX}"
-        sums.append(f"{write_weights(path, without_places(card), weights)}  {path.name}")
+        metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
+        path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
+        sums.append(f"{write_weights(path, without_places(metadata), weights)}  {path.name}")
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights")
     replace_text(output / CHECKSUMS, "\n".join(sums) + "\n")
     return 0
 
 
-def without_places(card: dict[str, Any]) -> dict[str, Any]:
-    """Take the folders of the training machine out of a card; names of files stay."""
-    config = {key: dict(value) if isinstance(value, dict) else value for key, value in card["config"].items()}
+def without_places(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Take the folders of the training machine out of metadata; names of files stay."""
+    config = {key: dict(value) if isinstance(value, dict) else value for key, value in metadata["config"].items()}
     for place in PLACES:
         *groups, name = place.split(".")
         node: dict[str, Any] = config
@@ -66,4 +66,4 @@ def without_places(card: dict[str, Any]) -> dict[str, Any]:
             node = node[group]
         if isinstance(node.get(name), str):
             node[name] = Path(node[name]).name
-    return {**card, "config": config}
+    return {**metadata, "config": config}

@@ -44,12 +44,13 @@ def measure(config: TrainConfig, shape: Shape, timed_steps: int, peer: str | Non
         Saved bytes per voxel, bytes at the peak, number of weights and, where it was timed, seconds of the fastest step and
         the device; with a GPU also the bytes that torch's allocator held at the peak.
     """
-    from medseg.build import objects as build
+    from medseg.build.device import pick_device
+    from medseg.build.task import make_task
     from medseg.memory.precision import check_precision
 
-    num_classes = build.make_task(config.task).num_region_classes
+    num_classes = make_task(config.task).num_region_classes
     try:
-        check_precision(config.memory.precision.value, build.pick_device(config.trainer.accelerator).type)
+        check_precision(config.memory.precision.value, pick_device(config.trainer.accelerator).type)
     except ValueError as error:
         raise UserError(f"memory.{error}") from error
     memory = count(config, shape, (lambda: make_peer(peer, num_classes)) if peer else None)
@@ -65,11 +66,16 @@ def time_steps(config: TrainConfig, shape: Shape, timed_steps: int, peer: str | 
     """Run training steps on noise, as `measure` describes them."""
     import torch
 
-    from medseg.build import objects as build
+    from medseg.build.device import pick_device
+    from medseg.build.loss import make_loss
+    from medseg.build.network import make_network
+    from medseg.build.optimisation import make_optimizer
+    from medseg.build.switches import switch_on
+    from medseg.build.task import make_task
     from medseg.memory.precision import autocast, set_tf32
 
-    task, precision = build.make_task(config.task), config.memory.precision.value
-    device = build.pick_device(config.trainer.accelerator)
+    task, precision = make_task(config.task), config.memory.precision.value
+    device = pick_device(config.trainer.accelerator)
     set_tf32(precision)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
@@ -79,12 +85,12 @@ def time_steps(config: TrainConfig, shape: Shape, timed_steps: int, peer: str | 
     if peer:
         network = make_peer(peer, task.num_region_classes).to(device)
     else:
-        ours = build.make_network(build.model_arguments(config), task, build.region_mode_of(config)).to(device)
-        network = build.switch_on(ours, config, device.type)
+        ours = make_network(config).to(device)
+        network = switch_on(ours, config, device.type)
         arguments.append(torch.zeros(samples, dtype=torch.int64, device=device))
     target = torch.randint(task.num_region_classes, (samples, *shape), dtype=torch.uint8, device=device)
-    loss = build.make_loss(config)
-    optimizer = build.make_optimizer(config)(network.parameters())
+    loss = make_loss(config)
+    optimizer = make_optimizer(config)(network.parameters())
     on_gpu = device.type == "cuda"
     durations_s = []
     for _ in range(timed_steps + 1):

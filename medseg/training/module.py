@@ -36,7 +36,7 @@ class SegmentationModule(pl.LightningModule):
         tile_size: Sliding window of the validation, voxels (D, H, W); None = the whole crop.
         overlap: Share of a tile that neighbours have in common.
         ema_decay: Validate and save the exponential moving average of the weights; None = the weights themselves.
-        card: What a checkpoint tells about itself; plain types only, so that it loads with `weights_only=True`.
+        metadata: What a checkpoint tells about itself; plain types only, so that it loads with `weights_only=True`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SegmentationModule(pl.LightningModule):
         tile_size: tuple[int, int, int] | None,
         overlap: float,
         ema_decay: float | None,
-        card: dict[str, Any],
+        metadata: dict[str, Any],
     ) -> None:
         super().__init__()
         self.network = network
@@ -63,7 +63,7 @@ class SegmentationModule(pl.LightningModule):
         self.tile_size = tile_size
         self.overlap = overlap
         self.average = WeightAverage(network, ema_decay) if ema_decay is not None else None
-        self.card = card
+        self.metadata = metadata
         # Dice by case, region and label: a case that two ranks score counts once.
         self.val_scores: dict[tuple[str, int, int], float] = {}
 
@@ -120,7 +120,7 @@ class SegmentationModule(pl.LightningModule):
         kept = torch.zeros_like(labels)
         kept[inside] = labels[inside]
         labels, target = kept, batch["target"][0]
-        values = range(1, int(self.card["num_classes"]))
+        values = range(1, int(self.metadata["num_classes"]))
         scores = dice_per_label(labels, target, tuple(values))
         case, region = batch["case"][0], int(batch["region"][0])
         self.val_scores |= {(case, region, value): score for value, score in scores.items()}
@@ -143,8 +143,8 @@ class SegmentationModule(pl.LightningModule):
             self.log("val/dice_worst", min(scores.values()), rank_zero_only=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the card beside the weights: a checkpoint is all that prediction needs. Its network is the average, where there is one."""
-        checkpoint["medseg"] = {**self.card, "step": self.global_step}
+        """Save the metadata beside the weights: a checkpoint is all that prediction needs. Its network is the average, where there is one."""
+        checkpoint["medseg"] = {**self.metadata, "step": self.global_step}
         if self.average is not None:
             if "optimizer_states" in checkpoint:  # a run goes on from it
                 checkpoint[RAW_WEIGHTS] = checkpoint["state_dict"]

@@ -1,6 +1,6 @@
 """Read the weights of a stage from a checkpoint or a safetensors file, as data; write the small file that is passed on.
 
-A checkpoint of a run also holds what resuming needs; a safetensors file holds the weights and the card only.
+A checkpoint of a run also holds what resuming needs; a safetensors file holds the weights and the metadata only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from medseg import __version__
-from medseg.errors import UserError
+from medseg.errors import UserError, first_line
 from medseg.io.replacing import replacing
 from medseg.weights.checkpoint import load_checkpoint
 
-# Raised when a checkpoint's card changes its meaning.
-CARD_FORMAT = 1
+# Raised when the metadata of a checkpoint change their meaning.
+METADATA_FORMAT = 1
 SUFFIX = ".safetensors"
 PREFIX = "network."
 SHIPPED = Path(__file__).parent
@@ -55,7 +55,7 @@ def checksum(path: Path) -> str:
 
 
 def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read card and weights; nothing in the file is executed.
+    """Read metadata and weights; nothing in the file is executed.
 
     Args:
         path: Checkpoint of a run, or safetensors file.
@@ -63,7 +63,7 @@ def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict
         key: The key that gave the path, for messages.
 
     Returns:
-        The card (`build.make_card`) and the network's weights by name.
+        The metadata (`build.metadata.make_metadata`) and the network's weights by name.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of another format, or if its weights are
@@ -72,35 +72,37 @@ def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict
     given = f"{key}={path}"
     if not path.is_file():
         raise UserError(f"{given}: there is no such checkpoint")
-    card, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
-    if not isinstance(card, dict) or "format" not in card:
+    metadata, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
+    if not isinstance(metadata, dict) or "format" not in metadata:
         raise UserError(f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage}`")
-    if card["format"] != CARD_FORMAT:
+    if metadata["format"] != METADATA_FORMAT:
         raise UserError(
-            f"{given}: format {card['format']}, but medseg {__version__} reads format {CARD_FORMAT}; use the version that wrote it"
+            f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it"
         )
-    if card.get("stage") != stage:
-        raise UserError(f"{given}: this is a checkpoint of the {card.get('stage')} stage; a {stage} one is needed")
+    if metadata.get("stage") != stage:
+        raise UserError(f"{given}: this is a checkpoint of the {metadata.get('stage')} stage; a {stage} one is needed")
     for name, value in weights.items():
         if not isinstance(value, Tensor):
             raise UserError(f"{given}: its weights {name} are no tensor, but a {type(value).__name__}; take another copy")
         if not torch.isfinite(value).all():
             raise UserError(f"{given}: its weights {name} hold NaN or infinity, so its training went wrong; take an earlier one")
-    return card, weights
+    return metadata, weights
 
 
-def write_weights(path: Path, card: dict[str, Any], weights: dict[str, Tensor]) -> str:
+def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tensor]) -> str:
     """Write a safetensors file, whole or not at all.
 
     Args:
         path: Ends in `.safetensors`.
-        card: Plain values.
+        metadata: Plain values.
         weights: The network's weights by name.
 
     Returns:
         SHA-256 of the file.
     """
-    content = save({name: value.contiguous() for name, value in weights.items()}, {"medseg": json.dumps(card, sort_keys=True)})
+    content = save(
+        {name: value.contiguous() for name, value in weights.items()}, {"medseg": json.dumps(metadata, sort_keys=True)}
+    )
     with replacing(path) as file:
         file.write(content)
     return hashlib.sha256(content).hexdigest()
@@ -109,10 +111,10 @@ def write_weights(path: Path, card: dict[str, Any], weights: dict[str, Tensor]) 
 def _read_safetensors(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
-            card = json.loads((file.metadata() or {}).get("medseg", "null"))
-            return card, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            metadata = json.loads((file.metadata() or {}).get("medseg", "null"))
+            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{given}: not a whole safetensors file ({_line(error)})") from error
+        raise UserError(f"{given}: not a whole safetensors file ({first_line(error)})") from error
 
 
 def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
@@ -122,7 +124,3 @@ def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
         return None, {}
     weights = {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
     return checkpoint.get("medseg"), weights
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -23,7 +23,7 @@ def loaded_modules(statement: str) -> set[str]:
 
 def test_prediction_loads_neither_lightning_nor_monai() -> None:
     loaded = loaded_modules(
-        "import medseg.commands.predict, medseg.build, medseg.cascade.segment, medseg.io.read, medseg.io.write"
+        "import medseg.commands.predict, medseg.build.stages, medseg.cascade.segment, medseg.io.read, medseg.io.write"
     )
     assert "torch" in loaded
     assert not loaded & {"lightning", "pytorch_lightning", "monai", "matplotlib", "SimpleITK", "torchmetrics"}
@@ -33,7 +33,7 @@ def test_prediction_does_without_the_compiler() -> None:
     """Torch imports it by itself, with sympy: a second and a tenth of a gigabyte."""
     load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
     network = f"import torch; {load}.predict_probs(torch.zeros(32, 32, 32), 0, CascadeOptions())"
-    imports = "from medseg.build.objects import load_stage; from medseg.weights.files import shipped_weights"
+    imports = "from medseg.build.stages import load_stage; from medseg.weights.files import shipped_weights"
     loaded = loaded_modules(f"{imports}; from medseg.cascade.stage import CascadeOptions; {network}")
     assert "torch" in loaded
     assert "sympy" not in loaded

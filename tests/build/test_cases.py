@@ -1,4 +1,4 @@
-"""Which cases a configuration means, and what the values of their files mean."""
+"""Cases of a configuration, their split and their label values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import hydra
 import pytest
 
-from medseg.build.objects import cases
+from medseg.build import cases
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import DataConfig, TrainConfig

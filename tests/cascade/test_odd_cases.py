@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.build.objects import load_stage
+from medseg.build.stages import load_stage
 from medseg.cascade.localise import Localisation, localise
 from medseg.cascade.stage import TrainedStage
 from medseg.geometry.box import VoxelBox

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from medseg.build.data import make_data_module
-from medseg.build.objects import make_task
 from medseg.commands.prepare import prepare
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -103,7 +102,7 @@ def test_training_finds_what_was_prepared_for_its_strategy(
         arguments = [f"data.cases='{tiny_table}'", f"data.cache='{tmp_path}'", "stage=fine", "run_dir=x", *spacing]
         config = to_config(hydra.compose("train", arguments), TrainConfig)
     monkeypatch.setattr("medseg.training.data_module.prepare_case", lambda *_, **__: pytest.fail("built anew"))
-    data = make_data_module(config, make_task(config.task), (16, 16, 16))
+    data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
     assert data.train_cases

@@ -57,6 +57,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["trainer=fsdp", "stage.batch_size=2", "memory.offload=true"], "memory.offload=true does not go with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "memory.precision=fp16"], "precision=fp16 does not go with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "model.norm=batch"], "model.norm=batch does not go with trainer=fsdp"),
+        (["model.norm=batch", "trainer.sync_batchnorm=true", "trainer.accelerator=cpu"], "works on GPUs only"),
         (["trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true"], "with model.norm=instance a sample's norms see nothing"),
         (
             ["trainer=ddp", "stage=fine", "stage.batch_size=2", "model.norm=batch", "trainer.sync_batchnorm=true", "stage.region_mode=separate"],

@@ -63,12 +63,12 @@ def write_series(folder: Path, volume: Volume) -> None:
 
 def test_a_checkpoint_is_plain_data_and_says_what_it_is(trained: tuple[Path, Path]) -> None:
     checkpoint = torch.load(trained[1], weights_only=True)
-    card = checkpoint["medseg"]
-    assert card["stage"] == "fine"
-    assert card["spacing_mm"] == [3.0, 3.0, 3.0]
-    assert card["task"]["labels"] == {"left_lung": 1, "right_lung": 2}
-    assert card["config"]["steps"] == 160
-    assert card["step"] == 160
+    metadata = checkpoint["medseg"]
+    assert metadata["stage"] == "fine"
+    assert metadata["spacing_mm"] == [3.0, 3.0, 3.0]
+    assert metadata["task"]["labels"] == {"left_lung": 1, "right_lung": 2}
+    assert metadata["config"]["steps"] == 160
+    assert metadata["step"] == 160
 
 
 def test_predict_and_evaluate_a_case_table(trained: tuple[Path, Path], tiny_table: Path, tmp_path: Path) -> None:

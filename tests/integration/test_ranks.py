@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import medseg
-from medseg.build.objects import load_stage
+from medseg.build.stages import load_stage
 from medseg.io.read import read_image
 from medseg.runs import worker
 from medseg.training.module import RAW_WEIGHTS
@@ -70,8 +70,11 @@ def test_two_ranks_equal_one_rank_that_accumulates(one_rank: Path, two_ranks: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(strategy: str, tiny_table: Path, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed")
     # Patches: volumes of different shapes would be filled to a common one where they are a batch. SGD: Adam divides rounding errors by themselves.
     settings = [
         "stage=fine",
@@ -81,6 +84,7 @@ def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(strategy: str, t
         "model.norm=batch",
         "optimizer=sgd",
         "steps=5",
+        "trainer.accelerator=gpu",
     ]
     train(tmp_path / "one", tiny_table, *SMALL, *settings)
     synchronised = [*settings, f"trainer={strategy}", "trainer.sync_batchnorm=true"]

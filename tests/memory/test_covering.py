@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.build import objects as build
+from medseg.build import loss, switches
+from medseg.build import network as networks
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -118,7 +119,7 @@ def compose(row: Mapping[str, str]) -> TrainConfig:
 
 def make_network(config: TrainConfig) -> nn.Module:
     torch.manual_seed(config.seed)
-    return build.make_network(build.model_arguments(config), build.make_task(config.task), build.region_mode_of(config))
+    return networks.make_network(config)
 
 
 def test_the_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> None:
@@ -137,7 +138,7 @@ def test_the_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> N
 def test_what_is_refused_says_why_before_anything_runs(values: Row, said: str) -> None:
     def begin() -> None:
         config = compose(values)
-        build.switch_on(make_network(config), config, "cpu")  # type: ignore[arg-type]
+        switches.switch_on(make_network(config), config, "cpu")  # type: ignore[arg-type]
 
     with pytest.raises(UserError) as caught:
         begin()
@@ -195,7 +196,7 @@ def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeyp
     # The first loss is that of the network without any switch of `memory`.
     config = compose({**row, "memory.checkpointing": "none", "memory.compile": "false"})
     plain, first = make_network(config), batches[0]
-    expected = build.make_loss(config)(plain(first["image"], first["region"]), first["target"])
+    expected = loss.make_loss(config)(plain(first["image"], first["region"]), first["target"])
     assert watcher.losses[0] == pytest.approx(float(expected), rel=2e-2 if row["memory.precision"] == "bf16" else 1e-4)
 
 

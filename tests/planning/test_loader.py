@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from medseg.build.data import make_data_module
-from medseg.build.objects import make_task
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TuneLoaderConfig
@@ -64,7 +63,7 @@ def test_the_command_times_each_setting_and_proposes_the_fastest(
 @pytest.mark.slow
 def test_a_setting_changes_no_batch(tiny_table: Path) -> None:
     config = compose(tiny_table, "steps=6", "stage.batch_size=2")
-    data = make_data_module(config, make_task(config.task), (16, 16, 16))
+    data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
     made = []

@@ -11,7 +11,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from medseg.build import objects as build
+from medseg.build.loss import make_loss
+from medseg.build.network import make_network
+from medseg.build.optimisation import make_target
+from medseg.build.switches import switch_on
+from medseg.build.trainer import make_trainer
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
@@ -122,14 +126,13 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
         *SMALL, "memory=amp_checkpoint", "logger=none", "steps=3", "shape=[32,32,48]", f"run_dir='{tmp_path}'", "ema_decay=0.5"
     )
     planned = plan_app.count(config, (32, 32, 48))
-    task = build.make_task(config.task)
-    network = build.make_network(build.model_arguments(config), task, build.region_mode_of(config))
+    network = make_network(config)
     module = SegmentationModule(
-        build.switch_on(network, config, "cpu"),
-        build.make_loss(config),
-        build.make_target("optimizer", config.optimizer, None),
-        build.make_target("schedule", config.schedule, None),
-        seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, card={},
+        switch_on(network, config, "cpu"),
+        make_loss(config),
+        make_target("optimizer", config.optimizer, None),
+        make_target("schedule", config.schedule, None),
+        seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, metadata={},
     )  # fmt: skip
     batch = {
         "image": torch.zeros(1, 1, 32, 32, 48), "target": torch.zeros(1, 32, 32, 48, dtype=torch.uint8),
@@ -137,7 +140,7 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     }  # fmt: skip
     tracker = MemoryTracker()
     peaks = Peaks(tracker)
-    trainer = build.make_trainer(config, [peaks])
+    trainer = make_trainer(config, [peaks])
     with tracker:
         trainer.fit(module, torch.utils.data.DataLoader([batch] * 3, batch_size=None))
     # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and backward pass.

@@ -42,7 +42,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.checkpoints = {str(path): path.name}
         return made
 
-    monkeypatch.setattr("medseg.build.objects.load_stage", load_stage)
+    monkeypatch.setattr("medseg.build.stages.load_stage", load_stage)
 
 
 def write_scan(path: Path, depth: int, slice_mm: float) -> np.ndarray:

@@ -26,7 +26,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Networks that know the answer in place of checkpoints; their checksums by stage."""
     networks, sums = {"coarse": CoarseOracle(), "fine": FineOracle()}, {"coarse": "c0", "fine": "f0"}
     monkeypatch.setattr(
-        "medseg.build.objects.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]})
+        "medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]})
     )
     return sums
 

@@ -33,7 +33,7 @@ def compose(name: str, *overrides: str) -> Any:
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.build.objects.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
 
 
 @pytest.fixture

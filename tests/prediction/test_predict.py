@@ -71,7 +71,7 @@ def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], A
         output.write_text(str(scan.path))
         return {"warnings": [f"look at {scan.name}"], "volume_ml": {}, "durations_s": {"total": 0.0}}
 
-    monkeypatch.setattr("medseg.build.objects.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
+    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
     for name, step in {"read_case": read, "segment_case": segment, "write_case": write, "is_small": lambda *_: True}.items():
         monkeypatch.setattr(app, name, step)
     return raises

@@ -27,7 +27,7 @@ from medseg.io.write import write_image
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints; what the audit thinks of blocks is another test's."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.build.objects.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
     monkeypatch.setattr("medseg.data.audit.image.audit_image", lambda *_: [])
 
 

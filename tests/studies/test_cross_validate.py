@@ -119,9 +119,11 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)
 
 
-def test_a_card_that_is_passed_on_names_no_folder() -> None:
-    card = {"config": {"run_dir": "/home/x/run", "data": {"cases": "/data/table.csv", "cache": "c", "fold": "all"}, "logger": {}}}
-    said = without_places(card)
+def test_metadata_that_are_passed_on_name_no_folder() -> None:
+    metadata = {
+        "config": {"run_dir": "/home/x/run", "data": {"cases": "/data/table.csv", "cache": "c", "fold": "all"}, "logger": {}}
+    }
+    said = without_places(metadata)
     assert said["config"]["run_dir"] == "run"
     assert said["config"]["data"] == {"cases": "table.csv", "cache": "c", "fold": "all", "phantoms": {}}
-    assert card["config"]["data"]["cases"] == "/data/table.csv"
+    assert metadata["config"]["data"]["cases"] == "/data/table.csv"

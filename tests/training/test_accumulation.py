@@ -87,12 +87,12 @@ def test_norms_that_look_at_all_ranks_see_the_whole_batch_and_that_is_not_noted(
     two_ranks = ["model.norm=batch", "trainer=ddp", "stage.batch_size=4"]
     (note,) = notes(compose(*two_ranks))
     assert "model.norm=batch looks at 2 samples at a time instead of the batch of 4" in note
-    assert not notes(compose(*two_ranks, "trainer.sync_batchnorm=true"))
+    assert not notes(compose(*two_ranks, "trainer.sync_batchnorm=true", "trainer.accelerator=gpu"))
 
 
 def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", [*SMALL, *overrides, "run_dir=none", "trainer.accelerator=cpu"]), TrainConfig)
+        return to_config(hydra.compose("train", [*SMALL, "run_dir=none", "trainer.accelerator=cpu", *overrides]), TrainConfig)
 
 
 class Live(pl.Callback):

@@ -72,7 +72,7 @@ class Line(SegmentationModule):
             tile_size=None,
             overlap=0.5,
             ema_decay=ema_decay,
-            card={},
+            metadata={},
         )
         self.kill_at = kill_at
         self.steps: list[Tensor] = []

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from medseg.build.data import make_data_module
-from medseg.build.objects import make_task
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -74,7 +73,7 @@ def data_settings(table: Path) -> list[str]:
 @pytest.mark.parametrize("name", ["none", "overfit"])
 def test_overfitting_sees_the_first_batch_again_and_again(name: str, tiny_table: Path) -> None:
     config = compose(*data_settings(tiny_table), f"debug={name}", "steps=3", "stage.batch_size=2", "stage.max_voxels=2000")
-    data = make_data_module(config, make_task(config.task), (16, 16, 16))
+    data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
     first, *others = [batch["image"] for batch in data.train_batches()]

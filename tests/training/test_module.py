@@ -35,7 +35,7 @@ def make_module(network: nn.Module, seed: int = 1, accumulate: int = 2) -> Segme
         tile_size=None,
         overlap=0.5,
         ema_decay=None,
-        card={"num_classes": 2},
+        metadata={"num_classes": 2},
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.build import objects as build
+from medseg.build import optimisation as build
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig

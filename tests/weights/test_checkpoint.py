@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from medseg import __version__
-from medseg.build import objects as build
+from medseg.build.metadata import make_metadata
+from medseg.build.network import make_network
+from medseg.build.stages import load_stage
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -34,13 +36,13 @@ def checkpoint() -> Checkpoint:
             ),
             TrainConfig,
         )
-    network = build.make_network(build.model_arguments(config), build.make_task(config.task), "whole")
+    network = make_network(config)
     weights = {f"network.{name}": value for name, value in network.state_dict().items()}
-    return {"state_dict": weights, "medseg": build.make_card(config, {"seed": 1}), "global_step": 3}
+    return {"state_dict": weights, "medseg": make_metadata(config, {"seed": 1}), "global_step": 3}
 
 
 def load(path: Path, stage: str = "coarse") -> Any:
-    return build.load_stage(path, stage, torch.device("cpu"))
+    return load_stage(path, stage, torch.device("cpu"))
 
 
 def told(path: Path, stage: str = "coarse") -> str:
@@ -145,9 +147,9 @@ def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_p
     torch.save({**checkpoint, "state_dict": {**state, name: 3}}, path)
     assert told(path) == "coarse=a.ckpt: its weights networks.0.head.conv.bias are no tensor, but a int; take another copy"
     torch.save({**checkpoint, "state_dict": {**state, name: torch.zeros(77)}}, path)
-    assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network that it describes (")
+    assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network of its metadata (")
     torch.save({**checkpoint, "state_dict": {key: value for key, value in state.items() if key != name}}, path)
-    assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network that it describes (")
+    assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network of its metadata (")
 
 
 CARD_KEYS = ("stage", "task", "spacing_mm", "tile_size", "region_margin_mm", "region_mode", "precision", "model")
@@ -155,7 +157,7 @@ CARD_KEYS = ("stage", "task", "spacing_mm", "tile_size", "region_margin_mm", "re
 
 @pytest.mark.parametrize("key", CARD_KEYS)
 @pytest.mark.parametrize("value", ["missing", None, "x", 5, [1], {}])
-def test_a_damaged_description(checkpoint: Checkpoint, tmp_path: Path, key: str, value: Any) -> None:
+def test_damaged_metadata(checkpoint: Checkpoint, tmp_path: Path, key: str, value: Any) -> None:
     path = tmp_path / "a.ckpt"
     damaged = copy.deepcopy(checkpoint)
     if value == "missing":
@@ -169,7 +171,7 @@ def test_a_damaged_description(checkpoint: Checkpoint, tmp_path: Path, key: str,
     if key == "stage":
         assert sentence.endswith("stage; a coarse one is needed")
     else:
-        assert sentence.startswith("coarse=a.ckpt: its description is damaged or of another version (")
+        assert sentence.startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
         assert sentence.endswith("); take another copy")
 
 
@@ -196,12 +198,12 @@ def fuzz(checkpoint: Checkpoint, folder: Path, count: int, seed: int) -> int:
         path = folder / f"{number}.ckpt"
         path.write_bytes(data)
         try:
-            card, weights = read_weights(path, "coarse", "coarse")
+            metadata, weights = read_weights(path, "coarse", "coarse")
         except UserError as error:
             refused = str(error)
         else:
             refused = ""
-            assert card == checkpoint["medseg"]
+            assert metadata == checkpoint["medseg"]
             assert all(torch.equal(value, checkpoint["state_dict"][f"network.{name}"]) for name, value in weights.items())
             assert len(weights) == len(checkpoint["state_dict"])
         if refused:

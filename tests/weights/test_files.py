@@ -10,18 +10,18 @@ import torch
 
 from medseg.errors import UserError
 from medseg.weights import files
-from medseg.weights.files import CARD_FORMAT, read_weights, shipped_weights, write_weights
+from medseg.weights.files import METADATA_FORMAT, read_weights, shipped_weights, write_weights
 
-CARD = {"format": CARD_FORMAT, "stage": "coarse", "spacing_mm": [2.0, 2.0, 2.0], "task": {"name": "ü"}}
+METADATA = {"format": METADATA_FORMAT, "stage": "coarse", "spacing_mm": [2.0, 2.0, 2.0], "task": {"name": "ü"}}
 WEIGHTS = {"stem.weight": torch.randn(4, 1, 3, 3, 3).to(memory_format=torch.channels_last_3d), "head.bias": torch.randn(3)}
 
 
-def test_card_and_weights_come_back(tmp_path: Path) -> None:
+def test_metadata_and_weights_come_back(tmp_path: Path) -> None:
     path = tmp_path / "ü (1).safetensors"
-    checksum = write_weights(path, CARD, WEIGHTS)
+    checksum = write_weights(path, METADATA, WEIGHTS)
     assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
-    card, weights = read_weights(path, "coarse", "coarse")
-    assert card == CARD
+    metadata, weights = read_weights(path, "coarse", "coarse")
+    assert metadata == METADATA
     assert weights.keys() == WEIGHTS.keys()
     assert all(torch.equal(weights[name], value) for name, value in WEIGHTS.items())
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
@@ -41,8 +41,8 @@ def test_card_and_weights_come_back(tmp_path: Path) -> None:
 )
 def test_what_is_not_right_is_said_in_one_sentence(damage: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
-    card = {"foreign": {}, "format": CARD | {"format": 999}}.get(damage, CARD)
-    write_weights(path, card, WEIGHTS)
+    metadata = {"foreign": {}, "format": METADATA | {"format": 999}}.get(damage, METADATA)
+    write_weights(path, metadata, WEIGHTS)
     content = path.read_bytes()
     if damage == "missing":
         path.unlink()
@@ -56,7 +56,7 @@ def test_what_is_not_right_is_said_in_one_sentence(damage: str, said: str, tmp_p
 
 def test_shipped_weights_are_checked_before_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SHIPPED", tmp_path)
-    checksum = write_weights(tmp_path / "heart_fine.safetensors", CARD, WEIGHTS)
+    checksum = write_weights(tmp_path / "heart_fine.safetensors", METADATA, WEIGHTS)
     (tmp_path / files.CHECKSUMS).write_text(f"{checksum}  heart_fine.safetensors\n", encoding="ascii")
     assert shipped_weights("heart", "fine") == tmp_path / "heart_fine.safetensors"
     with pytest.raises(UserError, match="brings no weights for the task spleen; give fine=<checkpoint>"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.build.objects import load_stage
+from medseg.build.stages import load_stage
 from medseg.cascade.segment import segment
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
@@ -31,10 +31,10 @@ def test_they_are_small_and_name_no_folder() -> None:
     assert sum(path.stat().st_size for path in paths) <= 8e6
     assert {path.name for path in paths} == {path.name for path in SHIPPED.glob("*.safetensors")}
     for path, stage, spacing_mm in zip(paths, ("coarse", "fine"), (2.0, 1.0), strict=True):
-        card, _ = read_weights(path, stage, stage)
-        assert card["spacing_mm"] == [spacing_mm] * 3
-        assert card["config"]["data"]["fold"] == "all"
-        assert not re.search(r'"(/|[A-Za-z]:\\)', json.dumps(card["config"])), "an absolute path"
+        metadata, _ = read_weights(path, stage, stage)
+        assert metadata["spacing_mm"] == [spacing_mm] * 3
+        assert metadata["config"]["data"]["fold"] == "all"
+        assert not re.search(r'"(/|[A-Za-z]:\\)', json.dumps(metadata["config"])), "an absolute path"
 
 
 def test_they_segment_a_phantom_that_they_never_saw() -> None:

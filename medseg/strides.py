@@ -1,4 +1,4 @@
-"""How a network divides its axes, level by level, where they are not equally fine."""
+"""Strides of a network: what each of its levels divides an axis by, for voxels of unequal sides."""
 
 from __future__ import annotations
 

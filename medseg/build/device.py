@@ -1,0 +1,65 @@
+"""Devices of a run: CPU or GPU, and the device map of a network."""
+
+from __future__ import annotations
+
+import torch
+
+from medseg.build.loss import make_loss
+from medseg.build.network import make_network
+from medseg.build.optimisation import make_target
+from medseg.config.schema import Accelerator, TrainConfig
+from medseg.errors import UserError
+
+
+def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> torch.device:
+    """Choose between CPU and GPU; `auto` takes a GPU where there is one.
+
+    Args:
+        accelerator: Value of the key.
+        key: Name of the key, for the message.
+
+    Raises:
+        UserError: If a GPU is asked for and torch finds none.
+    """
+    if accelerator is Accelerator.gpu and not torch.cuda.is_available():
+        raise UserError(f"{key}=gpu: torch sees no GPU here; choose {key}=cpu")
+    return torch.device("cuda" if accelerator is not Accelerator.cpu and torch.cuda.is_available() else "cpu")
+
+
+def make_device_map(config: TrainConfig) -> dict[str, str]:
+    """Map each part of the network to a device, as `model.device_map` says; `auto` balances the bytes of a step over all GPUs.
+
+    Raises:
+        UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
+    """
+    from medseg.memory.accounting.step import count_step
+    from medseg.memory.device_map import forward_order, named_parts, plan_device_map, resolve_device_map
+
+    given = config.model.device_map
+    gpus = {f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())}
+    with torch.device("meta"):
+        parts = named_parts(make_network(config))
+    if given != "auto":
+        missing = sorted({device for device in given.values() if device != "cpu" and device not in gpus})
+        if missing:
+            raise UserError(f"model.device_map: there is no {', '.join(missing)} here; there are {', '.join(('cpu', *gpus))}")
+        try:
+            return resolve_device_map(list(parts), given)
+        except ValueError as error:
+            raise UserError(f"model.{error}") from error
+    if len(gpus) < 2:
+        raise UserError(f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out")
+    region = torch.zeros(1, dtype=torch.int64)
+    memory = count_step(
+        lambda: make_network(config),
+        (1, 1, *(config.stage.patch_size or (128, 128, 128))),
+        loss=make_loss(config),
+        make_optimizer=make_target("optimizer", config.optimizer, None),
+        precision=config.memory.precision.value,
+        call=lambda network, image: network(image, region),
+    )
+    # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
+    held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
+    weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
+    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in forward_order(list(parts))}
+    return plan_device_map(sizes, gpus)

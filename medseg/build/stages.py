@@ -1,0 +1,107 @@
+"""Trained stages, loaded from checkpoints or safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from medseg.build.metadata import NATIVE
+from medseg.build.network import make_described_network, to_tuples
+from medseg.cascade.stage import TrainedStage
+from medseg.config.schema import Precision, Resampling
+from medseg.data.task import Task
+from medseg.errors import UserError, first_line
+from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.memory.precision import HALF, inference_precision
+from medseg.memory.switches import use_channels_last
+from medseg.preprocess.resample import ANTIALIASED
+from medseg.weights.files import checksum, read_weights
+
+
+def load_stage(path: Path, stage: str, device: torch.device, precision: str | None = None) -> TrainedStage:
+    """Load a stage from a checkpoint, as data: `weights_only`, nothing in it is executed.
+
+    Args:
+        path: Checkpoint, or safetensors file.
+        stage: The stage it must be, `coarse` or `fine`.
+        device: Where it will run.
+        precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
+
+    Raises:
+        UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format.
+    """
+    metadata, weights = read_weights(path, stage, stage)
+    try:
+        metadata = to_tuples(metadata)
+        task = Task.from_dict(metadata["task"])
+        network = make_described_network(metadata["model"], task, metadata["region_mode"])
+        precision = precision or inference_precision(Precision(metadata["precision"]).value, device.type)
+        trained = TrainedStage(
+            network=network,
+            name=stage,
+            task=task,
+            spacing_mm=None if metadata["spacing_mm"] == NATIVE else _triple(metadata["spacing_mm"]),
+            # Metadata of older checkpoints lacks `resampling` and `grid_rule`.
+            resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
+            patch_size=_triple(metadata["tile_size"]) if metadata["tile_size"] else None,
+            region_margin_mm=float(metadata["region_margin_mm"]),
+            region_mode=metadata["region_mode"],
+            precision=precision,
+            device=device,
+            rule=GridRule.from_dict(metadata["grid_rule"]) if "grid_rule" in metadata else PLAIN,
+            checkpoints={str(path): checksum(path)},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
+        raise UserError(
+            f"{stage}={path}: its metadata are damaged or of another version ({type(error).__name__}: {first_line(error)}); "
+            "take another copy"
+        ) from error
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(
+            f"{stage}={path}: its weights do not fit the network of its metadata ({first_line(error)}); take another copy"
+        ) from error
+    if precision in HALF:
+        use_channels_last(network)  # kernels in half precision prefer this layout; fp32 gains nothing
+    network.to(device).eval()
+    trained.count_memory()
+    return trained
+
+
+def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precision: str | None = None) -> TrainedStage:
+    """Load one or several checkpoints of a stage, whose results are averaged.
+
+    Args:
+        paths: Checkpoints, one at least.
+        stage: See `load_stage`.
+        device: See `load_stage`.
+        precision: See `load_stage`.
+
+    Raises:
+        UserError: As `load_stage`, and if the checkpoints do not ask for the same input.
+    """
+    first, *others = (load_stage(path, stage, device, precision) for path in paths)
+    for path, other in zip(paths[1:], others, strict=True):
+        for name in ("task", "spacing_mm", "rule", "resampling", "patch_size", "region_margin_mm", "region_mode", "precision"):
+            ours, theirs = getattr(first, name), getattr(other, name)
+            if ours != theirs:
+                raise UserError(
+                    f"{stage}: {paths[0]} and {path} cannot be averaged: {name} is {ours} in the one and {theirs} in the other; "
+                    "give checkpoints of one recipe"
+                )
+    return replace(
+        first,
+        others=tuple(other.network for other in others),
+        # Networks may differ in size: the largest decides what fits.
+        bytes_per_voxel=max(trained.bytes_per_voxel for trained in (first, *others)),
+        checkpoints={name: checksum for trained in (first, *others) for name, checksum in trained.checkpoints.items()},
+    )
+
+
+def _triple(values: Sequence[float]) -> tuple[float, float, float]:
+    z, y, x = values
+    return z, y, x

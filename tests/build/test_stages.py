@@ -1,0 +1,122 @@
+"""Trained stages: what a checkpoint brings to prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+
+from medseg.build.metadata import make_metadata
+from medseg.build.network import load_initial_weights, make_network
+from medseg.build.stages import load_stage, load_stages
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
+from medseg.config.signature import plain
+from medseg.errors import UserError
+from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.models.regional import RegionalNetwork
+from medseg.weights.files import write_weights
+
+CPU = torch.device("cpu")
+
+
+def compose(*overrides: str) -> TrainConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("train", ["stage=fine", "model.width=4", *overrides, "run_dir=x"]), TrainConfig)
+
+
+def write(path: Path, config: TrainConfig, **changes: Any) -> RegionalNetwork:
+    """Write the file of a new network, its metadata without the keys that change to None; return the network."""
+    network = make_network(config)
+    metadata = make_metadata(config, plain(config)) | changes
+    write_weights(path, {key: value for key, value in metadata.items() if key not in changes or value}, network.state_dict())
+    return network
+
+
+@pytest.mark.parametrize(("precision", "is_last"), [("bf16", True), ("fp32", False)])
+def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    network = write(path, compose())
+    stage = load_stage(path, "fine", CPU, precision)
+    assert stage.precision == precision
+    layouts = [
+        weight.is_contiguous(memory_format=torch.channels_last_3d) for weight in stage.network.parameters() if weight.ndim == 5
+    ]
+    assert all(layouts) is is_last
+    image = torch.randn(1, 1, 32, 32, 32)
+    logits = stage.network(image, torch.tensor([0]))
+    torch.testing.assert_close(logits, network(image, torch.tensor([0])), rtol=1e-4, atol=1e-4)
+
+
+def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) -> None:
+    path, config = tmp_path / "w.safetensors", compose()
+    arguments = make_metadata(config, {})["model"]
+    old = write(path, config, model={name: value for name, value in arguments.items() if name != "refine"})
+    new = make_network(config)
+    load_initial_weights(new, compose(f"init_from='{path}'"))
+    assert all(torch.equal(weight, old.state_dict()[name]) for name, weight in new.state_dict().items())
+    other = compose("model.refine=4", f"init_from='{path}'")
+    with pytest.raises(UserError, match="give the same model"):
+        load_initial_weights(make_network(other), other)
+
+
+def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for path, overrides in zip(paths, ([], ["model.width=8"], ["spacing=isotropic_2mm"]), strict=True):
+        write(path, compose(*overrides))
+    one, wide = (load_stages([path], "fine", CPU) for path in paths[:2])
+    both = load_stages(paths[:2], "fine", CPU)
+    assert [len(stage.others) for stage in (one, both)] == [0, 1]
+    # Widths may differ; the wider network decides what fits.
+    assert both.bytes_per_voxel == max(one.bytes_per_voxel, wide.bytes_per_voxel) > one.bytes_per_voxel
+    with pytest.raises(UserError, match=r"cannot be averaged: spacing_mm is \(1\.0, 1\.0, 1\.0\) in the one and \(2\.0"):
+        load_stages([paths[0], paths[2]], "fine", CPU)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "spacing_mm", "rule", "divisor"),
+    [
+        (["spacing=isotropic_2mm"], (2.0, 2.0, 2.0), PLAIN, (16, 16, 16)),
+        (["spacing=anisotropic"], (2.5, 1.0, 1.0), PLAIN, (8, 16, 16)),
+        (["spacing=dataset_median", "spacing.target_spacing_mm=[5.0,0.8,0.8]"], (5.0, 0.8, 0.8), PLAIN, (4, 16, 16)),
+        (["spacing=native"], None, PLAIN, (16, 16, 16)),
+        (["spacing=multi_scale"], None, GridRule(range_mm=(1.0, 4.0)), (16, 16, 16)),
+        (["spacing=fixed_resolution"], (2.0, 2.0, 2.0), GridRule(is_cube=True), (16, 16, 16)),
+        (["spacing=fixed_size"], None, GridRule(size=(128, 128, 128)), (16, 16, 16)),
+        (
+            ["spacing=fixed_size", "spacing.size=[64,96,80]", "spacing.target_spacing_mm=[2.0,1.0,1.0]"],
+            (2.0, 1.0, 1.0),
+            GridRule(size=(64, 96, 80)),
+            (16, 16, 16),
+        ),
+    ],
+)
+def test_a_checkpoint_brings_its_grid_and_its_network(
+    overrides: list[str],
+    spacing_mm: tuple[float, float, float] | None,
+    rule: GridRule,
+    divisor: tuple[int, int, int],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "w.safetensors"
+    network = write(path, compose(*overrides))
+    trained = load_stage(path, "fine", CPU)
+    assert trained.spacing_mm == spacing_mm
+    assert trained.rule == rule
+    assert trained.divisor == network.divisor == divisor
+
+
+def test_a_checkpoint_brings_its_resampling_and_older_ones_use_the_defaults(tmp_path: Path) -> None:
+    path, older = tmp_path / "w.safetensors", tmp_path / "older.safetensors"
+    config = compose("spacing.resampling=linear")
+    write(path, config)
+    write(older, config, resampling=None, grid_rule=None)
+    assert load_stage(path, "fine", CPU).resampling == "linear"
+    stage = load_stage(older, "fine", CPU)
+    assert (stage.resampling, stage.rule) == ("antialiased", PLAIN)
+    with pytest.raises(UserError, match="cannot be averaged: resampling is linear in the one and antialiased in the other"):
+        load_stages([path, older], "fine", CPU)
