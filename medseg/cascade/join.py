@@ -12,7 +12,7 @@ from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.postprocess import Planes, fill_holes, remove_small_components
+from medseg.inference.postprocess import Planes, fill_holes, remove_small_parts
 from medseg.preprocess.resample import resample_image
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
@@ -113,7 +113,7 @@ def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction:
         is_gas: Which voxels lie below the bound of gas, by planes; None where nothing is gas.
     """
     for value in values:
-        remove_small_components(labels, value, min_part_fraction, is_gas)
+        remove_small_parts(labels, value, min_part_fraction, is_gas)
     for value in values:
         fill_holes(labels, value)
 

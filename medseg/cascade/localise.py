@@ -14,9 +14,9 @@ from medseg.data.task import Region, Task, is_side_pair
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import Crop
-from medseg.inference.postprocess import gas_components, keep_large_components
+from medseg.inference.passes import Pass
+from medseg.inference.postprocess import gas_parts, keep_large_parts
 from medseg.inference.tiles import most_probable
-from medseg.inference.tiling_plan import TilingPlan
 from medseg.preprocess.crop import body_box, cut
 from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
 from medseg.preprocess.orient import FACES
@@ -53,7 +53,7 @@ class Localisation:
     grid: VoxelGrid
     boxes: dict[str, VoxelBox]
     warnings: list[str]
-    how: TilingPlan | None = None
+    how: Pass | None = None
     crop_grid: VoxelGrid | None = None
 
 
@@ -126,7 +126,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
     """
     cleaned = np.zeros_like(labels)
     for value in task.labels.values():
-        cleaned[keep_large_components(labels == value, options.min_part_fraction)] = value
+        cleaned[keep_large_parts(labels == value, options.min_part_fraction)] = value
     found: list[FoundRegion] = []
     warnings = _part_sides(cleaned, grid, task)
     masks = [np.isin(cleaned, task.region_values(region)) for region in task.regions]
@@ -239,7 +239,7 @@ def _remove_gas(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task:
     warnings = []
     is_gas = image_hu < task.least_hu
     for name, value in task.labels.items():
-        gone = gas_components(labels == value, is_gas)
+        gone = gas_parts(labels == value, is_gas)
         labels[gone] = 0
         volume_ml = float(gone.sum()) * math.prod(grid.spacing_mm) / 1000.0
         if volume_ml >= SAID_ML:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.inference.passes import Pass, plan_pass
 from medseg.inference.tile_workers import TileWorkers
-from medseg.inference.tiles import PROBS_DTYPE, predict_probs
-from medseg.inference.tiling_plan import TilingPlan, plan_tiling
+from medseg.inference.tiles import KEPT, predict_probs
 from medseg.memory.accounting.forward import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
 from medseg.preprocess.resample import ANTIALIASED
@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
 
     probs: Tensor
     spread: Tensor | None
-    how: TilingPlan
+    how: Pass
     remarks: list[str]
 
 
@@ -170,10 +170,10 @@ class TrainedStage:
                 how = stage._plan(image, max(how.num_bytes, options.budget_gib * 2**30))
                 remarks.append(f"the {self.name} stage ran out of memory on the GPU and went on with the CPU")
 
-    def _plan(self, image: Tensor, budget_bytes: float) -> TilingPlan:
+    def _plan(self, image: Tensor, budget_bytes: float) -> Pass:
         depth, height, width = image.shape
         max_batch = 1 if self.device.type == "cpu" else MAX_BATCH
-        return plan_tiling((depth, height, width), self.divisor, self.bytes_per_voxel, budget_bytes, self.patch_size, max_batch)
+        return plan_pass((depth, height, width), self.divisor, self.bytes_per_voxel, budget_bytes, self.patch_size, max_batch)
 
     def has_views(self, options: CascadeOptions) -> bool:
         """Whether several networks or flips are averaged."""
@@ -192,7 +192,7 @@ class TrainedStage:
             return {}
         alone = functools.partial(self._call, network, region_index=region_index)
         job = (self.name, (self.network, *self.others).index(network), region_index)
-        return {"run_batches": functools.partial(self.tile_workers.run, job, alone), "num_parallel": self.tile_workers.size}
+        return {"together": functools.partial(self.tile_workers.run, job, alone), "num_together": self.tile_workers.size}
 
     def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
         region = torch.full((len(images),), region_index, device=self.device)
@@ -200,7 +200,7 @@ class TrainedStage:
             return network.eval()(images, region)
 
     @torch.inference_mode()
-    def _run(self, image: Tensor, region_index: int, how: TilingPlan, options: CascadeOptions) -> tuple[Tensor, Tensor | None]:
+    def _run(self, image: Tensor, region_index: int, how: Pass, options: CascadeOptions) -> tuple[Tensor, Tensor | None]:
         """Mean and spread over all networks and flips."""
         views = self._views(options)
         image = image.to(self.device)
@@ -209,7 +209,7 @@ class TrainedStage:
             probs = predict_probs(
                 lambda tiles, network=network: self._call(network, tiles, region_index),  # type: ignore[misc]
                 image.flip(axes)[None, None] if axes else image[None, None],
-                tile_size=how.tile_size,
+                tile_shape=how.tile_shape,
                 overlap=options.tile_overlap,
                 divisor=self.divisor,
                 batch_size=how.batch_size,
@@ -226,7 +226,7 @@ class TrainedStage:
         mean = total.div_(len(views))
         # Half of the classes' variances: with two classes the variance of either.
         variance = squares.div_(len(views)).sub_(mean.square().sum(0)).clamp_(min=0).div_(2)
-        return mean.to(PROBS_DTYPE).cpu(), variance.sqrt_().cpu()
+        return mean.to(KEPT).cpu(), variance.sqrt_().cpu()
 
     def _on_cpu(self) -> TrainedStage:
         """The same stage on the CPU; a copy, since another case may find the GPU free."""

@@ -1,12 +1,10 @@
 """The `ladder` command."""
 
-from __future__ import annotations
-
 from medseg.commands import entry
 from medseg.config.schema import LadderConfig
 from medseg.studies.ladder import ladder
 
 
 def main() -> None:
-    """Compose, check, climb."""
+    """Read the configuration and run `ladder`."""
     entry.run("ladder", LadderConfig, ladder)

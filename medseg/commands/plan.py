@@ -1,12 +1,10 @@
 """The `plan` command."""
 
-from __future__ import annotations
-
 from medseg.commands import entry
 from medseg.config.schema import PlanConfig
 from medseg.planning.plan import plan
 
 
 def main() -> None:
-    """Compose, check, plan."""
+    """Read the configuration and run `plan`."""
     entry.run("plan", PlanConfig, plan)

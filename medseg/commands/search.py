@@ -1,12 +1,10 @@
 """The `search` command."""
 
-from __future__ import annotations
-
 from medseg.commands import entry
 from medseg.config.search import SearchConfig
 from medseg.studies.search import search
 
 
 def main() -> None:
-    """Compose, check, search."""
+    """Read the configuration and run `search`."""
     entry.run("search", SearchConfig, search)

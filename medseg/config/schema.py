@@ -483,17 +483,6 @@ class PredictConfig:
 
 
 @dataclass
-class BenchInferenceConfig:
-    """Root of `bench_inference`."""
-
-    input: str | None
-    output: str
-    threads: int
-    peers: bool
-    peers_env: str
-
-
-@dataclass
 class EvaluateConfig:
     """Root of `evaluate`."""
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medseg.preprocess.intensity import AIR
-
+AIR = -1.0
 # Slices that are resampled at once: the coordinates of a few slices stay in the processor's cache.
 SLAB_SLICES = 8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from medseg.data.audit.finding import check_ignored
 from medseg.errors import UserError
 from medseg.preprocess.scale import AS_STORED, HuScale
+from medseg.report.tables import write_csv
 
 SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
@@ -187,3 +188,37 @@ def _number(cells: dict[str, str], column: str, default: float, where: str) -> f
         if math.isfinite(value) and (value > 0 or column != "hu_slope"):
             return value
     raise UserError(f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing.")
+
+
+def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
+    """Write a case table with absolute paths.
+
+    Returns:
+        The path of the table.
+    """
+    regions = sorted({region for case in cases for region in case.trust})
+    columns = [
+        "case",
+        "image",
+        "labels",
+        "patient",
+        "series",
+        "hu_slope",
+        "hu_offset",
+        *(TRUST_PREFIX + name for name in regions),
+    ]
+    rows = [
+        {
+            "case": case.name,
+            "image": case.image.absolute(),
+            "labels": case.labels and case.labels.absolute(),
+            "patient": case.patient,
+            "series": case.series,
+            "hu_slope": case.hu.slope,
+            "hu_offset": case.hu.offset,
+            **{TRUST_PREFIX + name: trust for name, trust in case.trust.items()},
+        }
+        for case in cases
+    ]
+    write_csv(path, rows, columns)
+    return path

@@ -1,1 +1,1 @@
-"""Inference: from a normalised image to probabilities, and from labels to clean labels."""
+"""From image to probabilities and clean masks."""

@@ -1,18 +1,13 @@
-"""The `compare_spacing` command: spacing strategies trained on the same samples and scored on the same held-out cases."""
+"""Spacing comparison: strategies trained on the same samples and scored on the same held-out cases."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-import re
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,21 +19,31 @@ from medseg.config.check import find_divisor, to_config
 from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.console import say
+from medseg.data.case_table import write_case_table
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid
-from medseg.io.replacing import check_writable
+from medseg.io.replacing import check_writable, replace_text
 from medseg.pictures.panels import Panel, draw_panels
 from medseg.planning.plan import Shape, count
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
-from medseg.runs.folder import read_summary, replace_text, settle
+from medseg.report.tables import read_csv, write_csv
+from medseg.runs.folder import read_summary, settle
 from medseg.runs.status import Status, status_of
-from medseg.studies.cross_validate import write_table
-from medseg.studies.steps import label_values_argument, last_checkpoint, merge_arguments, run_step, run_steps, without_keys
+from medseg.studies.steps import (
+    Step,
+    folder_name,
+    label_values_argument,
+    last_checkpoint,
+    merge_arguments,
+    run_steps,
+    train_steps,
+    without_keys,
+)
 
-# Keys that its rows, which are configurations of `train`, do not have, or get from it.
+# Keys of `compare_spacing` that `train` does not have, or that are set for every row.
 OWN_KEYS = ("output", "rows", "seed", "stages", "steps")
 RECORD_FILE = "row.json"
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
@@ -46,15 +51,14 @@ SCORES = ("case", "slice_mm", "region", "trust", "dice", "nsd_1mm", "nsd_2mm", "
 COLUMNS = ("row", "failure", *SCORES, *(f"{stage}_{cost}" for stage in STAGES for cost in COSTS))
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a row.
+class Stage(NamedTuple):
+    """Stage of a row.
 
     Attributes:
         name: `coarse` or `fine`.
         arguments: Its arguments of `train`.
-        config: What they compose.
-        run_dir: Where it is trained; the same for rows that compose the same.
+        config: The configuration that they compose.
+        run_dir: Run folder, which rows with the same configuration share.
     """
 
     name: str
@@ -64,15 +68,17 @@ class Stage:
 
 
 def compare_spacing(config: CompareSpacingConfig) -> int:
-    """Train, predict and score every row, and write `comparison.csv`, `comparison.md` and `comparison.png` after each.
+    """Train, predict and score every row; write `comparison.csv`, `comparison.md` and `comparison.png` after each.
 
     Returns:
-        0, or 1 where a row failed and the others went on.
+        0, or 1 if a row failed; the rows after it still run.
     """
     output = Path(config.output).absolute()
     given = without_keys(HydraConfig.get().overrides.task, OWN_KEYS)
-    rows = {name: stages_of(name, config, given, output / "runs") for name in config.rows}  # all are checked before the first
-    folders = {name: output / re.sub(r"\W+", "_", name) for name in rows}
+    rows = {
+        name: stages_of(name, config, given, output / "runs") for name in config.rows
+    }  # all are checked before the first runs
+    folders = {name: output / folder_name(name) for name in rows}
     if not rows or len({*folders.values(), output / "runs"}) <= len(folders):
         raise UserError(f"rows: names must differ in their letters, and from runs, but got {list(rows)}")
     cases = [case for case in find_sources(config.data)[0].split.test if case.labels is not None]
@@ -80,14 +86,14 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         raise UserError("data.test_patients: no case with labels is held out; name patients of the case table")
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
     check_writable(output)
-    table = write_table(cases, output / "held_out.csv")
-    scored_as = [label_values_argument(config.data.label_values), *(one for one in given if one.startswith("task"))]
+    table = write_case_table(output / "held_out.csv", cases)
+    reference = [label_values_argument(config.data.label_values), *(one for one in given if one.startswith("task"))]
     failed: dict[Path, str] = {}
     strategies = []
     for number, (name, stages) in enumerate(rows.items(), start=1):
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
         try:
-            strategies.append(run_row(name, stages, folders[name], table, grids, scored_as, failed))
+            strategies.append(run_row(name, stages, folders[name], table, grids, reference, failed))
         except UserError as error:
             say(f"{name}: {error}")
             strategies.append(Strategy(name, {}, [], {}, str(error)))
@@ -102,12 +108,12 @@ def stages_of(row: str, config: CompareSpacingConfig, given: Sequence[str], runs
 
     Args:
         row: Name of the row.
-        config: Says what its stages are.
+        config: Names the arguments of each stage.
         given: Arguments that all rows share.
         runs: Folder of the runs.
 
     Raises:
-        UserError: If `train` would refuse one.
+        UserError: If `train` would refuse a stage.
     """
     stages = []
     for name in STAGES:
@@ -127,11 +133,11 @@ def run_row(
     stages: Sequence[Stage],
     folder: Path,
     table: Path,
-    grids: dict[str, VoxelGrid],
-    scored_as: Sequence[str],
+    grids: Mapping[str, VoxelGrid],
+    reference: Sequence[str],
     failed: dict[Path, str],
 ) -> Strategy:
-    """Train both stages of a row, predict and score the held-out cases; a row that is finished is read.
+    """Train both stages of a row, predict and score the held-out cases; the record of a finished row is read.
 
     Args:
         name: Name of the row.
@@ -139,42 +145,48 @@ def run_row(
         folder: Folder of the row.
         table: Case table of the held-out cases.
         grids: Name of each held-out case to its oriented grid.
-        scored_as: Arguments of `evaluate` that say what the references mean.
-        failed: Runs that failed before in another row, and why; added to.
+        reference: Arguments of `evaluate` that give the meaning of the reference labels.
+        failed: Runs that failed in an earlier row, and why; a run that fails now is added.
 
     Raises:
         UserError: If a stage could not be trained, or nothing could be predicted or scored.
     """
-    record = folder / RECORD_FILE
-    request = {
-        "runs": [stage.run_dir.name for stage in stages],
-        "cases": table.read_text(encoding="utf-8"),
-        "scored_as": list(scored_as),
-        "version": __version__,
-    }
+    record, runs = folder / RECORD_FILE, [stage.run_dir.name for stage in stages]
+    cases = table.read_text(encoding="utf-8")
+    request = {"runs": runs, "cases": cases, "scored_as": list(reference), "version": __version__}
     if record.is_file():
         known = json.loads(record.read_text(encoding="utf-8"))
         if known.pop("request") == request:
             print("finished before", flush=True)
             return Strategy(**known)._replace(name=name)
     for stage in stages:
-        train_once(stage, failed)
-    # Named after the runs: what others predicted is not scored in the place of a case that fails.
-    name_of_runs = "-".join(stage.run_dir.name for stage in stages)
-    predictions, scores = folder / "predictions" / name_of_runs, folder / "scores" / name_of_runs
+        train(stage, failed)
+    # Named after the runs: results of other runs must not be scored if a case fails now.
+    predictions, scores = folder / "predictions" / "-".join(runs), folder / "scores" / "-".join(runs)
     coarse, fine = stages
     trainer = fine.config.trainer
-    step = ["predict", f"input={table}", f"output={predictions}", f"accelerator={trainer.accelerator.value}"]
-    step += [f"threads={trainer.threads}"] if trainer.threads else []
-    predictions.mkdir(parents=True, exist_ok=True)  # several cases go into a folder, one too
-    run_or_fail([*step, *(f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages)])
-    run_or_fail(["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}", "pictures=false", *scored_as])
-    reports = {case: _read_json(predictions / f"{case}.json") for case in grids if (predictions / f"{case}.json").is_file()}
+    predictions.mkdir(parents=True, exist_ok=True)  # `predict` writes a single case into a folder only if the folder exists
+    steps: list[Step] = [
+        [
+            "predict",
+            f"input={table}",
+            f"output={predictions}",
+            f"accelerator={trainer.accelerator.value}",
+            *([f"threads={trainer.threads}"] if trainer.threads else []),
+            *(f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages),
+        ],
+        ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}", "pictures=false", *reference],
+    ]
+    for step in steps:
+        if code := exit_code([step]):
+            raise UserError(f"{step[0]} ended with exit code {code}; see the message above")
+    paths = {case: predictions / f"{case}.json" for case in grids}
+    reports = {case: json.loads(path.read_text(encoding="utf-8")) for case, path in paths.items() if path.is_file()}
     costs = {
         coarse.name: stage_costs(coarse, max((whole_shape(coarse.config, grid) for grid in grids.values()), key=math.prod)),
         fine.name: stage_costs(fine, max((crop_shape(fine.config, report) for report in reports.values()), key=math.prod)),
     }
-    summary = _read_json(scores / "summary.json")
+    summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
     missing = dict.fromkeys(summary["without_prediction"], "no prediction") | summary["failed"]
     strategy = Strategy(name, costs, read_scores(scores / "metrics.csv", grids, reports), missing)
     if not missing:
@@ -182,67 +194,55 @@ def run_row(
     return strategy
 
 
-def train_once(stage: Stage, failed: dict[Path, str]) -> None:
-    """Train a stage, or go on with it; one that has failed before is not tried again by the next row.
+def train(stage: Stage, failed: dict[Path, str]) -> None:
+    """Train or resume a stage; a run that failed in an earlier row is not tried again.
 
     Raises:
-        UserError: If it failed.
+        UserError: If the training failed.
     """
-    if stage.run_dir not in failed:
-        for step in run_step(stage.run_dir, *stage.arguments):
-            code = _run(step)
-            if code:
-                message = read_summary(stage.run_dir).get("message") or f"exit code {code}; what went wrong stands above"
-                failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {message}"
+    if stage.run_dir not in failed and (code := exit_code(train_steps(stage.run_dir, *stage.arguments))):
+        message = read_summary(stage.run_dir).get("message") or f"exit code {code}; see the message above"
+        failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {message}"
     if stage.run_dir in failed:
         raise UserError(failed[stage.run_dir])
 
 
-def run_or_fail(step: Sequence[str]) -> None:
-    """Run a command that may lose single cases.
-
-    Raises:
-        UserError: If it failed altogether.
-    """
-    code = _run(step)
-    if code:
-        raise UserError(f"{step[0]} ended with exit code {code}; what went wrong stands above")
-
-
-def _run(step: Sequence[str]) -> int:
-    """Run a command; where it was asked to stop, the comparison stops as well."""
-    code = run_steps([step])
-    if code and status_of(code) is Status.interrupted:
-        sys.exit(code)
-    return code
+def exit_code(steps: Sequence[Step]) -> int:
+    """Run commands and return the exit code of the one that failed; an interrupted command ends the comparison too."""
+    try:
+        run_steps(steps)
+    except SystemExit as end:
+        code = int(end.code or 0)
+        if status_of(code) is Status.interrupted:
+            raise
+        return code
+    return 0
 
 
 def stage_costs(stage: Stage, whole: Shape) -> dict[str, Any]:
-    """What a stage costs in training.
+    """Measure the training costs of a stage.
 
     Args:
         stage: Trained stage.
         whole: Voxels of the largest whole input.
     """
-    config = stage.config
+    config, history = stage.config, read_csv(stage.run_dir / "history.csv")
     step = count(config, config.stage.patch_size or whole)
-    with (stage.run_dir / "history.csv").open(encoding="utf-8", newline="") as file:
-        steps_s = [float(row["seconds_per_step"]) for row in csv.DictReader(file) if row["seconds_per_step"]]
     return {
-        "spacing": spacing_text(config.spacing),
+        "spacing": spacing_in_words(config.spacing),
         "saved_bytes_per_voxel": round(step.saved_per_voxel, 2),
         "step_peak_mib": round(step.peak / 2**20, 1),
         "whole_peak_mib": round(count(config, whole).peak / 2**20, 1),
-        "step_s": round(median(steps_s), 4),
+        "step_s": round(median(float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]), 4),
         "train_s": read_summary(stage.run_dir)["train_s"],
     }
 
 
-def spacing_text(spacing: SpacingConfig) -> str:
-    """What a stage works on, for a table.
+def spacing_in_words(spacing: SpacingConfig) -> str:
+    """Describe the grid of a stage for a table.
 
     Example:
-        >>> spacing_text(SpacingConfig((2.5, 1.0, 1.0)))
+        >>> spacing_in_words(SpacingConfig((2.5, 1.0, 1.0)))
         '2.5×1×1 mm'
     """
     if spacing.size:
@@ -253,7 +253,7 @@ def spacing_text(spacing: SpacingConfig) -> str:
 
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
-    """Voxels of a whole scan as the coarse stage trains on it, where nothing beside the body can be left out."""
+    """Voxels of a whole scan as the coarse stage trains on it, if the body fills the scan."""
     rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
     lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(rule.spacing_mm(grid.spacing_mm))
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
@@ -264,63 +264,49 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape:
-    """Voxels of the largest crop of a prediction, from its report, as the network takes it; the least where no region was found."""
+    """Network input of the largest crop in the report of a prediction; the smallest input if no region was found."""
     divisor = find_divisor(config)
     boxes = [VoxelBox.from_dict(box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
     return max((box.shape for box in boxes), key=math.prod, default=divisor)
 
 
-def read_scores(path: Path, grids: dict[str, VoxelGrid], reports: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per held-out case and region: its scores, the thickness of its slices, what its prediction cost."""
-    scores = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            report = reports[row["case"]]
-            scores.append(
-                {
-                    "case": row["case"],
-                    "slice_mm": round(max(grids[row["case"]].spacing_mm), 3),  # as `by_spacing` measures it
-                    "region": row["region"],
-                    "trust": row["trust"],
-                    **{metric: float(row[metric]) for metric in ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm")},
-                    "predict_s": round(report["durations_s"]["total"], 2),
-                    "predict_peak_gb": round(report["peak_resident_bytes"] / 1e9, 3),
-                }
-            )
-    return scores
+def read_scores(path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make one entry per held-out case and region: slice thickness, scores, and the costs of the prediction."""
+    return [
+        {
+            "case": row["case"],
+            "slice_mm": round(max(grids[row["case"]].spacing_mm), 3),  # as `by_spacing` measures it
+            "region": row["region"],
+            "trust": row["trust"],
+            **{metric: float(row[metric]) for metric in ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm")},
+            "predict_s": round(reports[row["case"]]["durations_s"]["total"], 2),
+            "predict_peak_gb": round(reports[row["case"]]["peak_resident_bytes"] / 1e9, 3),
+        }
+        for row in read_csv(path)
+    ]
 
 
 def write(strategies: Sequence[Strategy], output: Path) -> None:
-    """Write the table, the same to be read, and the picture of the rows that are known so far."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
+    """Write the tables and the picture of the rows that are known so far."""
+    rows: list[dict[str, Any]] = []
     for strategy in strategies:
         costs = {f"{stage}_{name}": value for stage, known in strategy.costs.items() for name, value in known.items()}
         lost = [{"case": case, "failure": why} for case, why in strategy.missing.items()]
         lost += [{"failure": strategy.failure}] if strategy.failure else []
-        writer.writerows({"row": strategy.name, **entry, **costs} for entry in (*strategy.scores, *lost))
-    replace_text(output / "comparison.csv", text.getvalue())
+        rows += [{"row": strategy.name, **entry, **costs} for entry in (*strategy.scores, *lost)]
+    write_csv(output / "comparison.csv", rows, COLUMNS)
     replace_text(output / "comparison.md", markdown(strategies))
     if not any(strategy.scores for strategy in strategies):
         return
     means = {(mean.row, mean.thickness): mean.dice for strategy in strategies for mean in means_of(strategy)}
-    names = [strategy.name for strategy in strategies]
-
-    def cost(stage: str, name: str) -> list[float | None]:
-        return [strategy.costs.get(stage, {}).get(name) for strategy in strategies]
-
+    names, fine = [strategy.name for strategy in strategies], [strategy.costs.get("fine", {}) for strategy in strategies]
     panels = [
-        Panel(f"Dice, {one} slices", "{:.3f}", [means.get((name, one)) for name in names], has_bars=False)
-        for one in (*THICKNESSES, ALL)
-    ]
-    panels += [
-        Panel("fine: peak of a whole crop, MiB", "{:.0f}", cost("fine", "whole_peak_mib")),
-        Panel("fine: seconds per step", "{:.2f}", cost("fine", "step_s")),
+        *(
+            Panel(f"Dice, {one} slices", "{:.3f}", [means.get((name, one)) for name in names], has_bars=False)
+            for one in (*THICKNESSES, ALL)
+        ),
+        Panel("fine: peak of a whole crop, MiB", "{:.0f}", [costs.get("whole_peak_mib") for costs in fine]),
+        Panel("fine: seconds per step", "{:.2f}", [costs.get("step_s") for costs in fine]),
         Panel("prediction, s per case", "{:.1f}", [prediction_costs(one)[0] if one.scores else None for one in strategies]),
     ]
     draw_panels(names, panels, "Spacing strategies, held-out cases", output / "comparison.png")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8")))

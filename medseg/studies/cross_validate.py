@@ -1,9 +1,7 @@
-"""The `cross_validate` command: train on all folds but one, predict that one, score every case by a cascade that never saw its patient."""
+"""Cross-validation by patient: every case is scored by a cascade whose training did not see its patient."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence, Set
@@ -13,213 +11,166 @@ from typing import Any
 import numpy as np
 
 from medseg.build.cases import file_values
+from medseg.build.task import make_task
 from medseg.config.schema import CrossValidateConfig
-from medseg.data.case_table import TRUST_PREFIX, Case, read_case_table
+from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.data.splits import split_cases
 from medseg.data.task import Task
 from medseg.io.read import read_labels
-from medseg.io.replacing import check_writable
+from medseg.io.replacing import check_writable, replace_text
 from medseg.preprocess.orient import orient
-from medseg.runs.folder import replace_text
-from medseg.studies.pieces import cut_pieces
-from medseg.studies.steps import cascade_steps, label_values_argument, last_checkpoint, run_steps
+from medseg.report.tables import Formats, markdown_table, read_csv, write_csv
+from medseg.studies.partial_scans import cut_partial_scans
+from medseg.studies.steps import Step, cascade_steps, label_values_argument, last_checkpoint, run_steps
 
-COLUMNS = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml")
+Row = dict[str, Any]
+SCORES = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml")
+# Column of folds.md to its heading.
+COLUMNS = {
+    "case": "case", "fold": "fold", "region": "region", "trust": "reference", "dice": "Dice", "nsd_1mm": "NSD 1 mm", "hd95_mm": "HD95 mm",
+    "volume_pred_ml": "predicted ml", "volume_ref_ml": "reference ml", "share_in_crop": "in the crop",
+}  # fmt: skip
 
 
 def cross_validate(config: CrossValidateConfig) -> int:
-    """Run all folds; started again, it goes on where it was stopped.
+    """Train, predict and score fold by fold; a study that was stopped continues when started again.
 
-    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and `folds.md`, the same to be read.
+    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and `folds.md`, a table for readers.
 
-    Returns:
-        Exit code of the step that failed, else 0.
+    Raises:
+        SystemExit: With the exit code of the command that failed.
     """
-    from medseg.build.task import make_task
-
-    output = Path(config.output)
+    output, table = Path(config.output), Path(config.cases).absolute()
     cases = read_case_table(Path(config.cases), config.data.labels_column)
     check_writable(output)
     task, values = make_task(config.task), file_values(config.data.label_values)
     label_values = label_values_argument(config.data.label_values)
-    organ = [value for value, name in values.items() if name in task.labels]
     fold_of: dict[str, int] = {}
     scored: list[Case] = []
-    steps: list[list[str]] = []
+    steps: list[Step] = []
     for fold in range(config.num_folds):
         held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
         if config.pieces:
-            held_out += [piece for case in held_out if case.labels for piece in cut_pieces(case, organ, output / "pieces")]
+            organ = [value for value, name in values.items() if name in task.labels]
+            held_out += [part for case in held_out if case.labels for part in cut_partial_scans(case, organ, output / "pieces")]
         scored += held_out
         fold_of |= {case.name: fold for case in held_out}
         folder = output / f"fold_{fold}"
-        table = write_table(held_out, folder / "held_out.csv")
         data = [
-            f"data.cases={Path(config.cases).absolute()}",
-            f"data.fold={fold}",
-            f"data.num_folds={config.num_folds}",
-            "data.val_patients=[]",
-            "data.test_patients=[]",
-            f"data.labels_column={config.data.labels_column}",
-            label_values,
-        ]
-        steps += cascade_steps(
-            folder,
-            data,
-            coarse=config.coarse,
-            fine=config.fine,
-            pretrain_coarse=config.pretrain_coarse,
-            pretrain_fine=config.pretrain_fine,
-            runs=output,
-        )
+            f"data.cases={table}", f"data.fold={fold}", f"data.num_folds={config.num_folds}", "data.val_patients=[]",
+            "data.test_patients=[]", f"data.labels_column={config.data.labels_column}", label_values,
+        ]  # fmt: skip
+        steps += cascade_steps(config, folder, data, output)
         steps.append(
             [
                 "predict",
-                f"input={table}",
+                f"input={write_case_table(folder / 'held_out.csv', held_out)}",
                 f"output={output / 'predictions'}",
-                f"coarse={last_checkpoint(folder / 'coarse')}",
-                f"fine={last_checkpoint(folder / 'fine')}",
+                *(f"{stage}={last_checkpoint(folder / stage)}" for stage in ("coarse", "fine")),
             ]
         )
-    table = write_table(scored, output / "scored.csv")
-    steps.append(["evaluate", f"pred={output / 'predictions'}", f"ref={table}", f"output={output / 'scores'}", label_values])
-    # The folds share what is trained on phantoms: it stands once in the row.
-    code = run_steps(list(dict.fromkeys(map(tuple, steps))))
-    if code:
-        return code
+    reference = write_case_table(output / "scored.csv", scored)
+    steps.append(["evaluate", f"pred={output / 'predictions'}", f"ref={reference}", f"output={output / 'scores'}", label_values])
+    # The folds share the trainings on phantoms: equal commands run once.
+    run_steps(list(dict.fromkeys(map(tuple, steps))))
     rows = fold_rows(scored, fold_of, output, task, values)
     write_rows(rows, output, {case.name for case in cases})
     print((output / "folds.md").read_text(encoding="utf-8"))
     return 0
 
 
-def write_table(cases: Sequence[Case], path: Path) -> Path:
-    """Write a case table with absolute paths."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    regions = sorted({region for case in cases for region in case.trust})
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        ("case", "image", "labels", "patient", "series", "hu_slope", "hu_offset", *(TRUST_PREFIX + name for name in regions))
-    )
-    for case in cases:
-        labels = case.labels.absolute() if case.labels else ""
-        trust = [case.trust.get(name, "") for name in regions]
-        writer.writerow(
-            (case.name, case.image.absolute(), labels, case.patient, case.series or "", case.hu.slope, case.hu.offset, *trust)
-        )
-    replace_text(path, text.getvalue())
-    return path
-
-
 def fold_rows(
     cases: Sequence[Case], fold_of: dict[str, int], output: Path, task: Task, label_values: dict[int, str]
-) -> list[dict[str, Any]]:
-    """One row per scored case and region: the fold that held it out, its scores, and how much of it the crop held."""
-    region_labels = {region.name: set(region.labels) for region in task.regions}
+) -> list[Row]:
+    """Make one row per scored case and region: its fold, its scores, and how much of the region the crop contained."""
+    region_labels = {region.name: region.labels for region in task.regions}
     by_name = {case.name: case for case in cases}
     rows = []
-    with (output / "scores" / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        for score in csv.DictReader(file):
-            name = score["case"]
-            report = json.loads((output / "predictions" / f"{name}.json").read_text(encoding="utf-8"))
-            rows.append(
-                {
-                    "case": name,
-                    "fold": fold_of[name],
-                    "region": score["region"],
-                    "trust": score["trust"],
-                    **{column: float(score[column]) for column in COLUMNS},
-                    "share_in_crop": share_in_crop(
-                        by_name[name],
-                        [value for value, label in label_values.items() if label in region_labels[score["region"]]],
-                        report["boxes"].get(score["region"]),
-                    ),
-                    "total_s": round(report["durations_s"]["total"], 1),
-                }
-            )
+    for score in read_csv(output / "scores" / "metrics.csv"):
+        name, region = score["case"], score["region"]
+        report = json.loads((output / "predictions" / f"{name}.json").read_text(encoding="utf-8"))
+        region_values = [value for value, label in label_values.items() if label in region_labels[region]]
+        rows.append(
+            {
+                "case": name,
+                "fold": fold_of[name],
+                "region": region,
+                "trust": score["trust"],
+                **{column: float(score[column]) for column in SCORES},
+                "share_in_crop": share_in_crop(by_name[name], region_values, report["boxes"].get(region)),
+                "total_s": round(report["durations_s"]["total"], 1),
+            }
+        )
     return rows
 
 
 def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None) -> float:
-    """Measure which share of a region's reference voxels lies in the crop that the fine stage saw.
+    """Measure the share of a region's reference voxels that lies in the crop of the fine stage.
 
     Args:
         case: Case with labels.
         values: Values of the region in the reference file.
-        box: The region's entry under `boxes` in the report of the prediction; None where the coarse stage found nothing.
+        box: The region's entry under `boxes` in the report of the prediction; None if the coarse stage did not find the region.
 
     Returns:
-        Share in [0, 1]; 1 where the reference has no such voxel.
+        Share in [0, 1]; 1 if the reference has no such voxel.
     """
-    assert case.labels is not None, "only scored cases come here"
+    assert case.labels is not None, "only cases with labels are scored"
     volume = read_labels(case.labels)
     labels, grid, _ = orient(volume.array, volume.grid)
-    places = np.argwhere(np.isin(labels, values))
-    if len(places) == 0:
+    indices = np.argwhere(np.isin(labels, values))
+    if len(indices) == 0:
         return 1.0
     if box is None:
         return 0.0
     corners = grid.world_to_index_zyx(np.array(box["corners_xyz_mm"]))
     low, high = corners.min(axis=0), corners.max(axis=0)
     sizes = np.subtract(box["voxels"]["stop"], box["voxels"]["start"])
-    # The corners are centres of voxels: the crop reaches half a voxel of its own beyond them.
+    # The corners are centres of voxels: the crop extends half a crop voxel beyond them.
     half = (high - low) / np.maximum(sizes - 1, 1) / 2
-    return float(np.all((places >= low - half) & (places <= high + half), axis=1).mean())
+    return float(np.all((indices >= low - half) & (indices <= high + half), axis=1).mean())
 
 
-def write_rows(rows: Sequence[dict[str, Any]], output: Path, whole: Set[str]) -> None:
-    """Write `folds.csv` and, to be read, `folds.md`.
+def write_rows(rows: Sequence[Row], output: Path, whole: Set[str]) -> None:
+    """Write `folds.csv` and `folds.md`.
 
     Args:
         rows: From `fold_rows`.
         output: Folder.
-        whole: Cases of the table; the others are pieces of them, and stand in a table of their own.
+        whole: Names of the whole scans; partial scans get a table of their own.
     """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    replace_text(output / "folds.csv", text.getvalue())
-    scans = [row for row in rows if row["case"] in whole]
-    pieces = [row for row in rows if row["case"] not in whole]
-    lines = [*_table(scans), *_means(scans)]
-    if pieces:
-        lines += ["\nPieces cut out of these scans:\n", *_table(pieces), *_means(pieces)]
-    replace_text(output / "folds.md", "\n".join(lines) + "\n")
+    write_csv(output / "folds.csv", rows)
+    text = _section([row for row in rows if row["case"] in whole])
+    if partial := [row for row in rows if row["case"] not in whole]:
+        text += f"\nPieces cut out of these scans:\n\n{_section(partial)}"
+    replace_text(output / "folds.md", text)
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return [
-        "| case | fold | region | reference | Dice | NSD 1 mm | HD95 mm | predicted ml | reference ml | in the crop |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(
-            f"| {row['case']} | {row['fold']} | {row['region']} | {row['trust']} | {row['dice']:.4f} | {row['nsd_1mm']:.3f} | "
-            f"{_short(row['hd95_mm'])} | {row['volume_pred_ml']:.0f} | {row['volume_ref_ml']:.0f} | "
-            f"{100 * row['share_in_crop']:.2f} % |"
-            for row in rows
-        ),
-    ]
-
-
-def _means(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Mean and worst where the reference shows something, for each kind of trust apart; and the most that was found where it shows nothing."""
-    lines = []
-    shown = [row for row in rows if row["volume_ref_ml"] > 0]
-    for trust in dict.fromkeys(row["trust"] for row in shown):
-        scores = [row for row in shown if row["trust"] == trust]
+def _section(rows: Sequence[Row]) -> str:
+    """Format a table with a summary: mean and worst Dice by trust where the reference has the region, else the largest volume found."""
+    formats: Formats = {
+        "dice": ".4f", "nsd_1mm": ".3f", "volume_pred_ml": ".0f", "volume_ref_ml": ".0f", "hd95_mm": _distance, "share_in_crop": _percent,
+    }  # fmt: skip
+    lines = [markdown_table(rows, COLUMNS, formats)]
+    present = [row for row in rows if row["volume_ref_ml"] > 0]
+    for trust in dict.fromkeys(row["trust"] for row in present):
+        scores = [row for row in present if row["trust"] == trust]
         worst = min(scores, key=lambda row: row["dice"])
         mean = sum(row["dice"] for row in scores) / len(scores)
-        lines.append(f"\nMean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, worst {worst['dice']:.4f}: {_place(worst)}")
+        lines.append(f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, worst {worst['dice']:.4f}: {_where(worst)}\n")
     if absent := [row for row in rows if row["volume_ref_ml"] == 0]:
         most = max(absent, key=lambda row: row["volume_pred_ml"])
-        lines.append(f"\nMost found where nothing is ({len(absent)}): {most['volume_pred_ml']:.1f} ml: {_place(most)}")
-    return lines
+        lines.append(f"Most found where nothing is ({len(absent)}): {most['volume_pred_ml']:.1f} ml: {_where(most)}\n")
+    return "\n".join(lines)
 
 
-def _place(row: dict[str, Any]) -> str:
+def _where(row: Row) -> str:
     return f"{row['case']} {row['region']} (scores/overlays/{row['case']}.png)"
 
 
-def _short(value_mm: float) -> str:
+def _distance(value_mm: float) -> str:
     return f"{value_mm:.1f}" if math.isfinite(value_mm) else "none"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"

@@ -1,8 +1,8 @@
-"""Several commands in a row, as a user would type them: what is finished already is kept, what was stopped goes on."""
+"""Resumable sequences of medseg commands, each in a process of its own: finished trainings are left out, stopped ones are resumed."""
 
 from __future__ import annotations
 
-import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,31 +10,66 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medseg.config.schema import CrossValidateConfig, MakeWeightsConfig
 from medseg.errors import EXIT_FAILED
-from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE
+from medseg.runs.folder import CONFIG_FILE, read_summary
+from medseg.runs.status import Status
+
+Step = Sequence[str]
+"""Arguments of `medseg`, the command first."""
 
 
-def run_steps(steps: Sequence[Sequence[str]]) -> int:
-    """Run commands one after the other and print each.
+def run_steps(steps: Sequence[Step]) -> None:
+    """Print and run commands one after the other.
 
-    Args:
-        steps: Arguments of `medseg`, the command first.
+    A prediction or an evaluation in which single cases failed has said so, and the next command still runs.
 
-    Returns:
-        0; or the exit code of the step that failed, after which nothing is run. A prediction or an evaluation that lost single
-        cases has said so and does not end the row.
+    Raises:
+        SystemExit: With the exit code of the command that failed; the commands after it do not run.
     """
     for step in steps:
         print(f"\n$ medseg {shlex.join(step)}", flush=True)
         code = subprocess.run([sys.executable, "-m", "medseg.commands.cli", *step], check=False).returncode
-        lost_single_cases = code == EXIT_FAILED and step[0] in ("predict", "evaluate")
-        if code and not lost_single_cases:
-            return code
-    return 0
+        if code and not (code == EXIT_FAILED and step[0] in ("predict", "evaluate")):
+            sys.exit(code)
+
+
+def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
+    """The command that trains a run or resumes it; none if the run has finished."""
+    if read_summary(run_dir).get("status") == Status.finished.value:
+        return []
+    resume = [f"resume={run_dir}"] if (run_dir / CONFIG_FILE).is_file() else []
+    return [["train", *arguments, f"hydra.run.dir={run_dir}", *resume]]
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """The checkpoint of the last step of a run."""
+    return run_dir / "checkpoints" / "last.ckpt"
+
+
+def cascade_steps(
+    config: CrossValidateConfig | MakeWeightsConfig, folder: Path, data: Sequence[str], phantom_runs: Path
+) -> list[Step]:
+    """The commands that train both stages.
+
+    Args:
+        config: Names the experiment of each stage, and the experiment on phantoms whose weights it starts from; null = random weights.
+        folder: Folder of the two runs, `coarse` and `fine`.
+        data: Arguments that select the training cases. Trainings on phantoms do not get them: they see no patient.
+        phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a study.
+    """
+    cache, steps = f"data.cache={phantom_runs / 'cache'}", []
+    for stage in ("coarse", "fine"):
+        begin = []
+        if pretrain := getattr(config, f"pretrain_{stage}"):
+            steps += train_steps(phantom_runs / pretrain, f"experiment={pretrain}", cache)
+            begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
+        steps += train_steps(folder / stage, f"experiment={getattr(config, stage)}", cache, *data, *begin)
+    return steps
 
 
 def key_of(argument: str) -> str:
-    """The key of an argument of the command line.
+    """The key of a command-line argument.
 
     Example:
         >>> [key_of(argument) for argument in ("steps=5", "+data.label_values.trachea=5", "~rows")]
@@ -44,12 +79,12 @@ def key_of(argument: str) -> str:
 
 
 def without_keys(arguments: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Leave out the arguments that say a key, or one below it."""
+    """Remove the arguments that set one of the keys, or a key below one of them."""
     return [argument for argument in arguments if key_of(argument).split(".")[0] not in keys]
 
 
 def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
-    """One argument per key: what a later group says takes the place of what an earlier one said.
+    """Keep one argument per key: an argument of a later group replaces that of an earlier one.
 
     Example:
         >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
@@ -59,63 +94,16 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
 
 
 def label_values_argument(label_values: Mapping[str, Any]) -> str:
-    """What the values in the reference files mean, as an argument."""
+    """The argument that maps names to the values in reference files."""
     given = ", ".join(f"{name}: {value}" for name, value in label_values.items())
     return f"data.label_values={{{given}}}"
 
 
-def train_step(experiment: str, run_dir: Path, *arguments: str) -> list[list[str]]:
-    """`run_step` of an experiment."""
-    return run_step(run_dir, f"experiment={experiment}", *arguments)
+def folder_name(name: str) -> str:
+    """The folder of a row; names that differ only in punctuation share one.
 
-
-def run_step(run_dir: Path, *arguments: str) -> list[list[str]]:
-    """The command that trains a run, or goes on with it where it was stopped; none where it is finished."""
-    if is_finished(run_dir):
-        return []
-    command = ["train", *arguments, f"hydra.run.dir={run_dir}"]
-    if (run_dir / CONFIG_FILE).is_file():
-        command.append(f"resume={run_dir}")
-    return [command]
-
-
-def is_finished(run_dir: Path) -> bool:
-    """Whether a run has come to its end."""
-    summary = run_dir / SUMMARY_FILE
-    return summary.is_file() and json.loads(summary.read_text(encoding="utf-8")).get("status") == "finished"
-
-
-def last_checkpoint(run_dir: Path) -> Path:
-    """The checkpoint that a run ends with."""
-    return run_dir / "checkpoints" / "last.ckpt"
-
-
-def cascade_steps(
-    folder: Path,
-    data: Sequence[str],
-    *,
-    coarse: str,
-    fine: str,
-    pretrain_coarse: str | None,
-    pretrain_fine: str | None,
-    runs: Path,
-) -> list[list[str]]:
-    """The commands that train both stages, each from the weights of a run on phantoms where one is named.
-
-    Args:
-        folder: Where the two runs lie, `coarse` and `fine`.
-        data: Arguments that say which cases are trained on. The runs on phantoms do not get them: they see no patient.
-        coarse: Experiment of the coarse stage.
-        fine: Experiment of the fine stage.
-        pretrain_coarse: Experiment on phantoms; None begins with fresh weights.
-        pretrain_fine: The same for the fine stage.
-        runs: Where the runs on phantoms lie, shared by all that begin with them.
+    Example:
+        >>> folder_name("isotropic 1 mm")
+        'isotropic_1_mm'
     """
-    steps = []
-    for stage, experiment, pretrain in (("coarse", coarse, pretrain_coarse), ("fine", fine, pretrain_fine)):
-        begin = []
-        if pretrain is not None:
-            steps += train_step(pretrain, runs / pretrain, f"data.cache={runs / 'cache'}")
-            begin = [f"init_from={last_checkpoint(runs / pretrain)}"]
-        steps += train_step(experiment, folder / stage, f"data.cache={runs / 'cache'}", *data, *begin)
-    return steps
+    return re.sub(r"\W+", "_", name)

@@ -18,12 +18,11 @@ from medseg.commands import prepare as prepare_app
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig, PredictConfig, PrepareConfig
-from medseg.data.case_table import read_case_table
+from medseg.data.case_table import read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.evaluation import scoring as evaluate_app
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
-from medseg.studies.cross_validate import write_table
 
 TOPOGRAM = "left out, being no slices of the scan: 1 x localiser (series 1)"
 
@@ -111,7 +110,7 @@ def test_a_case_table_has_a_column_for_it(study: Path, tmp_path: Path, capsys: p
     assert f"good: {TOPOGRAM}" in json.loads((tmp_path / "scores" / "summary.json").read_text())["warnings"]
 
     cases = read_case_table(table)
-    assert [case.series for case in read_case_table(write_table(cases, tmp_path / "other.csv"), None)] == ["3", None]
+    assert [case.series for case in read_case_table(write_case_table(tmp_path / "other.csv", cases), None)] == ["3", None]
 
 
 def test_another_series_is_another_entry_of_the_cache(study: Path, tmp_path: Path) -> None:

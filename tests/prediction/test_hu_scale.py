@@ -15,11 +15,10 @@ from medseg.commands import predict as predict_app
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig, PredictConfig
-from medseg.data.case_table import read_case_table
+from medseg.data.case_table import read_case_table, write_case_table
 from medseg.evaluation import scoring as evaluate_app
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
-from medseg.studies.cross_validate import write_table
 
 
 def compose(name: str, *overrides: str) -> Any:
@@ -78,5 +77,5 @@ def test_a_case_table_says_it_for_each_case(folder: Path) -> None:
     pictures = {name: (folder / "scores" / "overlays" / f"{name}.png").stat().st_size for name in ("hu", "high")}
     assert pictures["high"] == pytest.approx(pictures["hu"], rel=0.02), "only the title differs"
 
-    copied = read_case_table(write_table(read_case_table(table), folder / "other" / "copy.csv"), None)
+    copied = read_case_table(write_case_table(folder / "other" / "copy.csv", read_case_table(table)), None)
     assert [case.hu.offset for case in copied] == [0.0, -1024.0]

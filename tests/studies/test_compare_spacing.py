@@ -1,4 +1,4 @@
-"""Spacing strategies compared: rows that compose, one training for what is the same, failures that are told, and what is finished is kept."""
+"""Spacing comparison: rows compose, equal stages are trained once, failures are reported, finished rows are kept."""
 
 from __future__ import annotations
 

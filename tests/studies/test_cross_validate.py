@@ -1,9 +1,10 @@
-"""What the folds measure beside the scores, and which commands they are made of."""
+"""Cross-validation and weights recipe: share of a region in the crop, commands of a study, tables, and metadata without folders."""
 
 from __future__ import annotations
 
 import csv
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import numpy as np
 import pytest
 
 from medseg.cascade.segment import RegionBox
-from medseg.data.case_table import Case, read_case_table
+from medseg.config.schema import MakeWeightsConfig
+from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
-from medseg.studies import steps as recipe
-from medseg.studies.cross_validate import share_in_crop, write_rows, write_table
-from medseg.studies.make_weights import without_places
+from medseg.studies import steps as steps_module
+from medseg.studies.cross_validate import share_in_crop, write_rows
+from medseg.studies.make_weights import without_folders
 
 # Stored from the patient's left to right and from back to front.
 GRID = VoxelGrid((8, 20, 30), (4.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((-1, 0, 0), (0, -1, 0), (0, 0, 1)))
@@ -54,11 +56,11 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
     assert share_in_crop(case, [1], None) == 1.0
 
 
-def test_a_stage_begins_with_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
-    def steps(folder: str) -> list[list[str]]:
-        return recipe.cascade_steps(
-            tmp_path / folder, ["data.cases=t.csv"], coarse="a", fine="b", pretrain_coarse="p", pretrain_fine=None, runs=tmp_path
-        )
+def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
+    config = MakeWeightsConfig("t.csv", "out", "runs", coarse="a", fine="b", pretrain_coarse="p", pretrain_fine=None)
+
+    def steps(folder: str) -> list[steps_module.Step]:
+        return steps_module.cascade_steps(config, tmp_path / folder, ["data.cases=t.csv"], tmp_path)
 
     pretrain, coarse, fine = steps("fold_0")
     assert pretrain[:2] == ["train", "experiment=p"]
@@ -80,7 +82,7 @@ def test_a_stage_begins_with_phantoms_once_and_finished_runs_are_kept(tmp_path: 
 @pytest.mark.parametrize(
     ("codes", "expected", "num_run"), [((0, 0, 0), 0, 3), ((1, 0, 0), 1, 1), ((0, 1, 0), 0, 3), ((0, 2, 0), 2, 2)]
 )
-def test_a_step_that_fails_ends_the_row_and_lost_cases_do_not(
+def test_a_step_that_fails_ends_the_study_and_failed_cases_do_not(
     codes: tuple[int, ...], expected: int, num_run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run: list[str] = []
@@ -89,8 +91,10 @@ def test_a_step_that_fails_ends_the_row_and_lost_cases_do_not(
         run.append(command[3])
         return type("Result", (), {"returncode": codes[len(run) - 1]})
 
-    monkeypatch.setattr(recipe.subprocess, "run", fake)
-    assert recipe.run_steps([["train", "a"], ["predict", "b"], ["evaluate", "c"]]) == expected
+    monkeypatch.setattr(steps_module.subprocess, "run", fake)
+    with pytest.raises(SystemExit) if expected else nullcontext() as end:
+        steps_module.run_steps([["train", "a"], ["predict", "b"], ["evaluate", "c"]])
+    assert (end.value.code if end else 0) == expected
     assert run == ["train", "predict", "evaluate"][:num_run]
 
 
@@ -99,7 +103,7 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
         Case("Doe, John", Path("a b/ü.nii.gz"), Path("l.nrrd"), "p", trust={"left_lung": "absent"}),
         Case("b", Path("dicom"), None, "q", series="2", hu=HuScale(1.0, -1024.0)),
     ]
-    first, second = read_case_table(write_table(given, tmp_path / "fold_0" / "held_out.csv"))
+    first, second = read_case_table(write_case_table(tmp_path / "fold_0" / "held_out.csv", given))
     assert first == replace(given[0], image=Path("a b/ü.nii.gz").absolute(), labels=Path("l.nrrd").absolute())
     assert second == replace(given[1], image=Path("dicom").absolute())
     scores = {"dice": 0.5, "nsd_1mm": 0.25, "nsd_2mm": 0.3, "hd95_mm": np.inf, "volume_pred_ml": 1.0, "volume_ref_ml": 2.0}
@@ -119,11 +123,11 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)
 
 
-def test_metadata_that_are_passed_on_name_no_folder() -> None:
+def test_published_metadata_names_no_folder() -> None:
     metadata = {
         "config": {"run_dir": "/home/x/run", "data": {"cases": "/data/table.csv", "cache": "c", "fold": "all"}, "logger": {}}
     }
-    said = without_places(metadata)
-    assert said["config"]["run_dir"] == "run"
-    assert said["config"]["data"] == {"cases": "table.csv", "cache": "c", "fold": "all", "phantoms": {}}
+    cleaned = without_folders(metadata)
+    assert cleaned["config"]["run_dir"] == "run"
+    assert cleaned["config"]["data"] == {"cases": "table.csv", "cache": "c", "fold": "all"}
     assert metadata["config"]["data"]["cases"] == "/data/table.csv"

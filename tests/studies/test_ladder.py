@@ -1,4 +1,4 @@
-"""The ladder: rows that add up to the lean experiment, measured, trained and drawn, and kept when it is started again."""
+"""Ladder: rows that add up to the lean experiment; measured, trained and drawn, and not repeated when started again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import hydra
 import pytest
+from PIL import Image
 
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.config.signature import plain
 from medseg.errors import UserError
-from medseg.pictures.ladder import Rung, draw_ladder
 from medseg.studies import ladder as ladder_app
-from medseg.studies.measurement import measure
+from medseg.studies.row_measurement import measure_row
 
 
 def ladder_config(*overrides: str) -> LadderConfig:
@@ -28,8 +28,8 @@ def ladder_config(*overrides: str) -> LadderConfig:
 
 def test_rows_add_up_to_the_lean_experiment() -> None:
     rows = list(ladder_app.ladder_rows(ladder_config("peers=true"), ["seed=3", "data.num_workers=0"]))
-    assert [row.peer for row in rows[:3]] == ["nnunet", "monai", None]
-    assert rows[0].arguments == rows[2].arguments  # the networks of others run as the first of ours does
+    assert [row.baseline for row in rows[:3]] == ["nnunet", "monai", None]
+    assert rows[0].arguments == rows[2].arguments, "baselines run with the switches of the first row"
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         first, last = (plain(ladder_app.compose(row)) for row in (rows[2], rows[-1]))
         composed = hydra.compose("train", ["experiment=fine_lean", "seed=3", "data.num_workers=0", "run_dir=ladder"])
@@ -54,22 +54,42 @@ def test_rows_that_train_would_refuse_are_named() -> None:
 def test_a_row_is_counted_and_timed() -> None:
     rows = list(ladder_app.ladder_rows(ladder_config("trainer.accelerator=cpu"), ["trainer.accelerator=cpu"]))
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = ladder_app.compose(replace(rows[-1], arguments=(*rows[-1].arguments, "model.width=4")))
-    measured = measure(config, (16, 32, 32), timed_steps=1, peer=None)
+        config = ladder_app.compose(rows[-1]._replace(arguments=(*rows[-1].arguments, "model.width=4")))
+    measured = measure_row(config, (16, 32, 32), timed_steps=1)
     assert measured["peak_bytes"] > 16 * 32 * 32 * (4 + 1 + measured["saved_per_voxel"])
     assert 0 < measured["seconds_per_step"] < 60
 
 
-def test_picture_shows_only_what_is_known(tmp_path: Path) -> None:
-    def width(*rungs: Rung) -> int:
-        from PIL import Image
-
-        draw_ladder(rungs, "noise", tmp_path / "ladder.png")
+def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
+    rows = [ladder_app.Row("MONAI's UNet", (), baseline="monai"), ladder_app.Row("plain", ("a=1", "b=2"), ("b=2",))]
+    measured = {"saved_per_voxel": 100.0, "peak_bytes": 2**20, "parameter_bytes": 2**19}
+    timed = {**measured, "seconds_per_step": 1.0, "device": "2 CPU threads"}
+    widths = []
+    for known, summary in ((measured, {}), (timed, {"val_dice_best": 0.9, "train_s": 7.0})):
+        table = [ladder_app.table_row(row, known, summary) for row in rows]
+        ladder_app.write(table, rows, tmp_path, "noise")
         with Image.open(tmp_path / "ladder.png") as picture:
-            return picture.size[0]
+            widths.append(picture.size[0])
+    assert widths[0] < widths[1], "panels without values are left out"
+    assert (tmp_path / "ladder.csv").read_text(encoding="utf-8").splitlines() == [
+        "row,arguments,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,peak_allocated_mib,dice,train_s",
+        "MONAI's UNet,,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
+        "plain,b=2,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
+    ]
 
-    bytes_only = Rung("plain", True, 100.0, 10.0, None, None)
-    assert width(bytes_only) < width(bytes_only, bytes_only._replace(seconds_per_step=1.0, dice=0.9))
+
+def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = list(ladder_app.ladder_rows(ladder_config(), ["trainer.accelerator=cpu", "model.width=4"]))
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config, other = (ladder_app.compose(rows[0]._replace(arguments=(*rows[0].arguments, *added))) for added in ((), ("memory.checkpointing=all",)))  # fmt: skip
+    first = ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)
+    assert first["peak_bytes"] > 0
+    monkeypatch.setattr(ladder_app, "ProcessPoolExecutor", None)
+    assert ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)["peak_bytes"] == first["peak_bytes"]
+    with pytest.raises(TypeError):
+        ladder_app.measure(tmp_path, other, (16, 16, 16), 0, None, None)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Pieces of a scan show what their names say, on the scan's own grid."""
+"""Partial scans contain the slices that their names say, on the grid of the scan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from medseg.data.case_table import Case
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image, write_labels
-from medseg.studies.pieces import cut_pieces, slice_ranges
+from medseg.studies.partial_scans import cut_partial_scans, slice_ranges
 
 # Stored from head to feet: slice 0 is the highest.
 GRID = VoxelGrid((60, 4, 5), (5.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((1, 0, 0), (0, 1, 0), (0, 0, -1)))
@@ -27,29 +27,29 @@ GRID = VoxelGrid((60, 4, 5), (5.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((1, 0, 0), (0
         (9, 0, 9, {}),
     ],
 )
-def test_the_slices_of_each_piece(below: int, organ: int, above: int, expected: dict[str, tuple[int, int]]) -> None:
+def test_the_slices_of_each_part(below: int, organ: int, above: int, expected: dict[str, tuple[int, int]]) -> None:
     assert dict(slice_ranges(np.repeat([False, True, False], [below, organ, above]), 5.0)) == expected
 
 
-def test_pieces_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) -> None:
+def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) -> None:
     image = np.arange(np.prod(GRID.shape), dtype=np.int16).reshape(GRID.shape)
     labels = np.zeros(GRID.shape, dtype=np.uint8)
     labels[10:50, 1:3, 1:3] = 7
     write_image(tmp_path / "i.nii.gz", image, GRID)
     write_labels(tmp_path / "l.nii.gz", labels, GRID)
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
-    pieces = {piece.name: piece for piece in cut_pieces(case, [7], tmp_path / "pieces")}
-    assert set(pieces) == {"c_below", "c_bases", "c_middle", "c_apices", "c_above"}
-    for name, piece in pieces.items():
-        assert (piece.patient, piece.trust) == ("p", {"lung": "reference"})
-        assert piece.labels is not None
-        cut, cut_labels = read_image(piece.image), read_labels(piece.labels)
+    parts = {part.name: part for part in cut_partial_scans(case, [7], tmp_path / "pieces")}
+    assert set(parts) == {"c_below", "c_bases", "c_middle", "c_apices", "c_above"}
+    for name, part in parts.items():
+        assert (part.patient, part.trust) == ("p", {"lung": "reference"})
+        assert part.labels is not None
+        cut, cut_labels = read_image(part.image), read_labels(part.labels)
         assert cut.grid.is_close(cut_labels.grid)
         assert bool((cut_labels.array == 7).any()) == (name not in {"c_below", "c_above"})
         # Each voxel at its own world point.
         place = np.round(GRID.world_to_index_zyx(cut.grid.index_to_world_xyz_mm([1, 2, 3]))).astype(int)
         assert cut.array[1, 2, 3] == image[tuple(place)]
-    assert read_image(pieces["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[0] == pytest.approx(19)
+    assert read_image(parts["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[0] == pytest.approx(19)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()}
-    assert [piece.name for piece in cut_pieces(case, [7], tmp_path / "pieces")] == list(pieces)
+    assert [part.name for part in cut_partial_scans(case, [7], tmp_path / "pieces")] == list(parts)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()} == before
