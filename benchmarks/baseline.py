@@ -1,98 +1,77 @@
-"""One contender of the bench, or a stated part of its work, in a process of its own: `python -m benchmarks.baseline <request> <answer>`."""
+"""Work of one baseline, measured in a process of its own: `python benchmarks/baseline.py <name> <scan> <threads>`.
+
+A baseline that would take hours runs a stated part of its work. The last line that is printed is JSON: seconds and CPU seconds of that
+part, its share of the whole work in (0, 1], and the same in words.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
+import runpy
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from medseg.io.replacing import replace_text
-from medseg.studies.baselines import make_peer
+import numpy as np
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
-    from medseg.geometry.grid import VoxelGrid
+from medseg.build.stages import load_stage
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_image
+from medseg.memory.precision import autocast
+from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
+from medseg.preprocess.orient import orient
+from medseg.preprocess.resample import resample_image
+from medseg.studies.baselines import make_baseline
+from medseg.weights.files import read_weights, shipped_weights
 
 Shape = tuple[int, int, int]
+Part = tuple[Callable[[], Any], float, str]
+"""Function that does a part of the work, the share of that part in the whole work, and the part in words."""
 
-LUNGMASK_SLICES = 20  # its own batch size
-LUNGMASK_SIZE = 256  # it resizes the body in each slice to so many pixels
+LUNGMASK_SLICES = 20  # lungmask's own batch size
+LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in each slice
 NNUNET_PATCH: Shape = (128, 128, 128)
 NNUNET_MIRRORS = 8
 
 
-class Part(NamedTuple):
-    """What is run of a contender's work.
-
-    Attributes:
-        run: Does it.
-        share: Share of the whole work, in (0, 1].
-        what: The same for a reader.
-    """
-
-    run: Callable[[], Any]
-    share: float
-    what: str
-
-
 def main() -> None:
-    """Measure the contender that the request names."""
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    import torch
-
-    from medseg.io.read import read_image
-    from medseg.preprocess.orient import orient
-
-    torch.set_num_threads(request["threads"])
-    volume = read_image(Path(request["input"]))
+    """Measure the baseline that the command line names."""
+    name, scan, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    volume = read_image(Path(scan))
     image_hu, grid, _ = orient(volume.array, volume.grid)
-    name = request["name"]
-    part = monai(image_hu, grid) if name == "monai" else {"lungmask": lungmask, "nnunet": nnunet}[name](grid)
+    run, share, measured = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name](image_hu, grid)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     with torch.inference_mode():
-        part.run()
-    answer = {
-        "part_s": time.perf_counter() - start_s,
-        "part_cpu_s": time.process_time() - start_cpu_s,
-        "share": part.share,
-        "what": part.what,
-    }
-    replace_text(Path(sys.argv[2]), json.dumps(answer))
+        run()
+    part_s, part_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    print(json.dumps({"part_s": part_s, "part_cpu_s": part_cpu_s, "share": share, "measured": measured}))
 
 
-def lungmask(grid: VoxelGrid) -> Part:
+def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
     """The network of lungmask's R231, with random weights, on one of its batches of slices."""
-    import torch
-
-    # Its package imports readers and image libraries that the network does without.
-    found = importlib.util.find_spec("lungmask")
-    assert found is not None, "the environment of the peers has it"
-    assert found.submodule_search_locations
-    spec = importlib.util.spec_from_file_location("resunet", Path(found.submodule_search_locations[0]) / "resunet.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    network = module.UNet(n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False).eval()
+    # Run as a file: importing the package would import image libraries that the network does not need.
+    package = find_spec("lungmask")
+    assert package is not None, "the folder of the baselines has it"
+    assert package.origin is not None
+    unet = runpy.run_path(str(Path(package.origin).with_name("resunet.py")))["UNet"]
+    network = unet(n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False).eval()
     num_slices = min(LUNGMASK_SLICES, grid.shape[0])
     slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
-    return Part(lambda: network(slices), num_slices / grid.shape[0], f"{num_slices} of {grid.shape[0]} slices")
+    return lambda: network(slices), num_slices / grid.shape[0], f"{num_slices} of {grid.shape[0]} slices"
 
 
-def nnunet(grid: VoxelGrid) -> Part:
+def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
     """nnU-Net's default network, with random weights, on one of the mirrored tiles of its predictor at 1 mm."""
-    import torch
-
-    network = make_peer("nnunet", 3).eval()
+    network = make_baseline("nnunet", 3).eval()
     num_passes = num_tiles(_at_1mm(grid).shape, NNUNET_PATCH) * NNUNET_MIRRORS
-    return Part(lambda: network(torch.zeros(1, 1, *NNUNET_PATCH)), 1 / num_passes, f"1 of {num_passes} passes of 128×128×128")
+    return lambda: network(torch.zeros(1, 1, *NNUNET_PATCH)), 1 / num_passes, f"1 of {num_passes} passes of 128×128×128"
 
 
 def num_tiles(shape: Shape, patch: Shape) -> int:
@@ -107,14 +86,7 @@ def num_tiles(shape: Shape, patch: Shape) -> int:
 
 def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
     """MONAI's sliding window with our fine network, in our precision, over the whole volume at 1 mm."""
-    import torch
     from monai.inferers import sliding_window_inference
-
-    from medseg.build.stages import load_stage
-    from medseg.memory.precision import autocast
-    from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
-    from medseg.preprocess.resample import resample_image
-    from medseg.weights.files import read_weights, shipped_weights
 
     path = shipped_weights("lungs", "fine")
     stage = load_stage(path, "fine", torch.device("cpu"))
@@ -130,7 +102,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
         image = normalise_hu(resampled, stage.task.window_hu)
         sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
 
-    return Part(run, 1.0, "all")
+    return run, 1.0, "all"
 
 
 def _at_1mm(grid: VoxelGrid) -> VoxelGrid:

@@ -1,145 +1,162 @@
-"""The `bench_inference` command: medseg beside the networks of others on one CT, in one run, with the same threads."""
+"""Inference benchmark: medseg and three baselines on one CT, in one run, with the same number of threads.
+
+    python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
+
+Writes `bench.csv` and `bench.md`; ratios are those to the first row, medseg from file to file.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, cast
 
-from medseg.commands import entry
-from medseg.config.overrides import quote
-from medseg.config.schema import BenchInferenceConfig
-from medseg.errors import UserError
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from medseg.console import say
+from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.io.replacing import replace_text
-from medseg.studies.baselines import make_environment
+from medseg.io.write import write_image
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PhantomSpec
+from medseg.report.tables import markdown_table, write_csv
+from medseg.studies.baselines import install_baselines
 
-CONTENDERS = {
+Row = dict[str, Any]
+BASELINES = {
     "lungmask": "lungmask, network of R231",
     "nnunet": "nnU-Net, default network at 1 mm",
     "monai": "MONAI, sliding window with our fine network at 1 mm",
 }
-OURS = "medseg, from file to file"
+# Column of bench.csv to its heading in bench.md.
+COLUMNS = {
+    "contender": "", "wall_s": "wall s", "cpu_s": "CPU s", "peak_gb": "peak GB", "wall_ratio": "wall ratio", "cpu_ratio": "CPU ratio",
+    "measured": "measured, rest scaled",
+}  # fmt: skip
+FORMATS = {"wall_s": ".1f", "cpu_s": ".1f", "peak_gb": ".2f", "wall_ratio": ".1f", "cpu_ratio": ".1f"}
 
 
-class Row(NamedTuple):
-    """A contender's cost.
+@dataclass
+class Options:
+    """Keys of the command line.
 
     Attributes:
-        name: Who.
-        wall_s: Seconds from the start of the process to its end, a part scaled to the whole.
-        cpu_s: Seconds of all its threads, likewise.
-        peak_gb: Most resident memory, as measured.
-        measured: What was run.
+        output: Folder of `bench.csv` and `bench.md`.
+        input: CT; null = a phantom of 512×512×300 voxels of 0.75×0.75×1 mm, made once in `output`.
+        threads: CPU threads of every process.
+        peers: Also measure lungmask, nnU-Net and MONAI.
+        peers_env: Folder of their packages, made by pip on first use.
     """
 
-    name: str
-    wall_s: float
-    cpu_s: float
-    peak_gb: float
-    measured: str
+    output: str = "bench_inference"
+    input: str | None = None
+    threads: int = 2
+    peers: bool = True
+    peers_env: str = ".venv-bench"
 
 
 def main() -> None:
-    """Compose, check, measure."""
-    entry.run("bench_inference", BenchInferenceConfig, bench_inference)
+    """Read the command line and run the benchmark."""
+    try:
+        given = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(sys.argv[1:]))
+        run_benchmark(cast(Options, OmegaConf.to_object(given)))
+    except OmegaConfBaseException as error:
+        keys = " ".join(f"{field.name}={getattr(Options, field.name)}" for field in fields(Options))
+        say(f"{str(error).splitlines()[0]}; the keys and their defaults are {keys}")
+        sys.exit(EXIT_USER_ERROR)
+    except UserError as error:
+        say(str(error))
+        sys.exit(EXIT_USER_ERROR)
 
 
-def bench_inference(config: BenchInferenceConfig) -> int:
-    """Measure medseg and, where asked to, its peers one after the other; write `bench.csv` and `bench.md`.
+def run_benchmark(options: Options) -> None:
+    """Measure medseg and the baselines one after the other; write and print the table.
 
     Raises:
-        UserError: If the input is missing, the peers cannot be installed, or a process fails.
+        UserError: If the input is missing, the baselines cannot be installed, or a process fails.
     """
-    output = Path(config.output).absolute()
-    image = Path(config.input).absolute() if config.input else make_scan(output)
-    if not image.exists():
-        raise UserError(f"input={config.input}: this file or folder does not exist; check the path")
-    # Before anything is measured: what cannot be installed must not cost the rest.
-    python = make_environment(Path(config.peers_env).absolute()) if config.peers else None
+    output = Path(options.output).absolute()
+    scan = Path(options.input).absolute() if options.input else make_scan(output)
+    if not scan.exists():
+        raise UserError(f"input={options.input}: this file or folder does not exist; check the path")
+    # First of all: a failed installation must not cost the measurements.
+    packages = install_baselines(Path(options.peers_env).absolute()) if options.peers else None
     command = [
-        sys.executable, "-m", "medseg.commands.cli", "predict", f"input={quote(str(image))}", f"output={quote(str(output / 'lungs.nii.gz'))}",
-        "accelerator=cpu", f"threads={config.threads}", "overwrite=true",
+        "-m", "medseg.commands.cli", "predict", f"input={scan}", f"output={output / 'lungs.nii.gz'}", "accelerator=cpu",
+        f"threads={options.threads}", "overwrite=true",
     ]  # fmt: skip
-    rows = [measure(OURS, command, config.threads)]
-    for name, title in CONTENDERS.items() if python else ():
-        request, answer = output / f"{name}_request.json", output / f"{name}.json"
-        replace_text(request, json.dumps({"name": name, "input": str(image), "threads": config.threads}))
-        row = measure(title, [str(python), "-m", "benchmarks.baseline", str(request), str(answer)], config.threads)
-        rows.append(scaled(row, **json.loads(answer.read_text(encoding="utf-8"))))
-    replace_text(output / "bench.csv", csv_text(rows))
-    replace_text(output / "bench.md", markdown(rows))
-    print(markdown(rows), end="")
-    return 0
+    first, _ = measure("medseg, from file to file", command, options.threads)
+    rows = [first]
+    for name, title in BASELINES.items() if packages else ():
+        command = [str(Path(__file__).with_name("baseline.py")), name, str(scan), str(options.threads)]
+        row, printed = measure(title, command, options.threads, packages)
+        rows.append(scaled(row, **json.loads(printed.splitlines()[-1])))
+    rows = [{**row, "wall_ratio": row["wall_s"] / first["wall_s"], "cpu_ratio": row["cpu_s"] / first["cpu_s"]} for row in rows]
+    text = markdown_table(rows, COLUMNS, FORMATS)
+    write_csv(output / "bench.csv", rows, list(COLUMNS), FORMATS)
+    replace_text(output / "bench.md", text)
+    print(text, end="")
 
 
 def make_scan(folder: Path) -> Path:
-    """Make the phantom of the bench, 512×512×300 voxels of 0.75×0.75×1 mm, unless it is there."""
+    """Make the phantom of the benchmark, 512×512×300 voxels of 0.75×0.75×1 mm, unless it exists."""
     path = folder / "ct.nii.gz"
     if not path.is_file():
-        from medseg.io.write import write_image
-        from medseg.phantom.scan import make_phantom
-        from medseg.phantom.spec import PhantomSpec
-
         print(f"making {path}", flush=True)
-        spec = PhantomSpec(
-            seed=7, index=0, spacing_mm=(1.0, 0.75, 0.75), matrix=(512, 512), num_slices=300, model_spacing_mm=(1.5, 1.5, 1.5)
+        phantom = make_phantom(
+            PhantomSpec(
+                seed=7, index=0, spacing_mm=(1.0, 0.75, 0.75), matrix=(512, 512), num_slices=300, model_spacing_mm=(1.5, 1.5, 1.5)
+            )
         )
-        phantom = make_phantom(spec)
         write_image(path, phantom.image_hu, phantom.grid)
     return path
 
 
-def measure(name: str, command: Sequence[str], threads: int) -> Row:
-    """Run a process to its end and read from the system what it took.
+def measure(name: str, arguments: Sequence[str], threads: int, packages: Path | None = None) -> tuple[Row, str]:
+    """Run a Python process to its end and read its costs from the operating system.
+
+    Args:
+        name: Name of the row.
+        arguments: Arguments of Python.
+        threads: OpenMP threads of the process.
+        packages: Folder of packages that come before those of this environment; None = no other packages.
+
+    Returns:
+        The row, with seconds from the start of the process to its end, CPU seconds of all its threads, and its largest resident memory
+        in GB; and what the process printed.
 
     Raises:
-        UserError: If it fails.
+        UserError: If the process fails.
     """
     print(f"measuring {name}", flush=True)
+    paths = [str(packages or ""), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     start_s = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, encoding="utf-8", env=environment)
+    with process.stdout as stream:  # type: ignore[union-attr]
+        printed = stream.read()
     _, status, usage = os.wait4(process.pid, 0)
+    wall_s = time.perf_counter() - start_s
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise UserError(f"{name} could not be measured (exit code {process.returncode}); what went wrong stands above")
-    wall_s = time.perf_counter() - start_s
+        raise UserError(f"{name} could not be measured (exit code {process.returncode}); see the message above")
     peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Row(name, wall_s, usage.ru_utime + usage.ru_stime, peak_bytes / 1e9, "all")
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return {"contender": name, "wall_s": wall_s, "cpu_s": cpu_s, "peak_gb": peak_bytes / 1e9, "measured": "all"}, printed
 
 
-def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, what: str) -> Row:
+def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: str) -> Row:
     """Scale the part of the work that a process did to the whole; start-up and reading are counted once."""
     more = 1 / share - 1
-    return row._replace(wall_s=row.wall_s + more * part_s, cpu_s=row.cpu_s + more * part_cpu_s, measured=what)
+    return row | {"wall_s": row["wall_s"] + more * part_s, "cpu_s": row["cpu_s"] + more * part_cpu_s, "measured": measured}
 
 
-def _cells(rows: Sequence[Row]) -> list[list[str]]:
-    return [
-        [
-            row.name, f"{row.wall_s:.1f}", f"{row.cpu_s:.1f}", f"{row.peak_gb:.2f}", f"{row.wall_s / rows[0].wall_s:.1f}",
-            f"{row.cpu_s / rows[0].cpu_s:.1f}", row.measured,
-        ]
-        for row in rows
-    ]  # fmt: skip
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """The table for programs; ratios are those to the first row."""
-    text = io.StringIO()
-    header = ["contender", "wall_s", "cpu_s", "peak_gb", "wall_ratio", "cpu_ratio", "measured"]
-    csv.writer(text, lineterminator="\n").writerows([header, *_cells(rows)])
-    return text.getvalue()
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The table for readers; ratios are those to the first row."""
-    header = ["", "wall s", "CPU s", "peak GB", "wall ratio", "CPU ratio", "measured, rest scaled"]
-    table = [header, ["---"] * len(header), *_cells(rows)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,12 @@
-"""How long resampling takes beside SimpleITK's linear filter and scikit-image's order 3, in one run on the same volume.
+"""Resampling benchmark: our three filters, SimpleITK's linear filter and scikit-image's order 3 on the same volume, in one run.
 
     pip install -e ".[dev,bench]"           # SimpleITK and scikit-image; what is not installed is left out
-    python scripts/bench_resample.py
+    python benchmarks/resample.py
 
-A scan of 512 x 512 x 300 voxels goes to 1 mm and to 2 mm, two threads each, every way in turn and the quickest of three rounds. SimpleITK's
-filter and `linear` skip voxels where the grid gets coarser, `antialiased` and `cubic` count them all, and scikit-image is called once, as nnU-Net
-calls it (order 3, edge, no anti-aliasing). Targets: `linear` at most 1.2 times as long as SimpleITK, scikit-image at least 5 times as long as
-`antialiased`.
+A scan of 512×512×300 voxels is resampled to 1 mm and to 2 mm with two threads. Every filter runs in turn; the fastest of three rounds
+counts. Where the grid gets coarser, SimpleITK's filter and `linear` skip voxels, while `antialiased` and `cubic` use them all.
+scikit-image runs once, with the arguments of nnU-Net (order 3, edge, no anti-aliasing). Targets: `linear` takes at most 1.2 times as
+long as SimpleITK, scikit-image at least 5 times as long as `antialiased`.
 """
 
 from __future__ import annotations
@@ -22,41 +22,43 @@ import torch
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.resample import RESAMPLINGS, resample_image
+from medseg.report.tables import print_table
 
 GRID = VoxelGrid((300, 512, 512), (1.25, 0.7, 0.7))
 THREADS = 2
 ROUNDS = 3
 SIMPLE_ITK, SCIKIT_IMAGE = "SimpleITK linear", "scikit-image order 3"
+FORMATS = dict.fromkeys(("seconds", "of SimpleITK", "of antialiased"), ".2f")
 
 
 def main() -> None:
-    """Time every way that is installed and print a table."""
+    """Time every filter that is installed and print a table for each target spacing."""
     torch.set_num_threads(THREADS)
     image = np.random.default_rng(0).integers(-1000, 1000, GRID.shape).astype(np.int16)
-    print(f"{'to':>5}  {'way':<22}{'seconds':>9}{'of SimpleITK':>14}{'of antialiased':>16}")
     for spacing_mm in (1.0, 2.0):
         target = GRID.resampled((spacing_mm,) * 3)
-        ways: dict[str, Callable[[], Any]] = {
+        filters: dict[str, Callable[[], Any]] = {
             resampling: functools.partial(resample_image, image, GRID, target, -1000.0, resampling=resampling)
             for resampling in RESAMPLINGS
         }
         if find_spec("SimpleITK"):
-            ways[SIMPLE_ITK] = simple_itk(image, target)
-        times = dict.fromkeys(ways, float("inf"))
-        for _ in range(ROUNDS):  # in turn, so that what else the machine does meets all of them
-            times = {name: min(times[name], seconds(way)) for name, way in ways.items()}
+            filters[SIMPLE_ITK] = simple_itk(image, target)
+        times = dict.fromkeys(filters, float("inf"))
+        for _ in range(ROUNDS):  # in turn, so that other work on the machine affects all of them alike
+            times = {name: min(times[name], seconds(run)) for name, run in filters.items()}
         if find_spec("skimage"):
             times[SCIKIT_IMAGE] = seconds(scikit_image(image, target))
-        for name, taken in times.items():
-            of_itk = f"{taken / times[SIMPLE_ITK]:.2f}" if SIMPLE_ITK in times else ""
-            print(f"{spacing_mm:3g}mm  {name:<22}{taken:9.2f}{of_itk:>14}{taken / times['antialiased']:16.2f}", flush=True)
+        rows = [{f"to {spacing_mm:g} mm": name, "seconds": taken_s, "of antialiased": taken_s / times["antialiased"]}
+                | ({"of SimpleITK": taken_s / times[SIMPLE_ITK]} if SIMPLE_ITK in times else {})
+                for name, taken_s in times.items()]  # fmt: skip
+        print_table(rows, formats=FORMATS)
 
 
 def seconds(run: Callable[[], Any]) -> float:
     """Time one call."""
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     run()
-    return time.perf_counter() - start
+    return time.perf_counter() - start_s
 
 
 def simple_itk(image: np.ndarray, target: VoxelGrid) -> Callable[[], Any]:
