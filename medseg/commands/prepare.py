@@ -93,17 +93,17 @@ def describe(audit: CaseAudit) -> str:
 
 def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path: Path, task: Task) -> list[Path]:
     """Draw all cases, those with errors first, then those with warnings; returns the files."""
-    from medseg.pictures.audit import Card, audit_pictures
+    from medseg.pictures.audit import CaseView, audit_pictures
 
-    cards = []
+    cases = []
     for one, shown in zip(audited, slices, strict=True):
         findings = [("error", one.failure)] if one.failure else []
         findings += [(finding.severity.value, f"{finding.code}: {finding.message}") for finding in one.findings()]
-        cards.append(Card(one.case.name, describe(one.audit) if one.audit else "", shown, findings))
+        cases.append(CaseView(one.case.name, describe(one.audit) if one.audit else "", shown, findings))
     ranks = ["error", "warning", "note", ""]
-    cards.sort(key=lambda card: min((ranks.index(severity) for severity, _ in card.findings if severity != "note"), default=3))
+    cases.sort(key=lambda case: min((ranks.index(severity) for severity, _ in case.findings if severity != "note"), default=3))
     names = {value: name for name, value in task.labels.items()}
-    return audit_pictures(cards, path, count(len(cards), "case"), label_names=names, window_hu=task.window_hu)
+    return audit_pictures(cases, path, count(len(cases), "case"), label_names=names, window_hu=task.window_hu)
 
 
 def summary(audited: Sequence[AuditedCase], files: Sequence[Path]) -> str:

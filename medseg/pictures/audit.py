@@ -1,41 +1,35 @@
-"""What a data set looks like: two slices of every case with its labels and what the audit found."""
+"""Pictures of the audit of a data set: two slices of every case with its labels and its findings."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import numpy as np
 
-from medseg.pictures.overlay import BACKGROUND, COLOURS, TEXT, draw_outlines
-from medseg.pictures.png import write_png
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from medseg.pictures.slices import TEXT, Canvas, colour_of
 
 MAX_SLICE_PX = 256
 
 _COLUMNS = 3
-_CARDS_PER_PAGE = 24
-_CARD_PX = 480
+_CASES_PER_PAGE = 24
+_CASE_PX = 480
 _SLICES_PX = 210
 _TITLE_PX = 38
 _LINE_PX = 14
 _GAP_PX = 10
 _HEADER_PX = 50
-_DPI = 100
 _MARKS = {"error": "#f87171", "warning": "#facc15", "note": "#8b949e"}
-_LINE_LENGTH = 80
+_LINE_LENGTH = 74
 _MAX_LINES = 7
 
 
-@dataclass(frozen=True)
-class Slice:
-    """One slice of a case, thinned out to what a small picture can show.
+class Slice(NamedTuple):
+    """One slice of a case, thinned to the resolution of a small picture.
 
     Attributes:
         plane: `coronal` or `axial`.
@@ -50,14 +44,13 @@ class Slice:
     spacing_mm: tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Card:
+class CaseView(NamedTuple):
     """One case in the picture.
 
     Attributes:
         title: Name of the case.
         subtitle: Its grid and volumes.
-        slices: What is shown; may be empty for a case that could not be read.
+        slices: Slices from left to right; empty for a case that could not be read.
         findings: Pairs of severity (`error`, `warning`, `note`) and text.
     """
 
@@ -68,7 +61,7 @@ class Card:
 
 
 def cut_slices(image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tuple[float, float, float]) -> tuple[Slice, Slice]:
-    """Take the coronal and the axial slice that show most label; without labels those in the middle.
+    """Take the coronal and the axial slice with most label; without labels those in the middle.
 
     Args:
         image_hu: Oriented image, (D, H, W); of a memory map only two slices are read.
@@ -81,30 +74,21 @@ def cut_slices(image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tupl
         if labels is not None:
             areas = np.count_nonzero(labels, axis=tuple({0, 1, 2} - {axis}))
             index = int(np.argmax(areas)) if areas.any() else index
-        at: list[Any] = [slice(None)] * 3
-        at[axis] = index
-        sizes = [size for other, size in enumerate(image_hu.shape) if other != axis]
-        steps_mm = [step for other, step in enumerate(spacing_mm) if other != axis]
-        strides = [math.ceil(size / MAX_SLICE_PX) for size in sizes]
-        thin = (slice(None, None, strides[0]), slice(None, None, strides[1]))
-        shown.append(
-            Slice(
-                plane,
-                np.array(image_hu[tuple(at)][thin]),
-                None if labels is None else np.array(labels[tuple(at)][thin]),
-                (steps_mm[0] * strides[0], steps_mm[1] * strides[1]),
-            )
-        )
+        strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
+        at = tuple(index if other == axis else slice(None, None, stride) for other, stride in enumerate(strides))
+        rows_mm, columns_mm = (spacing_mm[other] * strides[other] for other in range(3) if other != axis)
+        labels_there = None if labels is None else np.array(labels[at])
+        shown.append(Slice(plane, np.array(image_hu[at]), labels_there, (rows_mm, columns_mm)))
     return shown[0], shown[1]
 
 
 def audit_pictures(
-    cards: Sequence[Card], path: Path, title: str, *, label_names: Mapping[int, str], window_hu: tuple[float, float]
+    cases: Sequence[CaseView], path: Path, title: str, *, label_names: Mapping[int, str], window_hu: tuple[float, float]
 ) -> list[Path]:
-    """Draw all cases, 24 on a picture; the second picture is called `<name>-2.png`.
+    """Draw all cases, 24 in a picture; the second picture is called `<name>-2.png`.
 
     Args:
-        cards: The cases, at least one, in the order of drawing.
+        cases: The cases, at least one, in the order of drawing.
         path: PNG file to write; further ones of an earlier call are removed.
         title: Line at the top.
         label_names: Label value to name; only these values are drawn, in this order of colours.
@@ -113,88 +97,65 @@ def audit_pictures(
     Returns:
         The files.
     """
-    pages = [cards[first : first + _CARDS_PER_PAGE] for first in range(0, len(cards), _CARDS_PER_PAGE)]
+    pages = [cases[first : first + _CASES_PER_PAGE] for first in range(0, len(cases), _CASES_PER_PAGE)]
     paths = [path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, len(pages) + 1))]
     for number, (page, file) in enumerate(zip(pages, paths, strict=True), start=1):
         place = f" · {number} of {len(pages)}" if len(pages) > 1 else ""
         _draw_page(page, file, title + place, label_names, window_hu)
-    number = len(pages) + 1
-    while (old := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    for number in count(len(pages) + 1):
+        old = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        if not old.exists():
+            return paths
         old.unlink()
-        number += 1
     return paths
 
 
 def _draw_page(
-    cards: Sequence[Card], path: Path, title: str, label_names: Mapping[int, str], window_hu: tuple[float, float]
+    cases: Sequence[CaseView], path: Path, title: str, label_names: Mapping[int, str], window_hu: tuple[float, float]
 ) -> None:
-    from matplotlib.figure import Figure
-
-    texts = [_wrapped(card.findings) for card in cards]
-    columns = min(_COLUMNS, len(cards))
-    tops, top = [], _HEADER_PX
-    for first in range(0, len(cards), columns):
-        tops.append(top)
+    """Draw one picture: a header, and rows of cases as high as the longest findings of the row ask for."""
+    texts = [_wrapped(case.findings) for case in cases]
+    columns = min(_COLUMNS, len(cases))
+    tops = [_HEADER_PX]
+    for first in range(0, len(cases), columns):
         num_lines = max(len(text) for text in texts[first : first + columns])
-        top += _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX
-    width_px, height_px = columns * (_CARD_PX + _GAP_PX) + _GAP_PX, top
-    figure = Figure(figsize=(width_px / _DPI, height_px / _DPI), dpi=_DPI, facecolor=BACKGROUND)
-
-    def write(x_px: float, y_px: float, text: str, **style: Any) -> None:
-        figure.text(x_px / width_px, 1 - y_px / height_px, text, **{"color": TEXT, "va": "top", "parse_math": False, **style})
-
-    write(_GAP_PX, 14, title, fontsize=13, fontweight="bold")
-    x_px = float(width_px)
+        tops.append(tops[-1] + _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX)
+    canvas = Canvas(columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops[-1])
+    canvas.write(_GAP_PX, 14, title, fontsize=13, fontweight="bold")
+    right = canvas.width_px
     for number, name in reversed(list(enumerate(label_names.values()))):
-        x_px -= 7.5 * len(name) + 2 * _GAP_PX
-        write(x_px, 17, name.replace("_", " "), color=COLOURS[number % len(COLOURS)], fontsize=10, fontweight="bold")
-    for number, (card, text) in enumerate(zip(cards, texts, strict=True)):
-        left, top = _GAP_PX + number % columns * (_CARD_PX + _GAP_PX), tops[number // columns]
-        worst = min((severity for severity, _ in card.findings), key=list(_MARKS).index, default="note")
-        write(left, top, "✓" if worst == "note" else "●", color=TEXT if worst == "note" else _MARKS[worst], fontsize=11)
-        write(left + 16, top, _shortened(card.title, 48), fontsize=11, fontweight="bold")
-        write(left + 16, top + 18, _shortened(card.subtitle, 74), color=_MARKS["note"], fontsize=8)
-        shown_mm = [(one.image_hu.shape[0] * one.spacing_mm[0], one.image_hu.shape[1] * one.spacing_mm[1]) for one in card.slices]
-        if shown_mm:
-            px_per_mm = min(
-                (_CARD_PX - _GAP_PX) / sum(columns_mm for _, columns_mm in shown_mm),
-                _SLICES_PX / max(rows_mm for rows_mm, _ in shown_mm),
-            )
-            x_px = left
-            for one, (rows_mm, columns_mm) in zip(card.slices, shown_mm, strict=True):
-                size = max(1.0, columns_mm * px_per_mm), max(1.0, rows_mm * px_per_mm)
-                bottom = height_px - top - _TITLE_PX - (_SLICES_PX + size[1]) / 2
-                place = (x_px / width_px, bottom / height_px, size[0] / width_px, size[1] / height_px)
-                _draw_slice(figure.add_axes(place), one, list(label_names), window_hu)
-                x_px += size[0] + _GAP_PX
+        right -= 7.5 * len(name) + 2 * _GAP_PX
+        canvas.write(right, 17, name.replace("_", " "), color=colour_of(number), fontsize=10, fontweight="bold")
+    for number, (case, text) in enumerate(zip(cases, texts, strict=True)):
+        left, top = _GAP_PX + number % columns * (_CASE_PX + _GAP_PX), tops[number // columns]
+        worst = min((severity for severity, _ in case.findings), key=list(_MARKS).index, default="note")
+        canvas.write(left, top, "✓" if worst == "note" else "●", color=TEXT if worst == "note" else _MARKS[worst], fontsize=11)
+        canvas.write(left + 16, top, _shortened(case.title, 46), fontsize=11, fontweight="bold")
+        canvas.write(left + 16, top + 18, _shortened(case.subtitle, 74), color=_MARKS["note"], fontsize=8)
+        _draw_slices(canvas, left, top + _TITLE_PX, case.slices, list(label_names), window_hu)
         for line, (colour, words) in enumerate(text):
-            write(left, top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX, words, color=colour, fontsize=8)
-    write_png(figure, path)
+            canvas.write(left, top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX, words, color=colour, fontsize=8)
+    canvas.save(path)
 
 
-def _draw_slice(axes: Axes, shown: Slice, values: list[int], window_hu: tuple[float, float]) -> None:
-    rows, columns = shown.image_hu.shape
-    is_up = shown.plane == "coronal"
-    axes.imshow(
-        shown.image_hu,
-        cmap="gray",
-        vmin=window_hu[0],
-        vmax=window_hu[1],
-        extent=(0, columns, 0, rows) if is_up else (0, columns, rows, 0),
-        origin="lower" if is_up else "upper",
-        aspect="auto",
-        interpolation="hanning",
-    )
-    if shown.labels is not None:
-        draw_outlines(axes, shown.labels, values, width_pt=1.0)
-    axes.set_xlim(0, columns)
-    axes.set_ylim(*((0, rows) if is_up else (rows, 0)))
-    axes.axis("off")
-    axes.text(0.01, 0.5, "R", transform=axes.transAxes, color=TEXT, fontsize=8, va="center")
+def _draw_slices(
+    canvas: Canvas, left: float, top: float, slices: Sequence[Slice], values: list[int], window_hu: tuple[float, float]
+) -> None:
+    """Draw the slices of a case side by side in one scale, vertically centred, with the patient's right marked."""
+    sizes_mm = [np.multiply(one.image_hu.shape, one.spacing_mm) for one in slices]
+    for one, size_mm in zip(slices, sizes_mm, strict=True):
+        px_per_mm = min((_CASE_PX - _GAP_PX) / sum(mm[1] for mm in sizes_mm), _SLICES_PX / max(mm[0] for mm in sizes_mm))
+        height, width = np.maximum(1.0, size_mm * px_per_mm)
+        middle = top + _SLICES_PX / 2
+        box_px = (left, middle - height / 2, left + width, middle + height / 2)
+        is_up = one.plane == "coronal"
+        axes = canvas.draw_slice(box_px, one.image_hu, values, window_hu, is_up=is_up, outlined=one.labels, width_pt=1.0)
+        axes.text(0.01, 0.5, "R", transform=axes.transAxes, color=TEXT, fontsize=8, va="center")
+        left += width + _GAP_PX
 
 
 def _wrapped(findings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Lines of text with their colours; what does not fit is counted."""
+    """Wrap findings into lines, (colour, text); a last line stands for those that do not fit."""
     lines = [
         (_MARKS[severity], line)
         for severity, text in findings

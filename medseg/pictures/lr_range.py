@@ -1,11 +1,11 @@
-"""The loss over the learning rate."""
+"""Plot of the learning-rate finder: the loss over the learning rate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from medseg.pictures.png import write_png
+from medseg.pictures.png import new_axes, new_figure, write_png
 
 
 def draw_lr_range(
@@ -21,10 +21,8 @@ def draw_lr_range(
         title: Of what run.
         path: PNG file to write.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
+    figure = new_figure(7, 4)
+    axes = new_axes(figure, title)
     axes.scatter(rates, losses, s=9, color="#94a3b8", label="loss of a step")
     axes.plot(rates, curve, color="#0369a1", linewidth=2, label="smoothed")
     if suggested is not None:
@@ -32,9 +30,6 @@ def draw_lr_range(
     axes.set_xscale("log")
     # A last step that exploded would flatten all others.
     axes.set_ylim(0.9 * min(losses), min(max(losses), 2.0 * losses[0]) * 1.1)
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss")
-    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="learning rate", ylabel="loss")
     axes.legend(frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
     write_png(figure, path)

@@ -1,14 +1,34 @@
-"""Write a drawn figure as a small PNG."""
+"""Figures of plots in one style, and their file: a small PNG."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from medseg.io.replacing import replacing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """Make a figure without a window for plots, of a size in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
+
+
+def new_axes(
+    figure: Figure, title: str, place: tuple[int, int, int] = (1, 1, 1), loc: Literal["left", "center"] = "center"
+) -> Axes:
+    """Add axes without a frame at the top and at the right; `place` is (rows, columns, number)."""
+    axes = figure.add_subplot(*place)
+    axes.set_title(title, fontsize=10, loc=loc, parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
 
 
 def write_png(figure: Figure, path: Path) -> None:
@@ -28,7 +48,6 @@ def write_png(figure: Figure, path: Path) -> None:
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    width, height = canvas.get_width_height()
-    image = Image.frombuffer("RGBA", (width, height), canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     with replacing(path) as file:
         image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, "PNG")

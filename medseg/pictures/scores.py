@@ -1,4 +1,4 @@
-"""The scores of all cases in one figure."""
+"""Plot of the scores: the Dice of all cases by region."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.pictures.png import write_png
+from medseg.pictures.png import new_axes, new_figure, write_png
 
 _COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
 _MAX_NAME = 28
+_SURE = ("", "reference")
 
 
 class ScorePoint(NamedTuple):
@@ -42,11 +43,11 @@ def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
     """
     if not rows:
         raise ValueError("a plot of scores needs at least one row")
-    from matplotlib.figure import Figure
-
     regions = list(dict.fromkeys(row.region for row in rows))
-    figure = Figure(figsize=(2.2 + 2.4 * len(regions), 4.8), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
+    num_cases = len({row.case for row in rows})
+    hollow = " · hollow: reference approximate or absent" if any(row.trust not in _SURE for row in rows) else ""
+    figure = new_figure(2.2 + 2.4 * len(regions), 4.8)
+    axes = new_axes(figure, f"{num_cases} case{'s' if num_cases != 1 else ''}{hollow}", loc="left")
     for number, region in enumerate(regions):
         own = sorted((row for row in rows if row.region == region), key=lambda row: row.dice)
         values = np.array([row.dice for row in own])
@@ -63,9 +64,9 @@ def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
                 capprops={"color": "#9ca3af"},
                 medianprops={"color": "#4b5563", "linewidth": 1.6},
             )
-        # Neighbours in rank are spread by the golden ratio: no two points of nearly the same score meet, and no chance.
+        # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
         offsets = ((np.arange(len(own)) * 0.618) % 1 - 0.5) * 0.36
-        is_sure = np.array([row.trust in ("", "reference") for row in own])
+        is_sure = np.array([row.trust in _SURE for row in own])
         axes.scatter(number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3)
         axes.scatter(number + offsets[~is_sure], values[~is_sure], s=26, facecolors="white", edgecolors=colour, zorder=3)
         worst = own[0].case if len(own[0].case) <= _MAX_NAME else f"{own[0].case[: _MAX_NAME - 1]}…"
@@ -83,14 +84,8 @@ def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
     lowest = min(row.dice for row in rows)
     highest = max(row.dice for row in rows)
     reach = max(1.0 - lowest, 0.02)
-    axes.set_ylim(lowest - 0.14 * reach, max(highest, 1.0) + 0.04 * reach)
-    axes.set_xlim(-0.6, len(regions) - 0.4)
+    axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=(lowest - 0.14 * reach, max(highest, 1.0) + 0.04 * reach), ylabel="Dice")
     axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])
-    axes.set_ylabel("Dice")
-    num_cases = len({row.case for row in rows})
-    hollow = " · hollow: reference approximate or absent" if any(row.trust not in ("", "reference") for row in rows) else ""
-    axes.set_title(f"{num_cases} case{'s' if num_cases != 1 else ''}{hollow}", fontsize=10, loc="left")
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     write_png(figure, path)

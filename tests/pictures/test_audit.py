@@ -1,4 +1,4 @@
-"""The picture of a data set: the slices that matter, every card in its place, no page left over."""
+"""The picture of a data set: the slices that matter, every case in its place, no page left over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.pictures.audit import MAX_SLICE_PX, Card, audit_pictures, cut_slices
+from medseg.pictures.audit import MAX_SLICE_PX, CaseView, audit_pictures, cut_slices
 
 NAMES = {1: "left_lung", 2: "right_lung"}
 
@@ -38,12 +38,14 @@ def test_large_slices_are_thinned_out_and_keep_their_extent() -> None:
 
 
 @pytest.fixture
-def card() -> Card:
+def case() -> CaseView:
     labels = np.zeros((20, 30, 40), np.uint8)
     labels[5:15, 5:25, 22:36] = 1
     labels[5:15, 5:25, 4:18] = 2
     image = np.where(labels > 0, -850, 60).astype(np.int16)
-    return Card("p1", "20×30×40", cut_slices(image, labels, (6.0, 4.0, 4.0)), [("error", "a: b"), ("note", "c: " + "d " * 300)])
+    return CaseView(
+        "p1", "20×30×40", cut_slices(image, labels, (6.0, 4.0, 4.0)), [("error", "a: b"), ("note", "c: " + "d " * 300)]
+    )
 
 
 def has_colour(picture: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
@@ -51,8 +53,8 @@ def has_colour(picture: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
     return np.flatnonzero((np.abs(picture.astype(int) - colour).max(axis=2) < 40).any(axis=0))
 
 
-def test_outlines_have_their_colours_and_the_right_is_on_the_left(card: Card, tmp_path: Path) -> None:
-    (path,) = audit_pictures([card], tmp_path / "audit.png", "1 case", label_names=NAMES, window_hu=(-1000.0, 400.0))
+def test_outlines_have_their_colours_and_the_right_is_on_the_left(case: CaseView, tmp_path: Path) -> None:
+    (path,) = audit_pictures([case], tmp_path / "audit.png", "1 case", label_names=NAMES, window_hu=(-1000.0, 400.0))
     picture = np.asarray(Image.open(path).convert("RGB"))[60:300]
     blue, orange = has_colour(picture, (0x38, 0xBD, 0xF8)), has_colour(picture, (0xFB, 0x92, 0x3C))
     assert blue.size > 20
@@ -62,11 +64,11 @@ def test_outlines_have_their_colours_and_the_right_is_on_the_left(card: Card, tm
     assert orange[-1] < blue[-1]
 
 
-def test_many_cases_make_several_pictures_and_old_ones_go(card: Card, tmp_path: Path) -> None:
+def test_many_cases_make_several_pictures_and_old_ones_go(case: CaseView, tmp_path: Path) -> None:
     path = tmp_path / "audit.png"
-    bare = Card("x" * 200, "", (), [])
+    bare = CaseView("x" * 200, "", (), [])
     paths = audit_pictures([bare] * 49, path, "49 cases", label_names=NAMES, window_hu=(-1000.0, 400.0))
     assert [one.name for one in paths] == ["audit.png", "audit-2.png", "audit-3.png"]
     assert all(one.is_file() for one in paths)
-    assert audit_pictures([card, bare], path, "2 cases", label_names=NAMES, window_hu=(-1000.0, 400.0)) == [path]
+    assert audit_pictures([case, bare], path, "2 cases", label_names=NAMES, window_hu=(-1000.0, 400.0)) == [path]
     assert [one.name for one in tmp_path.iterdir()] == ["audit.png"]
