@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.case import CaseAudit
-from medseg.data.audit.finding import Severity, warning
+from medseg.data.audit.finding import Severity, find
 from medseg.data.audit.grids import audit_grids, map_values
 from medseg.data.audit.image import audit_image, hash_voxels, measure_image
 from medseg.data.audit.labels import ABSENT, audit_labels, measure_volumes
@@ -75,11 +75,11 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
     facts = measure_image(image_hu)
     findings = audit_image(facts)
     is_hu = not any(finding.severity is Severity.error for finding in findings)
-    findings += [warning("reading", remark, "") for remark in volume.remarks]
+    findings += [find("reading", remark=remark) for remark in volume.remarks]
     labels = None
     if case.labels is not None:
         label_volume = read_labels(case.labels)
-        findings += [warning("reading", f"label map: {remark}", "") for remark in label_volume.remarks]
+        findings += [find("reading", remark=f"label map: {remark}") for remark in label_volume.remarks]
         stored, label_grid, _ = orient(label_volume.array, label_volume.grid)
         misfits = audit_grids(grid, label_grid, (volume.array.shape, label_volume.array.shape))
         findings += misfits

@@ -1,4 +1,4 @@
-"""What a person sees of each thing that may be wrong with a scan: `prepare` on one table of bad cases, and its ways out."""
+"""`prepare` on one table of bad cases: every message, the table, the pictures, and the cures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PrepareConfig
 from medseg.data import prepare as preparation
-from medseg.data.audit.finding import CODES
 from medseg.data.case_table import Case
 from medseg.data.source_case import SourceCase
 from medseg.errors import UserError
@@ -127,16 +126,16 @@ def bad_scans() -> dict[str, Scan]:
 
 SWAP = np.array([0, 2, 1], dtype=np.uint8)
 WINDOW = (
-    "they are windowed or normalised, not HU; convert the scan again from its DICOM files, or bring back a window that you know: "
-    "one of -1250 to 250 HU by data.hu_slope=5.88235 data.hu_offset=-1250 (predict: without data.), or by these columns of the case table"
+    "they are windowed or normalised, not HU; convert the scan again from its DICOM files, or undo a known window: "
+    "for one of -1250 to 250 HU set data.hu_slope=5.88235 data.hu_offset=-1250 (predict: without data.), or these columns of the case table"
 )
 OFFSET = "they are about 1024 too {} for HU; data.hu_offset={} corrects them (predict: hu_offset={}), or the column hu_offset of the case table"
 BY_VOXEL = (
-    " (tolerance 0.1 mm); resample it to the image, or, where only its header is wrong, lay it on the image voxel by voxel with "
+    " (tolerance 0.1 mm); resample it to the image, or, if only its header is wrong, use its voxels as they are with "
     "data.ignore_findings=[label_grid]"
 )
 ELSEWHERE = "refused (label_grid): the label map is not on the grid of its image: "
-CUT = "; right where it shows a part on purpose, but volumes are those of the part"
+CUT = "; expected for a partial scan; volumes are those of the visible part"
 SEEN = {
     "good": [],
     "offset": [
@@ -150,26 +149,26 @@ SEEN = {
     "windowed": ["refused (hu_range): the values run from 38 to 255: " + WINDOW],
     "normalised": ["refused (hu_range): the values run from -2.56 to 1.8575: " + WINDOW],
     "magnetic": [
-        "refused (hu_range): the values run from 88 to 974, and next to nothing has the values of fat or air: this does not look "
-        "like HU of a CT; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (predict: without data.)"
+        "refused (hu_range): the values run from 88 to 974, and almost no voxel has the values of fat or air: this is "
+        "no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (predict: without data.)"
     ],
     "constant": ["refused (hu_range): every voxel holds 3; export the scan again"],
     "inside": [
-        "warning (no_air): nothing is as dark as air or lung: the values run from -152 to 746; right for a crop inside the body, "
-        "else check that the values are HU"
+        "warning (no_air): no voxel is as dark as air or lung: the values run from -152 to 746; expected for a crop inside the "
+        "body; otherwise check that the values are HU"
     ],
     "ge": [],
     "ge2": [],
     "filled": [
-        "warning (padding): 30.2% of the voxels hold exactly 0 HU, as if a constant had been filled in, and that is the value of a "
-        "tissue; where they lie outside the field of view, replace them in the file by -1024"
+        "warning (padding): 30.2% of the voxels hold exactly 0 HU, the value of a tissue: a constant may have been filled "
+        "in; if they lie outside the field of view, replace them in the file by -1024"
     ],
     "clipped": [],
     "narrow": [
-        "warning (clipped): 46.2% of the voxels hold the lowest value, -900 HU: the image was clipped there; harmless where "
-        "task.window_hu does not begin below",
-        "warning (clipped): 17.8% of the voxels hold the highest value, 45 HU: the image was clipped there; harmless where "
-        "task.window_hu does not end above",
+        "warning (clipped): 46.2% of the voxels hold the lowest value, -900 HU: the image was clipped there; harmless if "
+        "task.window_hu does not begin lower",
+        "warning (clipped): 17.8% of the voxels hold the highest value, 45 HU: the image was clipped there; harmless if "
+        "task.window_hu does not end higher",
     ],
     "near": [],
     "far": [ELSEWHERE + "its corners lie up to 3.00 mm off" + BY_VOXEL],
@@ -184,8 +183,8 @@ SEEN = {
         "them there, or +data.label_values.background=[7] if they are not wanted"
     ],
     "empty": [
-        "refused (empty_labels): the label map holds nothing but zeros; export it again; where the image shows none of left_lung, "
-        "right_lung, say so with 'absent' in the columns trust_<region> of the case table"
+        "refused (empty_labels): the label map holds nothing but zeros; export it again; if the image shows none of left_lung, "
+        "right_lung, write 'absent' into the columns trust_<region> of the case table"
     ],
     "negative": [],
     "swapped": [
@@ -193,16 +192,16 @@ SEEN = {
         "x (LPS): the labels are swapped; correct data.label_values or the file"
     ],
     "alone": [
-        "warning (doubtful_side): left_lung is alone and lies 83 mm to the other side of the body's middle; look at the picture and "
-        "correct data.label_values or the file where the side is wrong"
+        "warning (doubtful_side): left_lung is the only side and lies 83 mm on the other side of the body's midline; look at the picture "
+        "and correct data.label_values or the file if the side is wrong"
     ],
     "missing": [
-        "warning (missing_region): right_lung is not in the label map; where the image does not show it, say so with 'absent' in the "
+        "warning (missing_region): right_lung is not in the label map; if the image does not show it, write 'absent' into the "
         "column trust_right_lung of the case table"
     ],
     "touching": [
         "warning (touching_regions): left_lung and right_lung touch over 121.0 cm²; look at the picture: the border between them may "
-        "be drawn by a machine"
+        "be an artefact of automatic segmentation"
     ],
     "cut": ["warning (cut_region): the scan cuts left_lung (lower end, 48.8 cm²) and right_lung (lower end, 82.3 cm²)" + CUT],
     "field": [
@@ -215,27 +214,29 @@ SEEN = {
         "the image"
     ],
     "coarse": [
-        "warning (spacing_outlier): its slices are 28 mm apart where the median of all cases is 8 mm; right where the scanner was set "
-        "so; a header in another unit looks like this, too"
+        "warning (spacing_outlier): its slices are 28 mm apart where the median of all cases is 8 mm; expected if the scanner was set "
+        "so; otherwise the header may use another unit"
     ],
     "copy": [
-        "warning (duplicate_image): its image is voxel by voxel that of the case 'good' of the same patient; take one of them out, "
-        "else it counts twice"
+        "warning (duplicate_image): its image has the same voxels as the case 'good' of the same patient; remove one of them, "
+        "otherwise the scan counts twice"
     ],
     "copy2": [
-        "refused (duplicate_image): its image is voxel by voxel that of the case 'good', but the patient is 'copy2' here and 'good' "
-        "there: one could be trained on and the other validated; take one of them out, or give both the same patient in the case table"
+        "refused (duplicate_image): its image has the same voxels as the case 'good', but the patient is 'copy2' here and 'good' "
+        "there: one could be used for training and the other for validation; remove one of them, or give both the same patient in the case table"
     ],
     "unreadable": [
         "{folder}/unreadable.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again."
     ],
 }
-PADDING = "{} of the voxels hold {}, which is padding outside the scanner's field of view; nothing is to be done: it is read as air, -1024 HU"
+PADDING = (
+    "{} of the voxels hold {}, which is padding outside the scanner's field of view; nothing to do: it is read as air, -1024 HU"
+)
 NOTED = {
     "ge": PADDING.format("30.1%", -2048),
     "ge2": PADDING.format("30.1%", -3024),
-    "clipped": "13.9% of the voxels hold the lowest value, -1000 HU: the image was clipped there; harmless where task.window_hu does "
-    "not begin below",
+    "clipped": "13.9% of the voxels hold the lowest value, -1000 HU: the image was clipped there; harmless if task.window_hu does "
+    "not begin lower",
 }
 
 
@@ -424,8 +425,3 @@ def test_a_table_needs_no_split(tmp_path: Path) -> None:
     assert run(table, "data.fold=3").code == 0
     table.write_text("case,image,labels,split\nonly,only.nii.gz,only_l.nii.gz,test\n")
     assert run(table).code == 0
-
-
-def test_the_page_of_the_audit_names_every_finding() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "AUDIT.md").read_text(encoding="utf-8")
-    assert [code for code in CODES if f"`{code}`" not in text] == []

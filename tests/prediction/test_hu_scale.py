@@ -57,7 +57,7 @@ def test_predict_says_that_values_are_no_hu_and_takes_an_offset(folder: Path, ca
     labels, report = predict(folder, "hu")
     wrong, warned = predict(folder, "high")
     said = (
-        "this does not look like HU of a CT; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset "
+        "this is no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset "
         "(predict: without data.)"
     )
     assert any(warning.endswith(said) for warning in warned["warnings"])

@@ -1,1 +1,1 @@
-"""What may be wrong with a scan and its labels: pure functions from arrays, grids and the task to findings."""
+"""Audit of scans and labels: pure functions from arrays, grids and the task to findings."""

@@ -1,4 +1,4 @@
-"""All that the audit says about one case."""
+"""Audit of one case: measurements and findings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from medseg.geometry.grid import VoxelGrid
 
 @dataclass(frozen=True)
 class CaseAudit:
-    """What the audit measured and found.
+    """Measurements and findings of one case.
 
     Attributes:
         grid: Grid of the scan as it was made, oriented.
         hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU.
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
-        volumes_ml: Label name to volume; empty where there are no labels.
-        findings: All findings, also those that the case ignores.
+        volumes_ml: Label name to volume; empty if there are no labels.
+        findings: All findings, those that the case ignores included.
     """
 
     grid: VoxelGrid
@@ -28,27 +28,16 @@ class CaseAudit:
     volumes_ml: dict[str, float]
     findings: tuple[Finding, ...]
 
-    def heeded(self, ignored: Iterable[str], *severities: Severity) -> list[Finding]:
-        """Findings of these severities without those that are ignored."""
-        return [finding for finding in self.findings if finding.severity in severities and finding.code not in ignored]
+    def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
+        """List the findings of these severities that are not ignored."""
+        return [one for one in self.findings if one.severity in severities and one.code not in ignore_findings]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types for a JSON file."""
-        return {
-            "grid": self.grid.to_dict(),
-            "hu": self.hu,
-            "voxels_sha256": self.voxels_sha256,
-            "volumes_ml": self.volumes_ml,
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
+        return {**vars(self), "grid": self.grid.to_dict(), "findings": [finding.to_dict() for finding in self.findings]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
-        return cls(
-            VoxelGrid.from_dict(data["grid"]),
-            dict(data["hu"]),
-            data["voxels_sha256"],
-            dict(data["volumes_ml"]),
-            tuple(Finding.from_dict(finding) for finding in data["findings"]),
-        )
+        findings = tuple(Finding.from_dict(finding) for finding in data["findings"])
+        return cls(**{**data, "grid": VoxelGrid.from_dict(data["grid"]), "findings": findings})

@@ -1,4 +1,4 @@
-"""One thing that the audit found, and the list of all that it can find."""
+"""Findings of the audit: the table of all kinds, one finding, and the check of the codes that a person ignores."""
 
 from __future__ import annotations
 
@@ -6,44 +6,166 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from medseg.errors import UserError
 
 
 class Severity(Enum):
-    """An error stops the case, a warning is told, a note is only written down."""
+    """Consequence of a finding: an error stops the case, a warning is printed, a note is in the table only."""
 
     error = "error"
     warning = "warning"
     note = "note"
 
 
-CODES = {
-    "reading": "the reader had to leave out, guess or repair something",
-    "hu_offset": "all values lie about 1024 too high or too low",
-    "hu_range": "the values are windowed, normalised or of another modality",
-    "no_air": "nothing as dark as air or lung is in the image",
-    "padding": "a constant stands outside the scanner's field of view",
-    "clipped": "many voxels share the lowest or the highest value",
-    "label_shape": "the label map has another number of voxels than the image",
-    "label_grid": "the label map lies elsewhere than the image",
-    "misplaced_labels": "the labels fit the image when mirrored or turned, and do not as they are",
-    "unknown_values": "the label map holds values that data.label_values does not name",
-    "empty_labels": "the label map holds nothing at all",
-    "swapped_sides": "the left region lies to the right of the right one",
-    "doubtful_side": "a region that is alone lies on the other side of the body",
-    "missing_region": "a region has no voxel",
-    "touching_regions": "the regions of the two sides share a wide face",
-    "cut_region": "a region reaches the border of the scan or of its field of view",
-    "vanished_region": "a region is too small to be seen at a stage's spacing",
-    "spacing_outlier": "the voxels are much larger or smaller than those of the other cases",
-    "duplicate_image": "another case has the same voxels",
-}
-"""Code of each finding and what it means."""
+class Kind(NamedTuple):
+    """One kind of finding.
 
-NEVER_IGNORED = frozenset({"label_shape"})
-"""Codes without which there is no way to go on."""
+    Attributes:
+        severity: Its consequence.
+        message: Format of the sentence: a clause without a capital and without a full stop.
+        cure: Format of the advice, likewise; empty if there is none.
+    """
+
+    severity: Severity
+    message: str
+    cure: str = ""
+
+
+ERROR, WARNING, NOTE = Severity
+
+_RESAMPLE = "resample the label map to the grid of the image with nearest neighbours"
+_IGNORE_GRID = (
+    "resample it to the image, or, if only its header is wrong, use its voxels as they are with data.ignore_findings=[label_grid]"
+)
+KINDS = {
+    "reading": Kind(WARNING, "{remark}"),
+    "hu_offset": Kind(
+        ERROR,
+        "the values run from {low:g} to {high:g}, and soft tissue lies at about {peak}: they are about {size} too {way} for HU",
+        "data.hu_offset={offset} corrects them (predict: hu_offset={offset}), or the column hu_offset of the case table",
+    ),
+    "hu_range:constant": Kind(ERROR, "every voxel holds {low:g}", "export the scan again"),
+    "hu_range:window": Kind(
+        ERROR,
+        "the values run from {low:g} to {high:g}: they are windowed or normalised, not HU",
+        "convert the scan again from its DICOM files, or undo a known window: for one of -1250 to 250 HU set data.hu_slope={slope:.6g} "
+        "data.hu_offset=-1250 (predict: without data.), or these columns of the case table",
+    ),
+    "hu_range:other": Kind(
+        ERROR,
+        "the values run from {low:g} to {high:g}, and almost no voxel has the values of {lacking}: this is no CT in HU",
+        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (predict: without data.)",
+    ),
+    "no_air": Kind(
+        WARNING,
+        "no voxel is as dark as air or lung: the values run from {low:g} to {high:g}",
+        "expected for a crop inside the body; otherwise check that the values are HU",
+    ),
+    "padding:outside": Kind(
+        NOTE,
+        "{share:.1%} of the voxels {hold}, which is padding outside the scanner's field of view",
+        "nothing to do: it is read as air, {air} HU",
+    ),
+    "padding:filled": Kind(
+        WARNING,
+        "{share:.1%} of the voxels hold exactly {value} HU, the value of a tissue: a constant may have been filled in",
+        "if they lie outside the field of view, replace them in the file by {air}",
+    ),
+    "clipped:air": Kind(
+        NOTE,
+        "{share:.1%} of the voxels hold the lowest value, {value} HU: the image was clipped there",
+        "harmless if task.window_hu does not begin lower",
+    ),
+    "clipped:low": Kind(
+        WARNING,
+        "{share:.1%} of the voxels hold the lowest value, {value} HU: the image was clipped there",
+        "harmless if task.window_hu does not begin lower",
+    ),
+    "clipped:high": Kind(
+        WARNING,
+        "{share:.1%} of the voxels hold the highest value, {value} HU: the image was clipped there",
+        "harmless if task.window_hu does not end higher",
+    ),
+    "label_shape": Kind(ERROR, "the label map has {shape} voxels, the image {image_shape} (z, y, x)", _RESAMPLE),
+    "label_shape:axes": Kind(
+        ERROR,
+        "the label map is stored in another order of axes than its image and is not on its grid: {difference}",
+        _RESAMPLE,
+    ),
+    "label_grid": Kind(
+        ERROR, "the label map is not on the grid of its image: {difference} (tolerance {tolerance_mm} mm)", _IGNORE_GRID
+    ),
+    "misplaced_labels": Kind(
+        ERROR,
+        "the labels do not follow the edges of the image, but do when {way} (fit {best:.1f} instead of {fit:.1f}): they were written in "
+        "another order of voxels",
+        "look at the picture and write them again in the order of the image",
+    ),
+    "unknown_values": Kind(
+        ERROR,
+        "the label map holds the value{s} {few}, which data.label_values does not name (it names {known})",
+        "add them there, or +data.label_values.background=[{all}] if they are not wanted",
+    ),
+    "unknown_values:many": Kind(
+        ERROR,
+        "the label map holds the value{s} {few}, …, which data.label_values does not name (it names {known})",
+        "is it an image instead of a label map?",
+    ),
+    "empty_labels": Kind(
+        ERROR,
+        "the label map holds nothing but zeros",
+        "export it again; if the image shows none of {regions}, write 'absent' into the columns trust_<region> of the case table",
+    ),
+    "swapped_sides": Kind(
+        ERROR,
+        "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS): the "
+        "labels are swapped",
+        "correct data.label_values or the file",
+    ),
+    "doubtful_side": Kind(
+        WARNING,
+        "{region} is the only side and lies {off_mm:.0f} mm on the other side of the body's midline",
+        "look at the picture and correct data.label_values or the file if the side is wrong",
+    ),
+    "missing_region": Kind(
+        WARNING,
+        "{region} is not in the label map",
+        "if the image does not show it, write 'absent' into the column trust_{region} of the case table",
+    ),
+    "touching_regions": Kind(
+        WARNING,
+        "{left} and {right} touch over {area:.1f} cm²",
+        "look at the picture: the border between them may be an artefact of automatic segmentation",
+    ),
+    "cut_region": Kind(WARNING, "the scan cuts {regions}", "expected for a partial scan; volumes are those of the visible part"),
+    "vanished_region": Kind(
+        WARNING,
+        "{region} has {volume_ml:.2g} ml, and none of it is left at {spacing} mm",
+        "choose a finer spacing for that stage",
+    ),
+    "spacing_outlier": Kind(
+        WARNING, "{differences}", "expected if the scanner was set so; otherwise the header may use another unit"
+    ),
+    "duplicate_image": Kind(
+        WARNING,
+        "its image has the same voxels as the case {twin!r} of the same patient",
+        "remove one of them, otherwise the scan counts twice",
+    ),
+    "duplicate_image:patients": Kind(
+        ERROR,
+        "its image has the same voxels as the case {twin!r}, but the patient is {patient!r} here and {twin_patient!r} there: one could be "
+        "used for training and the other for validation",
+        "remove one of them, or give both the same patient in the case table",
+    ),
+}
+"""Code of each finding (before the colon) and its variant to severity, sentence and cure."""
+
+CODES = tuple(dict.fromkeys(name.partition(":")[0] for name in KINDS))
+
+NEVER_IGNORED = {"label_shape": "the label map has another number of voxels than the image"}
+"""Codes that cannot be ignored, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +174,9 @@ class Finding:
 
     Attributes:
         code: One of `CODES`.
-        severity: What follows from it.
-        message: What was found, with its numbers: a clause without a capital and without a full stop.
-        cure: What a person can do about it, likewise; empty where there is nothing.
+        severity: Its consequence.
+        message: The sentence, with its numbers.
+        cure: The advice; empty if there is none.
     """
 
     code: str
@@ -79,34 +201,30 @@ class Finding:
         return cls(data["code"], Severity(data["severity"]), data["message"], data["cure"])
 
 
-def error(code: str, message: str, cure: str) -> Finding:
-    """Make a finding that stops the case."""
-    return Finding(code, Severity.error, message, cure)
+def find(kind: str, **values: Any) -> Finding:
+    """Make a finding of a kind.
 
-
-def warning(code: str, message: str, cure: str) -> Finding:
-    """Make a finding that is told."""
-    return Finding(code, Severity.warning, message, cure)
-
-
-def note(code: str, message: str, cure: str) -> Finding:
-    """Make a finding that is only written down."""
-    return Finding(code, Severity.note, message, cure)
+    Args:
+        kind: Key of `KINDS`.
+        values: Values of its sentence and its cure.
+    """
+    severity, message, cure = KINDS[kind]
+    return Finding(kind.partition(":")[0], severity, message.format(**values), cure.format(**values))
 
 
 def check_ignored(codes: Iterable[str], where: str) -> frozenset[str]:
-    """Make sure that findings which are to be ignored exist and can be ignored.
+    """Check that findings exist and may be ignored.
 
     Args:
         codes: What a person wrote.
         where: The key or the cell, for the message.
 
     Raises:
-        UserError: If not.
+        UserError: If one does not exist, or may not be ignored.
     """
     for code in codes:
         if code in NEVER_IGNORED:
-            raise UserError(f"{where}: {code} cannot be ignored, since {CODES[code]}; correct the file.")
+            raise UserError(f"{where}: {code} cannot be ignored, since {NEVER_IGNORED[code]}; correct the file.")
         if code not in CODES:
             close = difflib.get_close_matches(code, CODES, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CODES)}."

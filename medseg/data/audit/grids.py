@@ -1,4 +1,4 @@
-"""Do image and labels lie on one grid, and what do the values of the labels mean?"""
+"""Audit of the grid and the values of a label map."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from medseg.data.audit.finding import Finding, error
+from medseg.data.audit.finding import Finding, find
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelGrid
 
 GRID_TOLERANCE_MM = 0.1
-"""Image and label map are on one grid when their corners agree within this: rounded decimals and float32 directions are
-off by less, and it is a small part of any voxel."""
+"""Image and label map are on one grid if their corners agree within this: rounded decimals and float32 directions differ
+by less, and it is a small part of any voxel."""
 
 MAX_LISTED = 10
 
@@ -20,41 +20,28 @@ MAX_LISTED = 10
 def audit_grids(
     image_grid: VoxelGrid, label_grid: VoxelGrid, stored_shapes: tuple[Sequence[int], Sequence[int]]
 ) -> list[Finding]:
-    """Say where the label map lies elsewhere than its image.
+    """Compare the grid of a label map with that of its image.
 
     Args:
         image_grid: Grid of the oriented image.
         label_grid: Grid of the oriented label map.
-        stored_shapes: Voxels of both files in storage order.
+        stored_shapes: Shapes of image and label map in storage order.
 
     Returns:
         Nothing where the corners agree within `GRID_TOLERANCE_MM`.
     """
     if label_grid.is_close(image_grid, GRID_TOLERANCE_MM):
         return []
-    if tuple(stored_shapes[0]) != tuple(stored_shapes[1]):
-        return [
-            error(
-                "label_shape",
-                f"the label map has {_times(label_grid.shape)} voxels, the image {_times(image_grid.shape)} (z, y, x)"
-                if label_grid.shape != image_grid.shape
-                else "the label map is stored in another order of axes than its image and does not lie on its grid: "
-                f"{_difference(image_grid, label_grid)}",
-                "resample the label map to the grid of the image with nearest neighbours",
-            )
-        ]
-    return [
-        error(
-            "label_grid",
-            f"the label map is not on the grid of its image: {_difference(image_grid, label_grid)} (tolerance {GRID_TOLERANCE_MM} mm)",
-            "resample it to the image, or, where only its header is wrong, lay it on the image voxel by voxel with "
-            "data.ignore_findings=[label_grid]",
-        )
-    ]
+    difference = _difference(image_grid, label_grid)
+    if tuple(stored_shapes[0]) == tuple(stored_shapes[1]):
+        return [find("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
+    if label_grid.shape == image_grid.shape:
+        return [find("label_shape:axes", difference=difference)]
+    return [find("label_shape", shape=_times(label_grid.shape), image_shape=_times(image_grid.shape))]
 
 
 def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
-    """What differs between two grids, in the order in which a person would look."""
+    """Describe the differences of two grids: shape, spacing, rotation, place."""
     parts = []
     if label_grid.shape != image_grid.shape:
         parts.append(f"it has {_times(label_grid.shape)} voxels in LPS order, the image {_times(image_grid.shape)}")
@@ -65,8 +52,8 @@ def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
     if angle_deg > 0.1:
         parts.append(f"its axes are turned by {angle_deg:.1f} degrees")
     if label_grid.shape == image_grid.shape:
-        corners = np.abs(label_grid.corners_xyz_mm() - image_grid.corners_xyz_mm())
-        parts.append(f"its corners lie up to {corners.max():.2f} mm off")
+        off_mm = np.abs(label_grid.corners_xyz_mm() - image_grid.corners_xyz_mm()).max()
+        parts.append(f"its corners lie up to {off_mm:.2f} mm off")
     return ", ".join(parts)
 
 
@@ -83,33 +70,23 @@ def map_values(
         labels: Label map (D, H, W), integers.
         task: Gives each label name its value.
         label_values: Value in the file to label name; 0 is background, and so is a name that the task does not know.
-        may_be_empty: Whether a label map of zeros is right.
+        may_be_empty: Whether a label map of zeros is accepted.
 
     Returns:
-        Label map uint8, the input itself where nothing changes, with unknown values as background; and what is wrong.
+        Label map uint8 with unknown values as background (the input itself if nothing changes), and the findings.
     """
     present = sorted(set().union(*(_values_of(plane) for plane in labels)) - {0})
     found = []
     if not present and not may_be_empty:
+        found.append(find("empty_labels", regions=", ".join(region.name for region in task.regions)))
+    if unknown := [value for value in present if value not in label_values]:
         found.append(
-            error(
-                "empty_labels",
-                "the label map holds nothing but zeros",
-                f"export it again; where the image shows none of {', '.join(region.name for region in task.regions)}, say so with "
-                "'absent' in the columns trust_<region> of the case table",
-            )
-        )
-    unknown = [value for value in present if value not in label_values]
-    if unknown:
-        few = ",".join(map(str, unknown))
-        found.append(
-            error(
-                "unknown_values",
-                f"the label map holds the value{'s' * (len(unknown) > 1)} {', '.join(map(str, unknown[:MAX_LISTED]))}{', …' * (len(unknown) > MAX_LISTED)}, "
-                f"which data.label_values does not name (it names {', '.join(map(str, sorted(label_values)))})",
-                f"add them there, or +data.label_values.background=[{few}] if they are not wanted"
-                if len(unknown) <= MAX_LISTED
-                else "is it an image instead of a label map?",
+            find(
+                "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many",
+                s="s" * (len(unknown) > 1),
+                few=", ".join(map(str, unknown[:MAX_LISTED])),
+                all=",".join(map(str, unknown)),
+                known=", ".join(map(str, sorted(label_values))),
             )
         )
     new_values = {value: task.labels.get(label_values.get(value, ""), 0) for value in present}
@@ -117,12 +94,10 @@ def map_values(
         return labels, found
     mapped = np.zeros(labels.shape, dtype=np.uint8)
     for old, new in new_values.items():
-        if new:
-            mapped[labels == old] = new
+        mapped[labels == old] = new
     return mapped, found
 
 
 def _values_of(plane: np.ndarray) -> list[int]:
-    """List the values of a plane; bytes are counted, `unique` sorts."""
-    values: list[int] = (np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)).tolist()
-    return values
+    """List the values of a plane; counting bytes is faster than `unique`, which sorts."""
+    return (np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)).tolist()

@@ -1,4 +1,4 @@
-"""What the audit says about regions, beyond what `tests/apps/test_audit.py` shows to a person."""
+"""Audit of regions and grids, beyond what `tests/integration/test_prepare_audit.py` shows."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_is_rightly_absent_is_not_missing(task: Task) -> None:
 
 def test_a_region_that_a_spacing_loses_is_told(task: Task) -> None:
     (finding,) = audit_vanished({"left_lung": 0.012, "right_lung": 0.0}, {}, task, "4x4x4")
-    assert finding.message == "left_lung has 0.012 ml, and nothing of it is left at 4x4x4 mm"
+    assert finding.message == "left_lung has 0.012 ml, and none of it is left at 4x4x4 mm"
     assert audit_vanished({"left_lung": 5.0, "right_lung": 0.0}, {"left_lung": VoxelBox.full((2, 2, 2))}, task, "4") == []
 
 
@@ -143,7 +143,7 @@ def test_a_label_map_in_another_order_of_axes_is_told_by_where_it_lies() -> None
     (finding,) = audit_grids(GRID, away, (GRID.shape, GRID.shape[::-1]))
     assert (finding.code, finding.message) == (
         "label_shape",
-        "the label map is stored in another order of axes than its image and does not lie on its grid: its corners lie up to 1.00 mm off",
+        "the label map is stored in another order of axes than its image and is not on its grid: its corners lie up to 1.00 mm off",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the comparison of cases shows, and the table of all."""
+"""Comparison of cases, the table of all findings, and their page of documentation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medseg.data.audit.case import CaseAudit
-from medseg.data.audit.finding import CODES, Finding, Severity, check_ignored, error, note, warning
+from medseg.data.audit.finding import CODES, KINDS, Finding, Severity, check_ignored
 from medseg.data.audit.table import AuditedCase, audit_csv, compare_cases
 from medseg.data.case_table import Case
 from medseg.errors import UserError
@@ -62,10 +62,10 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
 
 def test_the_table_can_be_read_by_a_machine() -> None:
     odd = [
-        note("padding", "a", "b"),
-        warning("no_air", 'say "x", y', "c"),
-        error("label_grid", "d\u00fc", ""),
-        warning("cut_region", "e", ""),
+        Finding("padding", Severity.note, "a", "b"),
+        Finding("no_air", Severity.warning, 'say "x", y', "c"),
+        Finding("label_grid", Severity.error, "d\u00fc", ""),
+        Finding("cut_region", Severity.warning, "e", ""),
     ]
     cases = [
         audited("Doe, John", (1.0, 0.7, 0.7), *odd, ignore_findings=frozenset({"cut_region"})),
@@ -95,4 +95,13 @@ def test_mistaken_codes_are_told() -> None:
     with pytest.raises(UserError, match="there is no finding 'zzz'; there are reading, hu_offset"):
         check_ignored(["zzz"], "x")
     with pytest.raises(ValueError, match="no such finding"):
-        note("zzz", "", "")
+        Finding("zzz", Severity.note, "", "")
+
+
+def test_the_page_of_the_audit_has_a_line_for_every_finding() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "AUDIT.md").read_text(encoding="utf-8")
+    lines = {line.split("`")[1]: line.split("|")[2] for line in page.splitlines() if line.startswith("| `")}
+    severities: dict[str, set[str]] = {}
+    for kind, (severity, *_) in KINDS.items():
+        severities.setdefault(kind.partition(":")[0], set()).add(severity.value)
+    assert {code: set(levels.replace("*", "").replace(",", " ").split()) for code, levels in lines.items()} == severities
