@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medseg.config.schema import DataConfig, PhantomConfig
+from medseg.config.schema import DataConfig, PhantomCountsConfig
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.splits import CaseSource, Split, split_cases
@@ -111,7 +111,7 @@ def file_values(label_values: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
-def make_phantoms(config: PhantomConfig, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
+def make_phantoms(config: PhantomCountsConfig, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
     """Make the phantoms that are not there yet, and their case table.
 
     Returns:

@@ -10,7 +10,7 @@ from medseg.build.device import pick_device
 from medseg.build.spacing import make_grid_rule
 from medseg.build.stages import load_stage
 from medseg.build.task import make_task
-from medseg.config.check import find_divisor
+from medseg.config.rules import find_divisor
 from medseg.config.schema import RegionMode, SpacingDraw, StageName, TrainConfig
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule, StageInput

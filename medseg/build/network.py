@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medseg.build.task import make_task
-from medseg.config.check import choose_strides
+from medseg.config.rules import choose_strides
 from medseg.config.schema import TrainConfig
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line

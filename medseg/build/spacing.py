@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medseg.config.check import FOUND_IN_DATA
+from medseg.config.rules import FOUND_IN_DATA
 from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy
 from medseg.console import say
 from medseg.geometry.grid_rule import GridRule

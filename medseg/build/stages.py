@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,6 +103,6 @@ def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precisi
     )
 
 
-def _triple(values: Sequence[float]) -> tuple[float, float, float]:
+def _triple(values: Sequence[Any]) -> Any:
     z, y, x = values
     return z, y, x

@@ -1,23 +1,24 @@
-"""The outermost entry of every command: quote, compose, check, run; and errors to exit codes."""
-
-from __future__ import annotations
+"""Entry of every command: quote paths, compose and check the configuration, run, turn errors into exit codes."""
 
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from medseg.commands.cli import COMMANDS
 from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
+from medseg.config.help import help_text
 from medseg.config.overrides import quote_paths
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
@@ -34,18 +35,18 @@ def run(
     sweep_codes: Callable[[], list[int]] | None = None,
     read: Callable[[DictConfig], T] | None = None,
 ) -> None:
-    """Compose `conf/<config_name>.yaml` with the command line, run `job` on the checked objects, and exit.
+    """Compose `conf/<config_name>.yaml` with the command line, run `job` on the checked configuration, and exit.
 
-    Exit codes: 0 all well; 1 some cases or jobs failed and the rest went on; 2 a mistake of the user, told in one sentence; those of
-    `medseg.runs.status`. Any other exception keeps its traceback: it is a defect of medseg.
+    Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the user, reported in one sentence; those
+    of `medseg.runs.status`. Any other exception keeps its traceback: it is a defect of medseg. `--help` prints every key.
 
     Args:
         config_name: Root file under `conf/`, without suffix.
         schema: Root dataclass of `medseg.config.schema`.
         job: Does the work on one configuration and returns an exit code.
-        refused: Told the sentence that refused a job.
-        sweep_codes: Exit codes of the jobs of a multirun, whose launcher may run them in other processes.
-        read: Makes checked objects of what is composed; None = `to_config` with the schema.
+        refused: Called with the sentence that refused a job.
+        sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them in other processes.
+        read: Checks what is composed; None = `to_config` with the schema.
     """
     codes: list[int] = []
 
@@ -59,13 +60,20 @@ def run(
                 refused(str(error))
             codes.append(EXIT_USER_ERROR)
 
-    # Before torch is loaded. Threads that wait for each other then sleep: where others use the machine too, each barrier would else burn
-    # its core for as long as the last one has none, which made a prediction take five times as long.
+    # OpenMP reads this when torch is loaded: threads that wait sleep. On a shared machine, busy waiting at each barrier made a prediction
+    # take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Without it Hydra prints its own many lines on a composition error and exits itself.
+    # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     sys.argv[1:] = quote_paths(sys.argv[1:])
     try:
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+            print(
+                f"{config_name}: {COMMANDS[config_name]}\nArguments: key=value …, for the keys below with their current values."
+            )
+            print(help_text(schema, _compose(config_name, overrides)), flush=True)
+            sys.exit(0)
         main: Callable[[], Any] = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(one_job)
         main()
         sys.stdout.flush()
@@ -74,7 +82,7 @@ def run(
             raise
         sys.exit(EXIT_UNREAD)
     except (HydraException, OmegaConfBaseException) as error:
-        say(explain(error, _defaults(config_name)))
+        say(explain(error, _compose(config_name)))
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
         if not _is_of_run_folder(error):
@@ -92,13 +100,13 @@ def run(
 
 
 def _is_of_run_folder(error: OSError) -> bool:
-    """Whether Hydra could not make the folder of a run or a sweep, which it does before the job begins."""
+    """Whether Hydra failed to make the folder of a run or a sweep, which it does before the job begins."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     return names[-1] == "mkdir" and "one_job" not in names
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether the reader of a stream has left; what the stream still holds is then dropped, or Python would fail at its exit."""
+    """Whether the reader of a stream has left; the rest of the stream is then dropped, or Python would fail at its exit."""
     try:
         stream.flush()
     except BrokenPipeError:
@@ -107,11 +115,14 @@ def _is_unread(stream: TextIO) -> bool:
     return False
 
 
-def _defaults(config_name: str) -> DictConfig | None:
-    """The configuration without any override: what a misspelled key is compared with."""
+def _compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose a root file outside of Hydra's own entry; a group that must be chosen may be missing."""
     GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return hydra.compose(config_name)
-    except (HydraException, OmegaConfBaseException):
-        return None  # the configuration itself is at fault; the first error says more
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        try:
+            return hydra.compose(config_name, list(overrides))
+        except ConfigCompositionException as error:
+            group = re.search(r"You must specify '(\w+)'", str(error))
+            if group is None:
+                raise
+            return hydra.compose(config_name, [*overrides, f"~{group.group(1)}"])

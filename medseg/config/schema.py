@@ -1,365 +1,325 @@
-"""The typed configuration: one dataclass per group; types only, every value stands in `conf/`.
+"""Schema of the configuration: every key with its type, range, unit and sentence; the values stand in `conf/`.
 
-The composed configuration is merged into one of the roots at the end of this file (`check.py`), which refuses unknown keys, wrong types and
-missing values, however they came in. A tuple's length is part of its type. Leaves that belong to other libraries (`optimizer`, `schedule`,
-`logger`) are plain mappings with a `_target_`, checked against the white list.
+`check.py` merges what Hydra composes into one of the roots at the end of this file. It refuses unknown keys, wrong types, missing values
+and numbers outside their range, however they came in. A tuple's length is part of its type. Groups that belong to other libraries
+(`optimizer`, `schedule`, `logger`) are mappings with a `_target_`, which must be on the white list. `--help` of a command prints all this.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any, NamedTuple
 
 
-class StageName(Enum):
-    """The two stages of the cascade."""
+class Knob(NamedTuple):
+    """Documentation of one key.
 
-    coarse = "coarse"
-    fine = "fine"
+    Attributes:
+        sentence: What the key does.
+        within: Interval of its number, or of each number of a tuple or list, such as `[0, 1)`.
+        unit: Unit or order of its numbers.
+    """
 
-
-class RegionMode(Enum):
-    """How one model serves several regions; see `medseg.models.regional`."""
-
-    mirrored = "mirrored"
-    separate = "separate"
-    side_input = "side_input"
-
-
-class RegionFrom(Enum):
-    """Where the fine stage's training boxes come from."""
-
-    reference = "reference"
-    coarse = "coarse"
+    sentence: str
+    within: str = ""
+    unit: str = ""
 
 
-class Side(Enum):
-    """The patient's side."""
+StageName = StrEnum("StageName", ["coarse", "fine"])
+RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.regional`
+RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
+Side = StrEnum("Side", ["left", "right"])  # of the patient
+SpacingStrategy = StrEnum(  # see docs/SPACING.md
+    "SpacingStrategy",
+    [
+        "isotropic",
+        "anisotropic",
+        "dataset_median",
+        "dataset_mean",
+        "native",
+        "fixed_size",
+        "fixed_resolution",
+        "multi_scale",
+    ],
+)
+SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.spacings`
+Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `medseg.preprocess.resample`
+Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
+Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
+Norm = StrEnum("Norm", ["instance", "group", "batch"])
+Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
+LrScaling = StrEnum("LrScaling", ["none", "linear", "sqrt"])
+Accelerator = StrEnum("Accelerator", ["auto", "cpu", "gpu"])
+Strategy = StrEnum("Strategy", ["auto", "ddp", "fsdp"])
+Profiler = StrEnum("Profiler", ["none", "simple"])
+Detail = StrEnum("Detail", ["small", "full"])
 
-    left = "left"
-    right = "right"
-
-
-class SpacingStrategy(Enum):
-    """What grid a stage works on; see docs/SPACING.md."""
-
-    isotropic = "isotropic"
-    anisotropic = "anisotropic"
-    dataset_median = "dataset_median"
-    dataset_mean = "dataset_mean"
-    native = "native"
-    fixed_size = "fixed_size"
-    fixed_resolution = "fixed_resolution"
-    multi_scale = "multi_scale"
-
-
-class SpacingDraw(Enum):
-    """How `multi_scale` draws the spacing of a training sample; see `medseg.data.spacings`."""
-
-    even = "even"
-    tail = "tail"
-
-
-class Resampling(Enum):
-    """The filter that brings a scan to the grid of a stage; see `medseg.preprocess.resample`."""
-
-    antialiased = "antialiased"
-    linear = "linear"
-    cubic = "cubic"
-
-
-class Block(Enum):
-    """The building block of the network; see `medseg.models.blocks`."""
-
-    plain = "plain"
-    residual = "residual"
-    bottleneck = "bottleneck"
-
-
-class Stem(Enum):
-    """How the input enters the network; see `medseg.models.unet`."""
-
-    conv = "conv"
-    strided = "strided"
-    space_to_depth = "space_to_depth"
-
-
-class Norm(Enum):
-    """Normalisation layer."""
-
-    instance = "instance"
-    group = "group"
-    batch = "batch"
-
-
-class Precision(Enum):
-    """Number format of the forward and backward pass; weights stay fp32."""
-
-    fp32 = "fp32"
-    tf32 = "tf32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class LrScaling(Enum):
-    """How `optimizer.lr`, the rate for one sample per step, grows with `stage.batch_size`."""
-
-    none = "none"
-    linear = "linear"
-    sqrt = "sqrt"
-
-
-class Accelerator(Enum):
-    """Device of a run; auto takes a GPU where there is one."""
-
-    auto = "auto"
-    cpu = "cpu"
-    gpu = "gpu"
-
-
-class Strategy(Enum):
-    """How ranks work together."""
-
-    auto = "auto"
-    ddp = "ddp"
-    fsdp = "fsdp"
-
-
-class Profiler(Enum):
-    """Lightning's profilers."""
-
-    none = "none"
-    simple = "simple"
-
-
-class Detail(Enum):
-    """Size of the phantom scans: small (2 to 3 mm voxels, seconds a case) or full (0.6 to 1 mm in plane)."""
-
-    small = "small"
-    full = "full"
+Text = str | None
+Pair = tuple[float, float]
+Triple = tuple[float, float, float]
+Shape = tuple[int, int, int]
 
 
 @dataclass
 class RegionConfig:
     """One region of interest of a task."""
 
-    labels: list[str]
-    side: Side | None
+    labels: Annotated[list[str], Knob("Labels of the region, in the order of the fine network's classes.")]
+    side: Annotated[Side | None, Knob("Side of the patient; null: crops are never mirrored.")]
 
 
 @dataclass
 class TaskConfig:
     """What is segmented."""
 
-    name: str
-    labels: dict[str, int]
-    regions: dict[str, RegionConfig]
-    window_hu: tuple[float, float]
-    least_hu: float | None = None
+    name: Annotated[str, Knob("Name of the task.")]
+    labels: Annotated[dict[str, int], Knob("Label names and their values in every label map: 1, 2, … without a gap.")]
+    regions: Annotated[dict[str, RegionConfig], Knob("Regions of interest; the fine stage makes one crop of each.")]
+    window_hu: Annotated[Pair, Knob("Window that is mapped to [-1, 1].", unit="HU")]
+    least_hu: Annotated[float | None, Knob("A part with a lower median is gas, not organ; null: keep every part.", unit="HU")] = (
+        None
+    )
 
 
 @dataclass
 class SpacingConfig:
-    """The grid that a stage works on."""
+    """Grid that a stage works on."""
 
-    target_spacing_mm: tuple[float, float, float] | None
-    # Run folders from before there was a choice name none of these.
-    strategy: SpacingStrategy = SpacingStrategy.isotropic
-    size: tuple[int, int, int] | None = None
-    resampling: Resampling = Resampling.antialiased
-    range_mm: tuple[float, float] | None = None
-    draw: SpacingDraw | None = None
+    target_spacing_mm: Annotated[
+        Triple | None, Knob("Voxel spacing; null: that of each scan, or of the training cases.", "(0, inf)", "mm (z, y, x)")
+    ]
+    # The keys below are absent from older run folders.
+    strategy: Annotated[SpacingStrategy, Knob("How the grid follows the scan, see docs/SPACING.md.")] = SpacingStrategy.isotropic
+    size: Annotated[
+        Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")
+    ] = None
+    resampling: Annotated[
+        Resampling, Knob("Filter; linear is quicker and skips voxels, cubic is sharper where an axis gets finer.")
+    ] = Resampling.antialiased
+    range_mm: Annotated[Pair | None, Knob("Smallest and largest spacing of an axis; multi_scale only.", "(0, inf)", "mm")] = None
+    draw: Annotated[
+        SpacingDraw | None, Knob("multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped.")
+    ] = None
 
 
 @dataclass
 class StageConfig:
     """Input, region and validation of a stage."""
 
-    name: StageName
-    patch_size: tuple[int, int, int] | None
-    batch_size: int
-    max_voxels: int | None
-    slab_share: float | None
-    boundary_share: float | None
-    elsewhere_share: float | None
-    region_mode: RegionMode | None
-    region_margin_mm: float | None
-    region_from: RegionFrom | None
-    box_jitter_mm: float | None
-    coarse: str | None
-    validate_every: int
-    patience: int | None
+    name: Annotated[StageName, Knob("Stage of the cascade.")]
+    patch_size: Annotated[Shape | None, Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)")]
+    batch_size: Annotated[int, Knob("Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples")]
+    max_voxels: Annotated[
+        int | None, Knob("Coarse stage: a longer volume is cut to a random range of slices; null: never.", "[1, inf)", "voxels")
+    ]
+    slab_share: Annotated[float | None, Knob("Coarse stage: share of samples cut to a random range of slices.", "[0, 1]")]
+    boundary_share: Annotated[
+        float | None, Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]")
+    ]
+    elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")]
+    region_mode: Annotated[
+        RegionMode | None,
+        Knob("How regions share the network. mirrored: one, right crops flipped; side_input: side as a channel."),
+    ]
+    region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
+    region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
+    box_jitter_mm: Annotated[float | None, Knob("Standard deviation of each box face in training.", "[0, inf)", "mm")]
+    coarse: Annotated[Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")]
+    validate_every: Annotated[int, Knob("Interval of validations.", "[1, inf)", "optimiser steps")]
+    patience: Annotated[
+        int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
+    ]
 
 
 @dataclass
-class PhantomConfig:
-    """The embedded data set."""
+class PhantomCountsConfig:
+    """Kind and number of synthetic scans."""
 
-    folder: str
-    detail: Detail
-    seed: int
-    num_train: int
-    num_val: int
-    num_test: int
-    num_extra: int
+    detail: Annotated[Detail, Knob("Voxel size. small: 2 to 3 mm; full: 0.6 to 1 mm in plane.")]
+    seed: Annotated[int, Knob("Seed of the first scan.", "[0, inf)")]
+    num_train: Annotated[int, Knob("Training scans; of a run: without a case table.", "[1, inf)", "scans")]
+    num_val: Annotated[int, Knob("Validation scans.", "[1, inf)", "scans")]
+    num_test: Annotated[int, Knob("Test scans.", "[0, inf)", "scans")]
 
 
 @dataclass
-class DataConfig:
-    """Cases, their labels, the split and the cache."""
+class PhantomConfig(PhantomCountsConfig):
+    """Synthetic scans of a run."""
 
-    cases: str | None
-    labels_column: str
-    label_values: dict[str, Any]
-    hu_slope: float
-    hu_offset: float
-    ignore_findings: list[str]
-    cache: str
-    fold: Any
-    num_folds: int
-    val_patients: list[str]
-    test_patients: list[str]
-    phantoms: PhantomConfig
-    phantom_share: float
-    num_workers: int
-    prefetch: int
-    pin_memory: bool | None
+    folder: Annotated[str, Knob("Folder of the scans; they are made on first use.")]
+    num_extra: Annotated[int, Knob("Scans added to the training cases of a case table.", "[0, inf)", "scans")]
 
 
 @dataclass
 class LabelsConfig:
-    """Where a reference lies and what its values mean."""
+    """Reference labels."""
 
-    labels_column: str
-    label_values: dict[str, Any]
+    labels_column: Annotated[str, Knob("Column of the case table with the reference.")]
+    label_values: Annotated[
+        dict[str, Any], Knob("Label name: its value or [values] in the reference files; unknown names are background.")
+    ]
+
+
+@dataclass
+class DataConfig(LabelsConfig):
+    """Cases, their labels, the split and the cache."""
+
+    cases: Annotated[Text, Knob("Case table (CSV); null: synthetic scans, made on first use.")]
+    hu_slope: Annotated[float, Knob("HU = hu_slope * value + hu_offset; columns of the case table override both.", "(0, inf)")]
+    hu_offset: Annotated[
+        float, Knob("See hu_slope; -1024 where the audit finds values stored 1024 too high.", "(-inf, inf)", "HU")
+    ]
+    ignore_findings: Annotated[list[str], Knob("Codes of audit findings that exclude no case; the table's column adds to them.")]
+    cache: Annotated[str, Knob("Folder of the resampled cases.")]
+    fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
+    num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
+    val_patients: Annotated[list[str], Knob("Patients for validation, whatever the split is.")]
+    test_patients: Annotated[list[str], Knob("Patients that are never trained or validated on.")]
+    phantoms: PhantomConfig
+    phantom_share: Annotated[float, Knob("Share of samples drawn from the extra synthetic scans.", "(0, 1)")]
+    num_workers: Annotated[int, Knob("Loader processes; samples do not depend on them.", "[0, inf)", "processes")]
+    prefetch: Annotated[int, Knob("Batches that each loader process prepares ahead.", "[1, inf)", "batches")]
+    pin_memory: Annotated[bool | None, Knob("Page-locked batches, copied while the GPU computes; null: with a GPU.")]
 
 
 @dataclass
 class AugmentConfig:
-    """What may happen to a training sample; see `medseg.data.augment.Augmentation`."""
+    """Random changes of a training sample, see `medseg.data.augment.Augmentation`."""
 
-    enabled: bool
-    flip_axes: list[int]
-    affine_probability: float
-    rotation_deg: tuple[float, float, float]
-    scale_range: tuple[float, float]
-    shear_max: float
-    translation_mm: tuple[float, float, float]
-    blur_probability: float
-    blur_sigma_mm: tuple[float, float]
-    low_resolution_probability: float
-    low_resolution_mm: tuple[float, float]
-    low_resolution_all_axes_probability: float
-    noise_probability: float
-    noise_sd: tuple[float, float]
-    contrast_probability: float
-    contrast_range: tuple[float, float]
-    brightness_probability: float
-    brightness_max: float
-    gamma_probability: float
-    gamma_range: tuple[float, float]
-    window_shift_hu: float
-    truncate_probability: float
-    truncate_max_fraction: float
-    narrow_probability: float
-    narrow_max_fraction: float
-    circle_probability: float
-    circle_radius_range: tuple[float, float]
+    enabled: Annotated[bool, Knob("Augment training samples.")]
+    flip_axes: Annotated[
+        list[int], Knob("Axes of random flips: 0 = z, 1 = y, 2 = x; none for the coarse stage of a task with sides.")
+    ]
+    affine_probability: Annotated[float, Knob("Probability of rotation, scale, shear and shift, in one resampling.", "[0, 1]")]
+    rotation_deg: Annotated[Triple, Knob("Largest rotation.", "[0, 180]", "degrees about (z, y, x)")]
+    scale_range: Annotated[Pair, Knob("Smallest and largest scale factor.", "(0, inf)")]
+    shear_max: Annotated[float, Knob("Largest shear.", "[0, 1)")]
+    translation_mm: Annotated[Triple, Knob("Largest shift.", "[0, inf)", "mm (z, y, x)")]
+    blur_probability: Annotated[float, Knob("Probability of a Gaussian blur.", "[0, 1]")]
+    blur_sigma_mm: Annotated[Pair, Knob("Range of its standard deviation.", "(0, inf)", "mm")]
+    low_resolution_probability: Annotated[float, Knob("Probability of thick slices or coarse voxels.", "[0, 1]")]
+    low_resolution_mm: Annotated[Pair, Knob("Range of their spacing.", "(0, inf)", "mm")]
+    low_resolution_all_axes_probability: Annotated[
+        float, Knob("Share of these samples that are coarse along all axes.", "[0, 1]")
+    ]
+    noise_probability: Annotated[float, Knob("Probability of Gaussian noise.", "[0, 1]")]
+    noise_sd: Annotated[Pair, Knob("Range of its standard deviation; the window is mapped to [-1, 1].", "[0, inf)")]
+    contrast_probability: Annotated[float, Knob("Probability of a contrast change.", "[0, 1]")]
+    contrast_range: Annotated[Pair, Knob("Range of the contrast factor.", "(0, inf)")]
+    brightness_probability: Annotated[float, Knob("Probability of a brightness change.", "[0, 1]")]
+    brightness_max: Annotated[float, Knob("Largest brightness change; the window is mapped to [-1, 1].", "[0, 2]")]
+    gamma_probability: Annotated[float, Knob("Probability of a gamma change.", "[0, 1]")]
+    gamma_range: Annotated[Pair, Knob("Range of gamma.", "(0, inf)")]
+    window_shift_hu: Annotated[float, Knob("Largest shift of each window bound.", "[0, inf)", "HU")]
+    truncate_probability: Annotated[float, Knob("Probability of a partial scan: slices at one end become air.", "[0, 1]")]
+    truncate_max_fraction: Annotated[float, Knob("Largest share of the slices that is removed.", "[0, 1)")]
+    narrow_probability: Annotated[float, Knob("Probability of a field of view that cuts one side.", "[0, 1]")]
+    narrow_max_fraction: Annotated[float, Knob("Largest share of the width that is removed.", "[0, 1)")]
+    circle_probability: Annotated[float, Knob("Probability of a round field of view.", "[0, 1]")]
+    circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the shorter side.", "(0, inf)")]
 
 
 @dataclass
 class ModelConfig:
-    """The network."""
+    """Network, see `medseg.models.unet.UNet`."""
 
-    width: int
-    depth: int
-    block: Block
-    blocks_per_level: list[int]
-    stem: Stem
-    refine: int
-    norm: Norm
-    device_map: Any
+    width: Annotated[int, Knob("Channels of the first level; doubled per level.", "[1, inf)", "channels")]
+    depth: Annotated[int, Knob("Downsamplings below the stem.", "[1, inf)")]
+    block: Annotated[Block, Knob("Building block.")]
+    blocks_per_level: Annotated[list[int], Knob("Encoder blocks of each level, finest first.", "[1, inf)")]
+    stem: Annotated[Stem, Knob("First layer. conv: full resolution; strided, space_to_depth: half resolution.")]
+    refine: Annotated[
+        int, Knob("Channels at full resolution that refine a result of half resolution; 0: none.", "[0, inf)", "channels")
+    ]
+    norm: Annotated[Norm, Knob("Normalisation layer.")]
+    device_map: Annotated[
+        Any, Knob("Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.")
+    ]
 
 
 @dataclass
 class MemoryConfig:
     """Switches that are applied to the network from outside."""
 
-    precision: Precision
-    checkpointing: Any
-    accumulate: int
-    offload: bool
-    channels_last: bool
-    compile: bool
-    cudnn_benchmark: bool
-    budget_gib: float | None
+    precision: Annotated[Precision, Knob("Number format of forward and backward pass; weights stay fp32. tf32, fp16: GPU only.")]
+    checkpointing: Annotated[Any, Knob("Blocks recomputed in the backward pass: none, sqrt, all, or a [list] of block names.")]
+    accumulate: Annotated[int, Knob("Micro-batches per optimiser step and rank.", "[1, inf)", "micro-batches")]
+    offload: Annotated[bool, Knob("Keep saved activations in host memory (GPU).")]
+    channels_last: Annotated[bool, Knob("Channels-last memory layout.")]
+    compile: Annotated[bool, Knob("Compile the network with torch.compile.")]
+    cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).")]
+    budget_gib: Annotated[float | None, Knob("Memory that `plan` compares a training step with.", "(0, inf)", "GiB")]
 
 
 @dataclass
 class TrainerConfig:
     """Devices and ranks."""
 
-    accelerator: Accelerator
-    devices: int
-    num_nodes: int
-    strategy: Strategy
-    threads: int | None
-    gradient_clip: float | None
-    # Run folders from before there was a choice do not name it.
-    sync_batchnorm: bool = False
+    accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")]
+    devices: Annotated[int, Knob("Ranks of each machine, one per device.", "[1, inf)", "ranks")]
+    num_nodes: Annotated[int, Knob("Machines.", "[1, inf)", "machines")]
+    strategy: Annotated[Strategy, Knob("How ranks share the work. fsdp: they also share weights and optimiser state.")]
+    threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads")]
+    gradient_clip: Annotated[float | None, Knob("Largest norm of the gradient; null: no clipping.", "(0, inf)")]
+    # Absent from older run folders.
+    sync_batchnorm: Annotated[bool, Knob("With model.norm=batch: statistics over the samples of all ranks (GPU).")] = False
 
 
 @dataclass
 class LossConfig:
-    """Dice and cross-entropy."""
+    """Dice and cross-entropy, see `medseg.losses.dice_ce.DiceCrossEntropyLoss`."""
 
-    dice_weight: float
-    ce_weight: float
-    include_background: bool
-    batch_dice: bool
+    dice_weight: Annotated[float, Knob("Weight of the Dice term.", "[0, inf)")]
+    ce_weight: Annotated[float, Knob("Weight of the cross-entropy.", "[0, inf)")]
+    include_background: Annotated[bool, Knob("Count the background in the Dice term.")]
+    batch_dice: Annotated[bool, Knob("One Dice over all samples of a micro-batch instead of one per sample.")]
 
 
 @dataclass
 class DebugConfig:
-    """Helpers that cost time; said aloud when on."""
+    """Tools to find faults; they cost time, and the run says when one is on."""
 
-    anomaly: bool
-    overfit: bool
-    fast: bool
-    profiler: Profiler
+    anomaly: Annotated[bool, Knob("Stop at the operation that produced a NaN; several times slower.")]
+    overfit: Annotated[bool, Knob("Train on the first batch only.")]
+    fast: Annotated[bool, Knob("Validate one case only.")]
+    profiler: Annotated[Profiler, Knob("Lightning's table of times, in fit-profile.txt of the run folder.")]
 
 
 @dataclass
 class InferenceConfig:
-    """How a trained stage is run on a whole case."""
+    """How a trained stage runs on a whole case."""
 
-    tile_size: tuple[int, int, int] | None
-    overlap: float
+    tile_size: Annotated[Shape | None, Knob("Sliding window; null: the whole crop at once.", "[1, inf)", "voxels (D, H, W)")]
+    overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")]
 
 
 @dataclass
 class PredictInferenceConfig(InferenceConfig):
-    """What only prediction can choose."""
+    """Inference keys of `predict`."""
 
-    budget_gib: float
-    tta: bool
+    budget_gib: Annotated[float, Knob("Memory of one network pass, beside its input and result.", "(0, inf)", "GiB")]
+    tta: Annotated[bool, Knob("Average over flipped inputs, not left to right where sides count; four times the time.")]
 
 
 @dataclass
 class TrainConfig:
-    """Root of `train` and of the configuration in a run folder."""
+    """Keys of `train`, and of the configuration in a run folder."""
 
-    name: str
-    seed: int
-    steps: int
-    resume: str | None
-    start: bool
-    checkpoint_every: int | None
-    retry_failed: bool
-    init_from: str | None
-    ema_decay: float | None
-    run_dir: str
+    name: Annotated[str, Knob("Name of the run; its folder is runs/<name>/<date_time>.")]
+    seed: Annotated[int, Knob("Seed of initial weights and samples.", "[0, inf)")]
+    steps: Annotated[
+        int, Knob("Length of the run, whatever the number of ranks and micro-batches.", "[1, inf)", "optimiser steps")
+    ]
+    resume: Annotated[Text, Knob("Run folder to resume from its last.ckpt; auto: the unfinished run of the same signature.")]
+    start: Annotated[bool, Knob("false: only write and check the run folder.")]
+    checkpoint_every: Annotated[
+        int | None, Knob("Interval of last.ckpt; null: at validations only.", "[1, inf)", "optimiser steps")
+    ]
+    retry_failed: Annotated[bool, Knob("A multirun that is started again repeats the jobs that failed.")]
+    init_from: Annotated[Text, Knob("Checkpoint or .safetensors file with the initial weights (fine-tuning).")]
+    ema_decay: Annotated[
+        float | None, Knob("Decay of the moving average of the weights, which is validated and saved.", "(0, 1)")
+    ]
+    run_dir: Annotated[str, Knob("Run folder; set by hydra.run.dir.")]
     stage: StageConfig
     task: TaskConfig
     spacing: SpacingConfig
@@ -367,186 +327,191 @@ class TrainConfig:
     augment: AugmentConfig
     model: ModelConfig
     loss: LossConfig
-    optimizer: dict[str, Any]
-    schedule: dict[str, Any]
-    warmup_steps: int
-    lr_scaling: LrScaling
+    optimizer: Annotated[dict[str, Any], Knob("Class of torch.optim or pytorch_optimizer (_target_) with its arguments.")]
+    schedule: Annotated[dict[str, Any], Knob("Class of torch.optim.lr_scheduler (_target_) with its arguments.")]
+    warmup_steps: Annotated[
+        int, Knob("Steps in which the learning rate rises to that of the schedule.", "[0, inf)", "optimiser steps")
+    ]
+    lr_scaling: Annotated[LrScaling, Knob("How learning rates, given for one sample per step, grow with stage.batch_size.")]
     memory: MemoryConfig
     trainer: TrainerConfig
     inference: InferenceConfig
-    logger: dict[str, Any]
+    logger: Annotated[dict[str, Any], Knob("Lightning logger (_target_) beside history.csv; empty: none.")]
     debug: DebugConfig
 
 
 @dataclass
 class FindLrConfig(TrainConfig):
-    """Root of `find_lr`."""
+    """Keys of `find_lr`."""
 
-    lowest_lr: float
-    highest_lr: float
-    output: str
+    lowest_lr: Annotated[float, Knob("First learning rate.", "(0, inf)")]
+    highest_lr: Annotated[float, Knob("Last learning rate.", "(0, inf)")]
+    output: Annotated[str, Knob("Folder of find_lr.csv and find_lr.png.")]
 
 
 @dataclass
 class TuneLoaderConfig(TrainConfig):
-    """Root of `tune_loader`."""
+    """Keys of `tune_loader`."""
 
-    num_batches: int
-    workers: list[int] | None
-    prefetches: list[int]
+    num_batches: Annotated[int, Knob("Batches timed for each setting.", "[1, inf)", "batches")]
+    workers: Annotated[
+        list[int] | None, Knob("Numbers of loader processes; null: 0, 1, 2, 4, … up to the processors.", "[0, inf)")
+    ]
+    prefetches: Annotated[list[int], Knob("Batches ahead.", "[1, inf)", "batches")]
 
 
 @dataclass
 class ExtentConfig:
     """Size of what each stage sees whole."""
 
-    coarse: tuple[float, float, float]
-    fine: tuple[float, float, float]
+    coarse: Annotated[Triple, Knob("Extent of a scan.", "(0, inf)", "mm (z, y, x)")]
+    fine: Annotated[Triple, Knob("Extent of a crop.", "(0, inf)", "mm (z, y, x)")]
 
 
 @dataclass
 class PlanConfig(TrainConfig):
-    """Root of `plan`."""
+    """Keys of `plan`."""
 
-    shape: tuple[int, int, int] | None
+    shape: Annotated[Shape | None, Knob("Sample; null: stage.patch_size, else extent_mm.", "[1, inf)", "voxels (D, H, W)")]
     extent_mm: ExtentConfig
-    compute: bool
-    largest_batch: bool
-    output: str | None
+    compute: Annotated[bool, Knob("Run the step on the CPU and count that; slow, the same numbers.")]
+    largest_batch: Annotated[bool, Knob("Also find the largest stage.batch_size that fits into memory.budget_gib.")]
+    output: Annotated[Text, Knob("File for the same as JSON.")]
 
 
 @dataclass
 class LadderConfig(PlanConfig):
-    """Root of `ladder`."""
+    """Keys of `ladder`."""
 
-    timed_steps: int
-    peers: bool
-    peers_env: str
-    train: bool
-    rows: dict[str, list[str]]
+    timed_steps: Annotated[
+        int, Knob("Steps timed after one to warm up, the fastest counts; 0: only count bytes.", "[0, inf)", "steps")
+    ]
+    peers: Annotated[bool, Knob("Also measure the networks of nnU-Net and MONAI, in an environment of their own.")]
+    peers_env: Annotated[str, Knob("Folder of that environment; made on first use.")]
+    train: Annotated[bool, Knob("Also train each row for `steps` and print its Dice.")]
+    rows: Annotated[dict[str, list[str]], Knob("Name of a row: arguments that it adds to those of the rows above it.")]
 
 
 @dataclass
 class StageArgumentsConfig:
     """Arguments of `train`, by stage."""
 
-    coarse: list[str]
-    fine: list[str]
+    coarse: Annotated[list[str], Knob("Arguments of the coarse stage.")]
+    fine: Annotated[list[str], Knob("Arguments of the fine stage.")]
 
 
 @dataclass
 class CompareSpacingConfig(TrainConfig):
-    """Root of `compare_spacing`."""
+    """Keys of `compare_spacing`."""
 
-    output: str
+    output: Annotated[str, Knob("Folder of comparison.{csv,md,png} and of one folder per row; finished rows are kept.")]
     stages: StageArgumentsConfig
-    rows: dict[str, StageArgumentsConfig]
+    rows: Annotated[dict[str, StageArgumentsConfig], Knob("Name of a row: arguments of each stage.")]
 
 
 @dataclass
 class PrepareConfig:
-    """Root of `prepare`."""
+    """Keys of `prepare`."""
 
     task: TaskConfig
     data: DataConfig
-    spacings: dict[str, SpacingConfig]
-    output: str
+    spacings: Annotated[dict[str, SpacingConfig], Knob("Grids to fill the cache for.")]
+    output: Annotated[str, Knob("Folder of audit.csv and audit.png.")]
 
 
 @dataclass
 class RangeConfig:
-    """The checkpoints for scans whose coarsest spacing lies in a range; null takes those of `predict`."""
+    """Checkpoints for scans whose coarsest spacing lies in a range."""
 
-    range_mm: tuple[float, float]
-    coarse: Any = None
-    fine: Any = None
+    range_mm: Annotated[Pair, Knob("Lower bound, and upper bound (excluded) of the spacing; 0 or more.", unit="mm")]
+    coarse: Annotated[Any, Knob("Checkpoint, or list of them; null: that of `predict`.")] = None
+    fine: Annotated[Any, Knob("Checkpoint, or list of them; null: that of `predict`.")] = None
 
 
 @dataclass
 class PredictConfig:
-    """Root of `predict`."""
+    """Keys of `predict`."""
 
-    input: str
-    output: str
-    coarse: Any
-    fine: Any
-    by_spacing: dict[str, RangeConfig] | None
-    split: str | None
-    series: str | None
-    hu_slope: float
-    hu_offset: float
-    accelerator: Accelerator
-    threads: int | None
-    precision: Precision | None
-    overwrite: bool
+    input: Annotated[str, Knob("NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table.")]
+    output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
+    coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
+    fine: Annotated[Any, Knob("The same for the fine stage; several also write how far they disagree.")]
+    by_spacing: Annotated[
+        dict[str, RangeConfig] | None, Knob("Name: other checkpoints for a range of the scan's coarsest spacing.")
+    ]
+    split: Annotated[Text, Knob("With a case table: this part only (train, val, test).")]
+    series: Annotated[Text, Knob("DICOM series by UID or number where a folder holds several.")]
+    hu_slope: Annotated[float, Knob("HU = hu_slope * value + hu_offset; columns of the case table override both.", "(0, inf)")]
+    hu_offset: Annotated[float, Knob("See hu_slope.", "(-inf, inf)", "HU")]
+    accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")]
+    threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads")]
+    precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")]
+    overwrite: Annotated[bool, Knob("Repeat cases that are finished by the same scan, weights and settings.")]
     inference: PredictInferenceConfig
 
 
 @dataclass
 class EvaluateConfig:
-    """Root of `evaluate`."""
+    """Keys of `evaluate`."""
 
-    pred: str
-    ref: str
-    output: str
-    split: str | None
-    pictures: bool
+    pred: Annotated[str, Knob("Folder of label maps named after the cases.")]
+    ref: Annotated[str, Knob("Case table, or folder of label maps.")]
+    output: Annotated[str, Knob("Folder of the scores.")]
+    split: Annotated[Text, Knob("With a case table: this part only (train, val, test).")]
+    pictures: Annotated[bool, Knob("Draw overlays.")]
     task: TaskConfig
     data: LabelsConfig
 
 
 @dataclass
-class PhantomsConfig:
-    """Root of `phantom`."""
+class PhantomsConfig(PhantomCountsConfig):
+    """Keys of `phantom`."""
 
-    output: str
-    detail: Detail
-    seed: int
-    num_train: int
-    num_val: int
-    num_test: int
+    output: Annotated[str, Knob("Folder of the scans and their case table.")]
 
 
 @dataclass
 class ReportConfig:
-    """Root of `report`."""
+    """Keys of `report`."""
 
-    runs: str
-    output: str | None
-    num_pictures: int
+    runs: Annotated[str, Knob("Folder with runs at or below it: a multirun, a search, or any other.")]
+    output: Annotated[Text, Knob("Folder of report.html and report.csv; null: `runs`.")]
+    num_pictures: Annotated[
+        int, Knob("Overlays of validation cases, the best runs first.", "[0, inf)", "pictures of about 0.1 MB")
+    ]
 
 
 @dataclass
-class CrossValidateConfig:
-    """Root of `cross_validate`."""
+class RecipeConfig:
+    """Experiments that train a cascade."""
 
-    cases: str
-    output: str
-    num_folds: int
-    coarse: str
-    fine: str
-    pretrain_coarse: str | None
-    pretrain_fine: str | None
-    pieces: bool
+    cases: Annotated[str, Knob("Case table (CSV).")]
+    output: Annotated[str, Knob("Folder of the results; started again in it, the command continues.")]
+    coarse: Annotated[str, Knob("Experiment of the coarse stage (conf/experiment).")]
+    fine: Annotated[str, Knob("Experiment of the fine stage.")]
+    pretrain_coarse: Annotated[Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")]
+    pretrain_fine: Annotated[Text, Knob("The same for the fine stage.")]
+
+
+@dataclass
+class CrossValidateConfig(RecipeConfig):
+    """Keys of `cross_validate`."""
+
+    num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
+    pieces: Annotated[bool, Knob("Also score partial scans: apices, middle and bases of each organ, and what lies beside it.")]
     task: TaskConfig
     data: LabelsConfig
 
 
 @dataclass
-class MakeWeightsConfig:
-    """Root of `make_weights`."""
+class MakeWeightsConfig(RecipeConfig):
+    """Keys of `make_weights`."""
 
-    cases: str
-    output: str
-    runs: str
-    coarse: str
-    fine: str
-    pretrain_coarse: str | None
-    pretrain_fine: str | None
+    runs: Annotated[str, Knob("Run folders; finished runs are kept, so that folds and weights share those on synthetic scans.")]
 
 
 @dataclass
 class DemoConfig:
-    """Root of `demo`."""
+    """Keys of `demo`."""
 
-    output: str
+    output: Annotated[str, Knob("Folder of all results.")]

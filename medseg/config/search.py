@@ -1,76 +1,51 @@
-"""The configuration of a search: its schema, and what it refuses."""
-
-from __future__ import annotations
+"""Schema and rules of a search."""
 
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any
 
-from medseg.config.schema import TrainConfig
+from medseg.config.schema import Knob, TrainConfig
 from medseg.errors import UserError, require
 
-
-class ParameterType(Enum):
-    """Kind of a searched value."""
-
-    float = "float"
-    int = "int"
-    choice = "choice"
-
-
-class Objective(Enum):
-    """What a search improves: Dice upwards, memory and time downwards."""
-
-    val_dice = "val_dice"
-    peak_gib = "peak_gib"
-    seconds_per_step = "seconds_per_step"
-
-
-class Sampler(Enum):
-    """How a search chooses the next trial; see `medseg.studies.study`."""
-
-    tpe = "tpe"
-    random = "random"
-
-
-class Pruner(Enum):
-    """When a search ends a trial early."""
-
-    median = "median"
-    none = "none"
+ParameterType = StrEnum("ParameterType", ["float", "int", "choice"])
+Objective = StrEnum("Objective", ["val_dice", "peak_gib", "seconds_per_step"])  # Dice is maximised, memory and time are minimised
+Sampler = StrEnum("Sampler", ["tpe", "random"])  # see `medseg.studies.study`
+Pruner = StrEnum("Pruner", ["median", "none"])
 
 
 @dataclass
 class ParameterConfig:
-    """One searched key: an interval of numbers, or a list of choices. What a type does not need is left out."""
+    """One searched key: an interval of numbers, or a list of choices."""
 
-    type: ParameterType
-    low: float | None = None
-    high: float | None = None
-    log: bool = False
-    step: float | None = None
-    choices: list[Any] | None = None
+    type: Annotated[ParameterType, Knob("Kind of the value.")]
+    low: Annotated[float | None, Knob("Lower bound of a number.")] = None
+    high: Annotated[float | None, Knob("Upper bound of a number.")] = None
+    log: Annotated[bool, Knob("Draw the logarithm uniformly.")] = False
+    step: Annotated[float | None, Knob("Distance of the possible numbers.")] = None
+    choices: Annotated[list[Any] | None, Knob("Values of type choice.")] = None
 
 
 @dataclass
 class SweepConfig:
-    """A search: its space, what counts as better, and how trials are chosen and ended."""
+    """Search: its space, what counts as better, how trials are chosen and stopped early."""
 
-    name: str
-    num_trials: int
-    objectives: list[Objective]
-    sampler: Sampler
-    num_random: int
-    seed: int
-    pruner: Pruner
-    prune_after_trials: int
-    prune_after_steps: int
-    space: dict[str, ParameterConfig]
+    name: Annotated[str, Knob("Name of the search.")]
+    num_trials: Annotated[
+        int, Knob("Trials in all, however they end; a greater number continues a search.", "[1, inf)", "trials")
+    ]
+    objectives: Annotated[list[Objective], Knob("What counts as better; two objectives give a front instead of one best trial.")]
+    sampler: Annotated[Sampler, Knob("tpe learns from earlier trials.")]
+    num_random: Annotated[int, Knob("First trials, drawn at random.", "[1, inf)", "trials")]
+    seed: Annotated[int, Knob("Trial n is drawn from (seed, n) and the trials before it.", "[0, inf)")]
+    pruner: Annotated[Pruner, Knob("median stops a trial whose Dice is below the median of earlier ones at that step.")]
+    prune_after_trials: Annotated[int, Knob("Finished trials before any is stopped early.", "[1, inf)", "trials")]
+    prune_after_steps: Annotated[int, Knob("Steps that each trial is given.", "[0, inf)", "optimiser steps")]
+    space: Annotated[dict[str, ParameterConfig], Knob("Searched key, or group: its values.")]
 
 
 @dataclass
 class SearchConfig(TrainConfig):
-    """Root of `search`: the experiment that is varied, and how."""
+    """Keys of `search`."""
 
     sweep: SweepConfig
 

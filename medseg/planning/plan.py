@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medseg.build.spacing import find_spacing
-from medseg.config.check import find_divisor
+from medseg.config.rules import find_divisor
 from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, StageName, Strategy, TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError

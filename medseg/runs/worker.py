@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medseg.config.check import notes
+from medseg.config.rules import notes
 from medseg.config.schema import Profiler, SpacingStrategy, StageName, TrainConfig
 from medseg.config.signature import plain
 from medseg.console import say

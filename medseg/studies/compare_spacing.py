@@ -15,7 +15,8 @@ from hydra.core.hydra_config import HydraConfig
 from medseg import __version__
 from medseg.build.cases import find_sources
 from medseg.build.spacing import make_grid_rule
-from medseg.config.check import find_divisor, to_config
+from medseg.config.check import to_config
+from medseg.config.rules import find_divisor
 from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.console import say

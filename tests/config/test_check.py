@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+
 import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from medseg.config.check import RANGES, notes, to_config
+from medseg.config import schema
+from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
-from medseg.config.search import SearchConfig
+from medseg.config.rules import notes
+from medseg.config.schema import Knob, TrainConfig
+from medseg.config.search import SearchConfig, SweepConfig
 from medseg.errors import UserError
 
 
@@ -180,18 +185,9 @@ def search() -> DictConfig:
         return hydra.compose("search", ["sweep=fine_basics", "run_dir=runs/test"])
 
 
-def test_every_range_names_a_key_that_exists() -> None:
-    known = set()
-    for name in ("train", "plan", "find_lr", "tune_loader", "search", "predict", "phantom", "report", "cross_validate"):
-        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            composed = hydra.compose(name, ["sweep=fine_basics"] if name == "search" else [])
-        known |= keys_of(OmegaConf.to_container(composed))
-    for path in (conf_dir() / "spacing").glob("*.yaml"):  # strategies have keys of their own
-        known |= {f"spacing.{key}" for key in OmegaConf.load(path)}
-    assert set(RANGES) <= known
-
-
-def keys_of(node: object, prefix: str = "") -> set[str]:
-    if not isinstance(node, dict):
-        return {prefix}
-    return {prefix} | {key for name, child in node.items() for key in keys_of(child, f"{prefix}.{name}".lstrip("."))}
+def test_every_key_has_its_sentence_beside_its_type() -> None:
+    roots = [one for one in vars(schema).values() if dataclasses.is_dataclass(one)] + [SearchConfig, SweepConfig]
+    for root in roots:
+        for name, hint in typing.get_type_hints(root, include_extras=True).items():
+            knobs = [part for part in typing.get_args(hint) if isinstance(part, Knob)]
+            assert dataclasses.is_dataclass(hint) or knobs[0].sentence.endswith("."), f"{root.__name__}.{name}"

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from medseg.config.check import notes, to_config
+from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
+from medseg.config.rules import notes
 from medseg.config.schema import TrainConfig
 from medseg.memory.accounting.tracker import MemoryTracker
 

@@ -1,0 +1,444 @@
+"""Rules between keys: combinations that contradict each other are refused, surprising ones are noted.
+
+A rule is a pair: the condition that must hold, and the sentence for the user if it does not.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medseg.config.schema import (
+    Accelerator,
+    LrScaling,
+    Norm,
+    Precision,
+    PredictConfig,
+    PrepareConfig,
+    RegionFrom,
+    RegionMode,
+    Resampling,
+    SpacingConfig,
+    SpacingStrategy,
+    StageName,
+    Stem,
+    Strategy,
+    TaskConfig,
+    TrainConfig,
+)
+from medseg.config.search import SearchConfig, check_sweep
+from medseg.errors import require
+from medseg.strides import level_strides, total_strides
+
+Rules = list[tuple[bool, str]]
+
+# Schedules that multiply a rate from step to step, so that a warm-up can be multiplied on top.
+CHAINABLE_SCHEDULES = ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "LinearLR", "MultiStepLR", "PolynomialLR", "StepLR")
+# Optimisers whose step does not grow with the gradient: the noise of a batch shrinks with its root (Malladi et al. 2022).
+ADAPTIVE_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "NAdam", "RAdam", "RMSprop")
+# Strategies whose target spacing is averaged over the training cases.
+FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
+# Keys of `spacing` that belong to one strategy.
+OWN_SPACING_KEYS = {
+    "size": SpacingStrategy.fixed_size,
+    "range_mm": SpacingStrategy.multi_scale,
+    "draw": SpacingStrategy.multi_scale,
+}
+FINE_KEYS = ("region_mode", "region_margin_mm", "region_from", "box_jitter_mm")
+
+
+def check_rules(config: Any) -> None:
+    """Check the rules of a typed configuration; lists of checkpoints are brought to lists, in place.
+
+    Raises:
+        UserError: With the sentence of the first rule that does not hold.
+    """
+    rules: Rules = []
+    if isinstance(config, TrainConfig):
+        rules += _value_rules(config) + _spacing_rules("spacing", config.spacing)
+        _require_all(rules)  # the sizes below need a network that is possible
+        rules = (
+            _size_rules(config) + _rank_rules(config) + _device_rules(config) + _optimisation_rules(config) + _stage_rules(config)
+        )
+    if isinstance(config, PredictConfig):
+        for key in ("coarse", "fine"):
+            setattr(config, key, _path_list(key, getattr(config, key)))
+        _check_by_spacing(config)
+    if isinstance(config, PrepareConfig):
+        for name, spacing in config.spacings.items():
+            rules += _spacing_rules(f"spacings.{name}", spacing)
+    if isinstance(config, SearchConfig):
+        check_sweep(config.sweep)
+    if hasattr(config, "task"):
+        rules += _task_rules(config.task)
+    _require_all(rules)
+
+
+def notes(config: TrainConfig) -> list[str]:
+    """Name allowed combinations that may surprise; a run prints them when it begins."""
+    stage, memory = config.stage, config.memory
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    micro_batch = stage.batch_size // (ranks * memory.accumulate)
+    seen = {}
+    if config.model.norm is Norm.batch:
+        seen["model.norm=batch"] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
+    if config.loss.batch_dice:
+        seen["loss.batch_dice=true"] = micro_batch
+    found = [
+        f"{key} looks at {samples} sample{'s' * (samples > 1)} at a time instead of the batch of {stage.batch_size} "
+        f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}): another result"
+        for key, samples in seen.items()
+        if samples < stage.batch_size
+    ]
+    if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
+        found.append("memory.cudnn_benchmark=true searches anew at each new shape, and without stage.patch_size they vary")
+    return found
+
+
+def find_divisor(config: TrainConfig) -> tuple[int, int, int]:
+    """Find the required multiple of the network's input size, in voxels (z, y, x).
+
+    A spacing that is not known yet counts as the same for all axes, which requires the largest multiple.
+    """
+    return total_strides(choose_strides(config))
+
+
+def choose_strides(config: TrainConfig) -> tuple[tuple[int, int, int], ...]:
+    """Choose the strides of each network level, finest first; they follow the spacing where the strategy says so."""
+    num_levels = config.model.depth + (config.model.stem is not Stem.conv)
+    follows = config.spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA)
+    return level_strides(config.spacing.target_spacing_mm if follows else None, num_levels)
+
+
+def _require_all(rules: Rules) -> None:
+    for holds, sentence in rules:
+        require(holds, sentence)
+
+
+def _class_name(node: Mapping[str, Any]) -> str:
+    return str(node.get("_target_")).rpartition(".")[2]
+
+
+def _check_by_spacing(config: PredictConfig) -> None:
+    """Bring the checkpoints of each range to lists; refuse ranges that are empty or overlap."""
+    earlier = ("", 0.0)
+    for name, one in sorted((config.by_spacing or {}).items(), key=lambda item: item[1].range_mm):
+        key, (low_mm, high_mm) = f"by_spacing.{name}", one.range_mm
+        require(0 <= low_mm < high_mm, f"{key}.range_mm: two rising numbers from 0 on are needed, but got {list(one.range_mm)}")
+        require(
+            low_mm >= earlier[1],
+            f"{key}.range_mm={list(one.range_mm)} overlaps that of {earlier[0]}; let one end where the other begins",
+        )
+        earlier = (name, high_mm)
+        for stage in ("coarse", "fine"):
+            setattr(one, stage, _path_list(f"{key}.{stage}", getattr(one, stage)) or getattr(config, stage))
+
+
+def _path_list(key: str, value: Any) -> list[str]:
+    """Bring one path or a list of them to a list; null is the empty list."""
+    paths = value if isinstance(value, list) else [] if value is None else [value]
+    are_paths = value != [] and all(isinstance(path, str) for path in paths)
+    require(are_paths, f"{key}: a checkpoint, a list of checkpoints or null is needed, but got {value!r}")
+    return paths
+
+
+def _task_rules(task: TaskConfig) -> Rules:
+    values = sorted(task.labels.values())
+    low_hu, high_hu = task.window_hu
+    rules = [
+        (
+            values == list(range(1, len(values) + 1)),
+            f"task.labels: values must be 1, 2, … without a gap, but got {dict(task.labels)}",
+        ),
+        (low_hu < high_hu, f"task.window_hu: the lower bound must lie below the upper, but got {list(task.window_hu)}"),
+    ]
+    for name, region in task.regions.items():
+        key, unknown = f"task.regions.{name}.labels", [label for label in region.labels if label not in task.labels]
+        rules += [
+            (not unknown, f"{key}: {unknown} are not among task.labels {sorted(task.labels)}"),
+            (bool(region.labels), f"{key}: at least one label is needed"),
+        ]
+    return rules
+
+
+def _value_rules(config: TrainConfig) -> Rules:
+    """Values whose type or range the schema cannot express, and the shape of the network."""
+    model, loss, fold, policy = config.model, config.loss, config.data.fold, config.memory.checkpointing
+    paths = {"data.cases": config.data.cases, "stage.coarse": config.stage.coarse, "init_from": config.init_from}
+    device_map = model.device_map
+    is_map = isinstance(device_map, dict) and all(
+        re.fullmatch(r"cpu|cuda:\d+", str(device)) and isinstance(name, str) for name, device in device_map.items()
+    )
+    return [
+        *(
+            (path is None or Path(path).is_file(), f"{key}={path}: there is no such file (paths start at {Path.cwd()})")
+            for key, path in paths.items()
+        ),
+        (
+            fold in (None, "all") or (type(fold) is int and 0 <= fold < config.data.num_folds),
+            f"data.fold: must lie in 0 … {config.data.num_folds - 1} (data.num_folds={config.data.num_folds}) or be all, but got {fold}",
+        ),
+        (
+            policy in ("none", "sqrt", "all") or (isinstance(policy, list) and all(isinstance(name, str) for name in policy)),
+            f"memory.checkpointing: none, sqrt, all or a [list] of block names is needed, but got {policy}",
+        ),
+        (loss.dice_weight + loss.ce_weight > 0, "loss.dice_weight and loss.ce_weight: at least one must be positive"),
+        (
+            len(model.blocks_per_level) == model.depth + 1,
+            f"model.blocks_per_level: model.depth={model.depth} has {model.depth + 1} levels, but got {model.blocks_per_level}",
+        ),
+        (
+            model.refine == 0 or model.stem is not Stem.conv,
+            f"model.refine={model.refine}: with model.stem=conv the whole network works at full resolution; choose model.refine=0",
+        ),
+        (
+            device_map in (None, "auto") or is_map,
+            f"model.device_map: null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, … is needed, but got {device_map}",
+        ),
+    ]
+
+
+def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
+    """Target spacing, filter and own keys of a spacing strategy."""
+    target_mm, strategy = list(spacing.target_spacing_mm or ()), spacing.strategy
+    low_mm, high_mm = spacing.range_mm or (0.0, math.inf)
+    is_native = strategy is SpacingStrategy.native
+    needs_target = strategy not in (
+        *FOUND_IN_DATA,
+        SpacingStrategy.fixed_size,
+        SpacingStrategy.multi_scale,
+        SpacingStrategy.native,
+    )
+    rules = [
+        (
+            not (is_native and target_mm),
+            f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native takes each scan as it is; leave it null",
+        ),
+        (
+            not is_native or spacing.resampling is Resampling.antialiased,
+            f"{key}.resampling={spacing.resampling.value}: {key}.strategy=native resamples nothing; leave it out",
+        ),
+        (
+            bool(target_mm) or not needs_target,
+            f"{key}.target_spacing_mm: {key}.strategy={strategy.value} needs three numbers in mm, (z, y, x)",
+        ),
+        (
+            strategy not in (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution) or len(set(target_mm)) == 1,
+            f"{key}.target_spacing_mm={target_mm}: {key}.strategy={strategy.value} has one spacing for all axes; choose "
+            f"{key}.strategy=anisotropic",
+        ),
+    ]
+    for name, owner in OWN_SPACING_KEYS.items():
+        is_given = getattr(spacing, name) is not None
+        rules += [
+            (
+                not is_given or strategy is owner,
+                f"{key}.{name}: only {key}.strategy={owner.value} has it, but {key}.strategy={strategy.value}; leave it out",
+            ),
+            (is_given or strategy is not owner, f"{key}.{name}: {key}.strategy={owner.value} needs a value"),
+        ]
+    return [
+        *rules,
+        (low_mm < high_mm, f"{key}.range_mm: two rising numbers are needed, but got {[low_mm, high_mm]}"),
+        (
+            spacing.range_mm is None or max(target_mm, default=0.0) <= low_mm,
+            f"{key}.target_spacing_mm={target_mm}: samples are made from the cache, which must not be coarser than the least of "
+            f"{key}.range_mm={[low_mm, high_mm]}; choose less, or null",
+        ),
+    ]
+
+
+def _size_rules(config: TrainConfig) -> Rules:
+    """Sizes of network inputs: multiples of the divisor, more than one voxel at the deepest level, within the crop."""
+    model, stage, divisor, whole = config.model, config.stage, find_divisor(config), config.spacing.size
+    sizes = {"spacing.size": whole, "stage.patch_size": stage.patch_size, "inference.tile_size": config.inference.tile_size}
+    rules = []
+    for key, size in sizes.items():
+        if size is not None:
+            rules += [
+                (
+                    all(voxels % step == 0 for voxels, step in zip(size, divisor, strict=True)),
+                    f"{key}: must be multiples of {divisor[0] if len(set(divisor)) == 1 else list(divisor)} (model.depth={model.depth}, "
+                    f"model.stem={model.stem.value}), but got {list(size)}",
+                ),
+                (
+                    size != divisor or model.norm is not Norm.instance,
+                    f"{key}={list(size)}: the deepest level of the network would have a single voxel, and model.norm=instance takes no "
+                    "variance of one; choose more along an axis",
+                ),
+                (
+                    whole is None or all(part <= most for part, most in zip(size, whole, strict=True)),
+                    f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole or ())}; choose less, or null",
+                ),
+            ]
+    return [
+        *rules,
+        (
+            whole is None or stage.max_voxels is None or math.prod(whole) <= stage.max_voxels,
+            f"spacing.size={list(whole or ())} has more voxels than stage.max_voxels={stage.max_voxels} lets through; choose less, or "
+            "stage.max_voxels=null",
+        ),
+    ]
+
+
+def _rank_rules(config: TrainConfig) -> Rules:
+    """What several ranks, a device map and sharded weights exclude."""
+    stage, memory, trainer, device_map = config.stage, config.memory, config.trainer, config.model.device_map
+    ranks = trainer.devices * trainer.num_nodes
+    share = ranks * memory.accumulate
+    kinds = {str(device).partition(":")[0] for device in device_map.values()} if isinstance(device_map, dict) else set()
+    kinds |= {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set()}[trainer.accelerator]
+    is_half = memory.precision in (Precision.bf16, Precision.fp16)
+    is_batch, is_separate = config.model.norm is Norm.batch, stage.region_mode is RegionMode.separate
+    excluded_by_map = [
+        (f"trainer.devices={trainer.devices}", ranks > 1, "one rank uses all devices of the map"),
+        ("memory.offload=true", memory.offload, "the map already says where activations lie"),
+        ("memory.compile=true", memory.compile, "compiled code stays on one device"),
+        (
+            f"memory.precision={memory.precision.value}",
+            is_half and len(kinds) > 1,
+            "half precision is that of one kind of device",
+        ),
+    ]
+    target = str(config.optimizer["_target_"])
+    excluded_by_fsdp = [
+        ("ema_decay", config.ema_decay is not None, "the average would need the whole weights after each step"),
+        ("memory.precision=fp16", memory.precision is Precision.fp16, "Lightning's FSDP2 has no loss scaling"),
+        ("memory.offload=true", memory.offload, "what a block gathers must not be moved"),
+        ("memory.compile=true", memory.compile, "compiled code does not see a block gather its weights"),
+        (f"optimizer._target_={target}", not target.startswith("torch.optim."), "its rule may need whole weights"),
+        (
+            "model.norm=batch",
+            is_batch and not trainer.sync_batchnorm,
+            "each rank would keep running statistics of its own without trainer.sync_batchnorm=true",
+        ),
+        ("stage.region_mode=separate", is_separate, "ranks would wait for each other's networks"),
+    ]
+    return [
+        (
+            ranks == 1 or trainer.strategy is not Strategy.auto,
+            f"trainer.devices={trainer.devices} with trainer.strategy=auto: choose trainer=ddp for more than one rank",
+        ),
+        *(
+            (device_map is None or not clashes, f"{key} does not go with model.device_map ({reason}); change one of them")
+            for key, clashes, reason in excluded_by_map
+        ),
+        *(
+            (
+                trainer.strategy is not Strategy.fsdp or not clashes,
+                f"{key} does not go with trainer=fsdp ({reason}); choose trainer=ddp, or leave it out",
+            )
+            for key, clashes, reason in excluded_by_fsdp
+        ),
+        (
+            not trainer.sync_batchnorm or is_batch,
+            f"trainer.sync_batchnorm=true: with model.norm={config.model.norm.value} a sample's norms see nothing of other ranks; leave it out",
+        ),
+        (
+            not (trainer.sync_batchnorm and is_separate),
+            "trainer.sync_batchnorm=true does not go with stage.region_mode=separate (ranks would wait for each other's networks); change one",
+        ),
+        (
+            stage.batch_size % share == 0,
+            f"stage.batch_size={stage.batch_size} cannot be divided among {ranks} rank(s) × memory.accumulate={memory.accumulate}; "
+            f"choose a multiple of {share}",
+        ),
+    ]
+
+
+def _device_rules(config: TrainConfig) -> Rules:
+    """Switches that need a GPU."""
+    memory, trainer = config.memory, config.trainer
+    precision = memory.precision
+    need_gpu = [
+        (
+            precision in (Precision.fp16, Precision.tf32),
+            f"memory.precision={precision.value} needs a GPU, but trainer.accelerator=cpu; choose memory.precision=bf16",
+        ),
+        (
+            memory.offload,
+            "memory.offload=true moves activations from a GPU to the host, but trainer.accelerator=cpu; choose memory.offload=false",
+        ),
+        (
+            config.data.pin_memory,
+            "data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose data.pin_memory=null",
+        ),
+        (
+            memory.cudnn_benchmark,
+            "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; choose memory.cudnn_benchmark=false",
+        ),
+        (
+            trainer.sync_batchnorm,
+            "trainer.sync_batchnorm=true works on GPUs only, but trainer.accelerator=cpu; choose trainer.sync_batchnorm=false",
+        ),
+    ]
+    return [(trainer.accelerator is not Accelerator.cpu or not is_on, sentence) for is_on, sentence in need_gpu]
+
+
+def _optimisation_rules(config: TrainConfig) -> Rules:
+    steps, warmup_steps, decay = config.steps, config.warmup_steps, config.ema_decay
+    optimizer, schedule = _class_name(config.optimizer), _class_name(config.schedule)
+    return [
+        (
+            # After fewer steps the weights of the first one would be a third of the average, or more.
+            decay is None or steps * (1 - decay) >= 1,
+            f"ema_decay={decay} averages over {1 / (1 - (decay or 0)):.0f} steps, but steps={steps}; choose {1 - 1 / steps:.4g} or less, "
+            "or more steps",
+        ),
+        (
+            warmup_steps == 0 or schedule in CHAINABLE_SCHEDULES,
+            f"warmup_steps={warmup_steps}: schedule {schedule} sets its rates itself; choose warmup_steps=0, or a schedule such as "
+            "schedule=cosine",
+        ),
+        (warmup_steps < steps, f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"),
+        (
+            config.lr_scaling is not LrScaling.linear or optimizer not in ADAPTIVE_OPTIMIZERS,
+            f"lr_scaling=linear: the steps of {optimizer} do not grow with the gradient; choose lr_scaling=sqrt",
+        ),
+    ]
+
+
+def _stage_rules(config: TrainConfig) -> Rules:
+    """Flips, and the keys that only one of the stages has."""
+    stage, flip_axes = config.stage, config.augment.flip_axes
+    sides = {region.side for region in config.task.regions.values()} - {None}
+    rules = [
+        (
+            not (sides and 2 in flip_axes),
+            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that task={config.task.name} tells apart",
+        ),
+        (set(flip_axes) <= {0, 1, 2}, f"augment.flip_axes: axes are 0 (z), 1 (y), 2 (x), but got {flip_axes}"),
+    ]
+    if stage.name is StageName.coarse:
+        return [
+            *rules,
+            (
+                not (sides and flip_axes),
+                f"augment.flip_axes={flip_axes}: flips make sides undecidable for the coarse stage; leave it empty",
+            ),
+            (stage.patch_size is None, "stage.patch_size: the coarse stage sees whole volumes; bound them with stage.max_voxels"),
+            *(
+                (getattr(stage, key) is None, f"stage.{key}: only the fine stage has it; leave it out with stage=coarse")
+                for key in (*FINE_KEYS, "elsewhere_share", "coarse")
+            ),
+        ]
+    counts = {name: len(region.labels) for name, region in config.task.regions.items()}
+    return [
+        *rules,
+        (stage.max_voxels is None, "stage.max_voxels: only the coarse stage has it; bound crops with stage.patch_size"),
+        (
+            stage.slab_share is None,
+            "stage.slab_share: only the coarse stage has it; the fine one has augment.truncate_probability",
+        ),
+        *((getattr(stage, key) is not None, f"stage.{key}: the fine stage needs a value") for key in FINE_KEYS),
+        (
+            (stage.region_from is RegionFrom.coarse) == (stage.coarse is not None),
+            "stage.region_from=coarse and stage.coarse=<checkpoint> go together; give both or neither",
+        ),
+        (
+            stage.region_mode is RegionMode.separate or len(set(counts.values())) == 1,
+            f"stage.region_mode={stage.region_mode} shares one network, but the regions have {counts} labels; choose "
+            "stage.region_mode=separate",
+        ),
+    ]
