@@ -1,39 +1,53 @@
-"""Heart, great vessels, windpipe, gullet."""
+"""Mediastinum: heart, great vessels, trachea, main bronchi and oesophagus."""
 # ruff: noqa: RUF005 - the lists are vectors that are added
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medseg.phantom.anatomy import Anatomy
 from medseg.phantom.lattice import Lattice, draw_tube
-from medseg.phantom.shapes import Field, ellipsoid, union
+from medseg.phantom.shapes import Field, ellipsoid, maximum, union
 
 Points = NDArray[np.float64]
 
 
-def _spine_point(anatomy: Anatomy, z: float, dx: float, dy: float) -> list[float]:
-    """A point beside the spine's front edge."""
-    level = np.array([[[z]]], dtype=np.float32)
-    front = anatomy.spine_y_mm(level).item() - 0.84 * anatomy.spine_radius_mm(level).item()
-    return [anatomy.spine_x_mm(level).item() + dx, front + dy, z]
-
-
-@dataclass(frozen=True)
-class Tube:
+class Tube(NamedTuple):
     """A chain of points xyz in mm with radii in mm."""
 
     points_xyz_mm: Points
     radii_mm: Points | float
 
 
+class CentralTubes(NamedTuple):
+    """Distances on the whole lattice to large vessels, lumen of the central airways, and oesophagus, (D, H, W), at most 30 mm."""
+
+    blood: Field
+    airway: Field
+    gullet: Field
+
+
+class HeartFields(NamedTuple):
+    """Signed distances in mm of the heart's outside and of its chambers."""
+
+    outside: Field
+    left_ventricle: Field
+    right_heart: Field
+    left_atrium: Field
+
+
+def _spine_point(anatomy: Anatomy, z: float, dx: float, dy: float) -> list[float]:
+    """Point beside the spine's front edge."""
+    x, y, half_width = anatomy.spine_at(z)
+    return [x + dx, y - 0.84 * half_width + dy, z]
+
+
 def bronchi(anatomy: Anatomy) -> dict[str, Tube]:
     """Trachea, main and lower bronchi (lumen); their ends are the roots of the airway trees."""
-    r = anatomy.trachea_mm
-    s = anatomy.shift_x_mm
+    r, s = anatomy.trachea_mm, anatomy.shift_x_mm
     return {
         "trachea": Tube(
             np.array([[s * 0.1, -20, 190], [s * 0.2, -14, 140], [s * 0.5, 0, 80], [s * 0.8, 9, 35], [s, 13, 0.0]]), r
@@ -57,8 +71,7 @@ def bronchi(anatomy: Anatomy) -> dict[str, Tube]:
 
 def great_vessels(anatomy: Anatomy) -> dict[str, Tube]:
     """Large vessels outside the lung label."""
-    a, p, s = anatomy.aorta_mm, anatomy.trunk_mm, anatomy.shift_x_mm
-    d = 0.78 * a
+    a, d, p, s = anatomy.aorta_mm, 0.78 * anatomy.aorta_mm, anatomy.trunk_mm, anatomy.shift_x_mm
     low = float(anatomy.heart_centre_xyz_mm[2])
     arch = [
         [s + 4, -22, -38], [s - 6, -34, -16], [s - 9, -36, 4], [s - 6, -28, 22], [s + 3, -12, 31], [s + 13, 8, 31],
@@ -87,29 +100,24 @@ def great_vessels(anatomy: Anatomy) -> dict[str, Tube]:
     }  # fmt: skip
     for side, name in ((1, "left"), (-1, "right")):
         atrium = np.array([s + 2.0, 6.0, low + 18])
-        tubes[f"{name}_upper_vein"] = Tube(
-            np.stack([atrium + [side * 14, 0, 4], atrium + [side * 34, -6, 14]]), np.array([8.0, 6.0])
-        )
-        tubes[f"{name}_lower_vein"] = Tube(
-            np.stack([atrium + [side * 14, 4, -8], atrium + [side * 36, 14, -12]]), np.array([8.0, 6.0])
-        )
+        for level, start, end in (("upper", (14, 0, 4), (34, -6, 14)), ("lower", (14, 4, -8), (36, 14, -12))):
+            ends = np.stack([atrium + np.array([side, 1, 1]) * one for one in (start, end)])
+            tubes[f"{name}_{level}_vein"] = Tube(ends, np.array([8.0, 6.0]))
     return tubes
 
 
 def vein_roots(anatomy: Anatomy, side: int) -> Points:
-    """Where the pulmonary veins of one side leave the lung, xyz in mm."""
-    low = float(anatomy.heart_centre_xyz_mm[2])
-    return np.array([anatomy.shift_x_mm + 2.0 + side * 36, 6.0, low + 20.0])
+    """Point where the pulmonary veins of one side leave the lung, xyz in mm."""
+    return np.array([anatomy.shift_x_mm + 2.0 + side * 36, 6.0, float(anatomy.heart_centre_xyz_mm[2]) + 20.0])
 
 
 def hilum(anatomy: Anatomy, side: int) -> Points:
-    """Where bronchus and artery of one side enter the lung, xyz in mm."""
-    tube = bronchi(anatomy)["left" if side > 0 else "right"]
-    return np.asarray(tube.points_xyz_mm[-1], dtype=np.float64)
+    """Point where bronchus and artery of one side enter the lung, xyz in mm."""
+    return bronchi(anatomy)["left" if side > 0 else "right"].points_xyz_mm[-1]
 
 
 def oesophagus(anatomy: Anatomy) -> Tube:
-    """The gullet, in front of the spine and left of the midline below."""
+    """Oesophagus, in front of the spine and left of the midline below."""
     s = anatomy.shift_x_mm
     points = [[2 + s * 0.2, 4, 150], [4 + s * 0.4, 18, 90]] + [
         _spine_point(anatomy, z, dx + s * f, -9) for z, dx, f in ((40, 4, 0.7), (0, 4, 0.8), (-50, 2, 0.7))
@@ -118,45 +126,25 @@ def oesophagus(anatomy: Anatomy) -> Tube:
     return Tube(np.array(points), np.array([6.5, 7, 7, 7, 7.5, 8, 8.0]))
 
 
-def draw_great_vessels(anatomy: Anatomy, lattice: Lattice) -> tuple[Field, Field, Field]:
-    """Draw vessels, airways and gullet.
-
-    Returns:
-        Distances to blood, to the lumen of the central airways, and to the gullet, (D, H, W), at most 30 mm.
-    """
-    blood = np.full(lattice.shape, 30, dtype=np.float32)
-    for tube in great_vessels(anatomy).values():
-        draw_tube(blood, lattice, tube.points_xyz_mm, tube.radii_mm, margin_mm=14)
-    airway = np.full(lattice.shape, 30, dtype=np.float32)
-    for tube in bronchi(anatomy).values():
-        draw_tube(airway, lattice, tube.points_xyz_mm, tube.radii_mm, margin_mm=14)
-    gullet = np.full(lattice.shape, 30, dtype=np.float32)
-    tube = oesophagus(anatomy)
-    draw_tube(gullet, lattice, tube.points_xyz_mm, tube.radii_mm, margin_mm=12)
-    return blood, airway, gullet
-
-
-@dataclass(frozen=True)
-class HeartFields:
-    """Signed distances in mm of the heart's outside and of its chambers."""
-
-    outside: Field
-    left_ventricle: Field
-    right_heart: Field
-    left_atrium: Field
+def draw_central_tubes(anatomy: Anatomy, lattice: Lattice) -> CentralTubes:
+    """Draw vessels, airways and oesophagus."""
+    fields = CentralTubes(lattice.full(30), lattice.full(30), lattice.full(30))
+    groups = (great_vessels(anatomy).values(), 14), (bronchi(anatomy).values(), 14), ([oesophagus(anatomy)], 12)
+    for field, (tubes, margin_mm) in zip(fields, groups, strict=True):
+        for tube in tubes:
+            draw_tube(field, lattice, *tube, margin_mm=margin_mm)
+    return fields
 
 
 def heart_fields(anatomy: Anatomy, x: Field, y: Field, z: Field) -> HeartFields:
     """Measure the heart: an egg of two ventricles with the atria behind and to the right."""
-    s = anatomy.shift_x_mm
-    centre = anatomy.heart_centre_xyz_mm + [s, 0, 0]
-    axes, radii = anatomy.heart_axes, anatomy.heart_radii_mm
+    centre = anatomy.heart_centre_xyz_mm + [anatomy.shift_x_mm, 0, 0]
+    axes, radii = anatomy.heart_axes, np.array(anatomy.heart_radii_mm)
     ventricles = ellipsoid(x, y, z, centre, radii, axes)
     atrium_left = ellipsoid(x, y, z, centre + [-16, 36, 20], (33, 19, 23))
     atrium_right = ellipsoid(x, y, z, centre + [-38, 12, 2], (27, 29, 37))
     outside = union(union(ventricles, atrium_left, 12), atrium_right, 14)
-    left = ellipsoid(x, y, z, centre + 7 * axes[0] + [9, 9, -2], (0.66 * radii[0], 0.44 * radii[1], 0.44 * radii[2]), axes)
-    right = ellipsoid(x, y, z, centre + [-10, -13, -2], (0.78 * radii[0], 0.62 * radii[1], 0.5 * radii[2]), axes)
-    right = np.maximum(right, 9 - left)
-    right = np.minimum(np.maximum(right, outside + 4), atrium_right + 4)
+    left = ellipsoid(x, y, z, centre + 7 * axes[0] + [9, 9, -2], radii * [0.66, 0.44, 0.44], axes)
+    right = ellipsoid(x, y, z, centre + [-10, -13, -2], radii * [0.78, 0.62, 0.5], axes)
+    right = np.minimum(maximum(right, 9 - left, outside + 4), atrium_right + 4)
     return HeartFields(outside, left, right, atrium_left + 3)

@@ -1,4 +1,4 @@
-"""Bones as distance fields: ribs, cartilage, sternum, clavicles, scapulae, humeri, spine."""
+"""Skeleton as distance fields: ribs, cartilage, sternum, clavicles, scapulae, humeri, spine."""
 # ruff: noqa: RUF005 - the lists are vectors that are added
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from medseg.phantom.anatomy import SIDES, Anatomy
 from medseg.phantom.lattice import Lattice, draw_tube
-from medseg.phantom.shapes import Field, profile, superellipse, union
+from medseg.phantom.shapes import Field, maximum, profile, superellipse, union
 
 VERTEBRA_MM = 23.5  # height of a thoracic vertebra with its disc
 _RIB_REACH = (0.62, 0.76, 0.88, 0.92, 0.94, 0.95, 0.93, 0.88, 0.80, 0.68, 0.50, 0.36)  # share of the way to the front
 
 
 def vertebra_z_mm(number: int) -> float:
-    """Middle of thoracic vertebra `number` (1 … 12; more are lumbar, less cervical): T5 lies at the carina."""
+    """Middle of thoracic vertebra `number` (1 … 12; larger are lumbar, smaller cervical): T5 lies at the carina."""
     return (5.0 - number) * VERTEBRA_MM + 2.0
 
 
@@ -29,23 +29,14 @@ def rib_path(anatomy: Anatomy, number: int, side: int) -> NDArray[np.float64]:
     fall = np.interp(number, (1, 3, 7, 12), (30, 52, 78, 60))
     z = (start - fall * np.sin(np.clip(turn / 2.0, 0, np.pi / 2)) ** 1.5)[:, None, None].astype(np.float32)
     cx, cy, ax, ay = (np.asarray(v, dtype=np.float64).ravel() for v in anatomy.thorax_centre(z, side))
-    outward = np.sin(turn) + 0.35 * np.cos(turn) ** 3 * -1
-    back = np.cos(turn)
-    norm = np.hypot(outward, back)
-    outward, back = outward / norm, back / norm
-    ax, ay = np.maximum(ax, 14), np.maximum(ay, 14)
+    outward, back = np.sin(turn) + 0.35 * np.cos(turn) ** 3 * -1, np.cos(turn)
+    outward, back = outward / np.hypot(outward, back), back / np.hypot(outward, back)
     power = np.where(back > 0, 2.0, 2.0 + anatomy.flatness)
-    reach = 1 / ((np.abs(outward) / ax) ** power + (np.abs(back) / ay) ** power) ** (1 / power)
-    radius = reach + 6.0
+    level = (np.abs(outward) / np.maximum(ax, 14)) ** power + (np.abs(back) / np.maximum(ay, 14)) ** power
+    radius = 1 / level ** (1 / power) + 6.0
     path = np.stack([cx + side * outward * radius, cy + back * radius, z.ravel().astype(np.float64)], axis=1)
-    spine_z = np.array([[[start]]], dtype=np.float32)
-    joint = np.array(
-        [
-            float(anatomy.spine_x_mm(spine_z).item()) + side * (float(anatomy.spine_radius_mm(spine_z).item()) + 2),
-            float(anatomy.spine_y_mm(spine_z).item()) + 11,
-            start,
-        ]
-    )
+    x, y, half_width = anatomy.spine_at(start)
+    joint = np.array([x + side * (half_width + 2), y + 11, start])
     neck = np.array([joint[0] + side * 16, joint[1] + 12, start - 2])
     keep = (path[:, 0] * side > neck[0] * side + 6) | (turn > 1.0)
     return np.concatenate([[joint], [neck], path[keep]])
@@ -56,14 +47,13 @@ def draw_bones(anatomy: Anatomy, lattice: Lattice, arms: str) -> tuple[Field, Fi
 
     Args:
         anatomy: The patient.
-        lattice: Where to draw.
+        lattice: The lattice to draw on.
         arms: `up`, `down` or `none`.
 
     Returns:
         Distance to bone and distance to costal cartilage, both (D, H, W), at most 30 mm.
     """
-    bone = np.full(lattice.shape, 30, dtype=np.float32)
-    cartilage = np.full(lattice.shape, 30, dtype=np.float32)
+    bone, cartilage = lattice.full(30), lattice.full(30)
     sternum = sternum_path(anatomy)
     for side in SIDES:
         for number in range(1, 13):
@@ -73,40 +63,35 @@ def draw_bones(anatomy: Anatomy, lattice: Lattice, arms: str) -> tuple[Field, Fi
             if number <= 10:
                 level = float(np.interp(number, (1, 2, 3, 4, 5, 6, 7, 10), (54, 36, 16, -6, -28, -48, -66, -84)))
                 end = np.array([side * 15.0, float(np.interp(level, sternum[::-1, 2], sternum[::-1, 1])), level])
-                last = path[-1]
-                middle = 0.5 * (last + end) + np.array([0, -6.0, -9.0 if number > 4 else 0.0])
-                draw_tube(cartilage, lattice, np.stack([last, middle, end]), np.array([4.6, 4.2, 4.0]), stretch_z=1.5)
+                middle = 0.5 * (path[-1] + end) + np.array([0, -6.0, -9.0 if number > 4 else 0.0])
+                draw_tube(cartilage, lattice, np.stack([path[-1], middle, end]), np.array([4.6, 4.2, 4.0]), stretch_z=1.5)
         manubrium = np.array([side * 20.0, sternum[0, 1] + 1, sternum[0, 2] - 2])
         acromion = np.array([side * 150.0 * anatomy.width_factor, 26, 92 if arms != "up" else 108])
-        clavicle = np.stack(
-            [
-                manubrium,
-                manubrium + [side * 32, -3, 8],
-                0.45 * manubrium + 0.55 * acromion + [0, 0, 6],
-                acromion + [-side * 18, -8, 3],
-                acromion,
-            ]
-        )
-        draw_tube(bone, lattice, clavicle, np.array([9.0, 6.5, 5.5, 6.5, 6.5]))
+        clavicle = [
+            manubrium,
+            manubrium + [side * 32, -3, 8],
+            0.45 * manubrium + 0.55 * acromion + [0, 0, 6],
+            acromion + [-side * 18, -8, 3],
+            acromion,
+        ]
+        draw_tube(bone, lattice, np.stack(clavicle), np.array([9.0, 6.5, 5.5, 6.5, 6.5]))
         _draw_scapula(bone, lattice, anatomy, side, arms)
         if arms != "none":
             shoulder, elbow = arm_path(anatomy, side, arms)
             draw_tube(bone, lattice, np.stack([shoulder, 0.85 * shoulder + 0.15 * elbow, elbow]), np.array([21.0, 12.0, 10.5]))
     draw_tube(bone, lattice, sternum[:2], np.array([8.0, 7.0]))
     for offset in (-14.0, -7.0, 0.0, 7.0, 14.0):
-        width = np.array([1.0, 0.75, 0.8, 0.9, 0.4])
-        draw_tube(bone, lattice, sternum + np.stack([offset * width, 0 * width, 0 * width], axis=1), 5.6)
+        draw_tube(bone, lattice, sternum + np.outer([1.0, 0.75, 0.8, 0.9, 0.4], [offset, 0, 0]), 5.6)
     return bone, cartilage
 
 
 def sternum_path(anatomy: Anatomy) -> NDArray[np.float64]:
     """Middle line of manubrium, body and xiphoid, (5, 3) xyz in mm, 9 mm in front of the pleura."""
     levels = np.array([58.0, 24.0, -10.0, -62.0, -92.0], dtype=np.float32)
-    x = np.zeros((1, 1, 1), dtype=np.float32)
-    ys = np.linspace(-140, 20, 321, dtype=np.float32)[None, :, None]
-    inside = np.minimum(*(anatomy.half_thorax(x, ys, levels[:, None, None], side)[0] for side in SIDES))[:, :, 0]
-    front = ys.ravel()[np.argmax(inside < 4, axis=1)].astype(np.float64)
-    front = np.where((inside < 4).any(axis=1), front, 20.0)
+    x, ys = np.zeros((1, 1, 1), dtype=np.float32), np.linspace(-140, 20, 321, dtype=np.float32)
+    halves = (anatomy.half_thorax(x, ys[None, :, None], levels[:, None, None], side)[0] for side in SIDES)
+    is_near = np.minimum(*halves)[:, :, 0] < 4
+    front = np.where(is_near.any(axis=1), ys[np.argmax(is_near, axis=1)].astype(np.float64), 20.0)
     front = np.minimum(np.maximum(front, -110), [-46.0, -66.0, -70.0, -70.0, -70.0])
     return np.stack([np.zeros(5), front - 7, levels.astype(np.float64)], axis=1)
 
@@ -120,14 +105,12 @@ def arm_path(anatomy: Anatomy, side: int, arms: str) -> tuple[NDArray[np.float64
 
 def _draw_scapula(bone: Field, lattice: Lattice, anatomy: Anatomy, side: int, arms: str) -> None:
     """Draw the blade as a fan of thin bars, its spine and the socket."""
-    lift = 14.0 if arms == "up" else 0.0
-    wide = anatomy.width_factor
+    lift, wide = 14.0 if arms == "up" else 0.0, anatomy.width_factor
     tip = np.array([side * (96 + lift) * wide, 96.0 - lift, -52 + lift])
     inner = np.array([side * 66 * wide, 92.0, 64 + lift])
     socket = np.array([side * 148 * wide, 42.0, 70 + lift])
     for share in np.linspace(0, 1, 15):
-        edge = inner * (1 - share) + tip * share
-        far = socket * (1 - share) + tip * share
+        edge, far = (corner * (1 - share) + tip * share for corner in (inner, socket))
         bulge = 0.5 * (edge + far) + np.array([side * 5.0, 5.0, 0.0])
         draw_tube(bone, lattice, np.stack([edge, bulge, far]), np.array([2.3, 1.7, 3.4]))
     draw_tube(bone, lattice, np.stack([inner + [0, 2, -14], socket + [0, 22, 14]]), np.array([3.0, 5.0]))
@@ -148,27 +131,25 @@ def spine_distance(anatomy: Anatomy, x: Field, y: Field, z: Field) -> tuple[Fiel
         spinal canal, and the place within a segment (0 in the middle of a vertebra, 1 in the middle of a disc), (d, 1, 1).
     """
     radius = anatomy.spine_radius_mm(z)
-    dx = x - anatomy.spine_x_mm(z)
-    dy = y - anatomy.spine_y_mm(z)
+    dx, dy = x - anatomy.spine_x_mm(z), y - anatomy.spine_y_mm(z)
     phase = (z - np.float32(vertebra_z_mm(5))) / np.float32(VERTEBRA_MM)
-    disc = np.abs(phase - np.round(phase)) * 2
-    column, _ = superellipse(dx, dy, radius, radius * np.float32(0.84), 2.5)
+    drop = phase - np.round(phase)
+    disc = np.abs(drop) * 2
+    column = superellipse(dx, dy, radius, radius * np.float32(0.84), 2.5)
     waist = np.maximum(column + np.float32(1.8) * (1 - disc * disc), np.float32(VERTEBRA_MM / 2) * (disc - np.float32(0.8)))
     behind = radius * np.float32(0.84) + 7.5
-    canal, _ = superellipse(dx, dy - behind, 10.0, 8.0, 2)
-    arch = np.abs(canal - 3.0) - 3.2
-    arch = np.maximum(arch, np.float32(9) * (disc - np.float32(0.62)))
-    level = np.clip((np.float32(0.75) - disc) * 12, -8, 8)
-    lateral = np.abs(dx)
-    drop = phase - np.round(phase)
-    wings = np.maximum(np.abs(dy - behind - np.float32(0.22) * (lateral - 8)) - 4.2, np.maximum(lateral - 32, 7 - lateral))
-    wings = np.maximum(wings, np.abs(drop - np.float32(0.12)) * np.float32(VERTEBRA_MM) - np.float32(6))
-    spinous = np.maximum(
-        lateral - 3.0, np.maximum(behind + 8 - dy, dy - behind - profile(z, (120, 60, -150, -300), (34, 30, 26, 34)))
+    lateral, depth = np.abs(dx), dy - behind
+    canal = superellipse(dx, depth, 10.0, 8.0, 2)
+    arch = np.maximum(np.abs(canal - 3.0) - 3.2, np.float32(9) * (disc - np.float32(0.62)))
+    wings = maximum(
+        np.abs(depth - np.float32(0.22) * (lateral - 8)) - 4.2,
+        lateral - 32,
+        7 - lateral,
+        np.abs(drop - np.float32(0.12)) * np.float32(VERTEBRA_MM) - np.float32(6),
     )
-    slant = np.abs(((phase + (dy - behind) * np.float32(0.018)) % 1.0) - np.float32(0.5)) * np.float32(VERTEBRA_MM)
-    spinous = np.maximum(spinous, slant - np.float32(7.5))
-    bone = union(waist, np.maximum(arch, -level), 2.0)
-    bone = np.minimum(bone, np.minimum(wings, spinous))
-    bone = np.maximum(bone, 0.5 - canal)
+    slant = np.abs(((phase + depth * np.float32(0.018)) % 1.0) - np.float32(0.5)) * np.float32(VERTEBRA_MM)
+    length = profile(z, (120, 60, -150, -300), (34, 30, 26, 34))
+    spinous = maximum(lateral - 3.0, behind + 8 - dy, depth - length, slant - np.float32(7.5))
+    bone = union(waist, np.maximum(arch, -np.clip((np.float32(0.75) - disc) * 12, -8, 8)), 2.0)
+    bone = np.maximum(np.minimum(bone, np.minimum(wings, spinous)), 0.5 - canal)
     return bone, np.asarray(column), canal, disc

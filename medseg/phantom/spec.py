@@ -1,15 +1,28 @@
-"""What defines a case: the choices that are drawn once, and the mix of a data set."""
+"""Specification of a case: the choices that are drawn once, and their distribution over a data set."""
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from medseg.phantom.streams import stream
-
 VIEWS = ("whole", "apex", "mid", "bases", "apices_cut", "bases_cut", "trunk", "abdomen", "neck")
 DETAILS = ("small", "full")
+
+
+def stream(seed: int, index: int, name: str) -> np.random.Generator:
+    """Open the generator of one purpose of one case; its numbers do not depend on the order of calls.
+
+    Args:
+        seed: Seed of the data set, >= 0.
+        index: Number of the case in the data set, >= 0.
+        name: Purpose of the numbers (`anatomy`, `noise`, …); each has its own numbers.
+
+    Returns:
+        A counter-based generator in its first state.
+    """
+    return np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), (index << 32) | zlib.crc32(name.encode())]))
 
 
 @dataclass(frozen=True)
@@ -25,22 +38,22 @@ class PhantomSpec:
         num_slices: Number of slices; None takes as many as the view needs.
         model_spacing_mm: Lattice on which the anatomy is drawn, (z, y, x).
         tilt_deg: Rotation of the acquisition about the patient's z, y, x axes.
-        centre_offset_mm: Centre of the field of view beside the middle of the chest, (y, x).
+        centre_offset_mm: Offset of the centre of the field of view from the middle of the chest, (y, x).
         padding_hu: Value outside the circular field of view; None reconstructs the square.
         kernel: 0 = smooth … 1 = sharp reconstruction.
         noise_hu: Standard deviation of the noise in the middle of the chest; 0 switches noise off.
         contrast_hu: Contrast agent in the blood, added to its 40 HU.
         sex: `female` or `male`.
-        age_years: Age; old spines bend, old aortas are wide and calcified, old lungs are thinner.
+        age_years: Age; it bends the spine, widens the aorta and deepens the chest.
         fat_mm: Typical thickness of the fat under the skin.
         breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm, width of the recesses, lung density.
         arms: `up`, `down` or `none` (outside the field of view).
-        is_prone: Lies on the front: gas and gravity turn round, table in front.
+        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is in front.
         is_feet_first: Stored from head to feet.
         flips: Storage axes (z, y, x) that run against LPS.
-        missing_lung: `left`, `right` or None: removed, its place filled with fluid and shifted mediastinum.
-        is_touching: Lungs meet in front of the heart, only the junction line between them.
-        has_table: Table in the image.
+        missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted mediastinum.
+        is_touching: Whether the lungs meet in front of the heart, with only the junction line between them.
+        has_table: Whether the table is in the image.
         lung_hu: Median of healthy parenchyma.
         num_nodules: Round nodules of 4 to 30 mm.
         consolidation: Share of a lobe that is airless, 0 = none.
@@ -100,8 +113,8 @@ class PhantomSpec:
 def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     """Draw a realistic case.
 
-    About two of three are ordinary whole chests; every third is cut, odd or ill in a way that real data sets hold. Two of the
-    first ten are always odd, so that small data sets meet them too.
+    About two of three cases are ordinary whole chests. Every third is partial, unusual or diseased, as in real data sets; the first two
+    are whole chests with both lungs.
 
     Args:
         seed: Seed of the data set.
@@ -137,14 +150,13 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         pixel_mm *= 0.6
     model_z_mm = float(np.clip(0.5 * slice_mm, model_mm, max(2.4, model_mm)))
     if detail == "full" and view in ("trunk", "abdomen"):
-        # A long body in thin slices on the finest lattice would take 5 GB.
+        # On the finest lattice a long body in thin slices takes 5 GB.
         slice_mm, model_mm, model_z_mm = max(slice_mm, 2.0), 1.4, 2.0
     kernel = float(rng.uniform(0, 1))
     noise_hu = float(np.exp(rng.normal(np.log(11 + 22 * kernel), 0.4)) * min(1.4, (2.5 / slice_mm) ** 0.5))
     effusion = [float(rng.uniform(8, 45)) if chance(0.07) else 0.0 for _ in range(2)]
     high = [float(rng.uniform(15, 50)) if chance(0.07) else 0.0 for _ in range(2)]
     is_prone = chance(0.05)
-    table_flip = is_prone
     return PhantomSpec(
         seed=seed,
         index=index,
@@ -168,7 +180,7 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         arms=str(rng.choice(("up", "down", "none"), p=(0.68, 0.25, 0.07))),
         is_prone=is_prone,
         is_feet_first=chance(0.1),
-        flips=(False, table_flip or chance(0.07), table_flip or chance(0.07)),
+        flips=(False, is_prone or chance(0.07), is_prone or chance(0.07)),
         missing_lung=str(rng.choice(("left", "right"))) if index >= 2 and chance(0.03) else None,
         is_touching=chance(0.3),
         has_table=chance(0.9),

@@ -110,8 +110,8 @@ def audit_labels(
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
                 found.append(find("touching_regions", **names, area=contact_mm2 / 100))
-    for one in [] if image_hu is None or (lefts and rights) else [*lefts, *rights]:
-        off_mm, width_mm = _off_side_mm(image_hu, grid, one)
+    for one in [] if lefts and rights else [*lefts, *rights]:
+        off_mm, width_mm = (0.0, 0.0) if image_hu is None else _off_side_mm(image_hu, grid, one)
         if off_mm > SIDE_SHARE * width_mm:
             found.append(find("doubtful_side", region=one.region.name, off_mm=off_mm))
     cuts = {one.region.name: _cut_ends(image_hu, labels, grid, task, one) for one in regions.values()}
