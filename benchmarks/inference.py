@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from medseg.console import say
 from medseg.errors import EXIT_USER_ERROR, UserError
-from medseg.io.replacing import replace_text
+from medseg.io.atomic import replace_text
 from medseg.io.write import write_image
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec

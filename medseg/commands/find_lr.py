@@ -12,8 +12,7 @@ from medseg.commands import entry
 from medseg.config.schema import FindLrConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError
-from medseg.io.replacing import check_writable
-from medseg.runs.folder import replace_text
+from medseg.io.atomic import check_writable, replace_text
 
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 

@@ -12,7 +12,7 @@ from medseg.commands import entry
 from medseg.config.schema import PredictConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, is_out_of_memory
-from medseg.io.replacing import check_writable
+from medseg.io.atomic import check_writable
 from medseg.prediction.cascades import (
     Cascade,
     is_tile_worker,

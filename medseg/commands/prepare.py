@@ -17,7 +17,7 @@ from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
 from medseg.data.case_table import Case
 from medseg.data.task import Task
 from medseg.errors import EXIT_FAILED
-from medseg.io.replacing import check_writable, replace_text
+from medseg.io.atomic import check_writable, replace_text
 
 if TYPE_CHECKING:
     from medseg.pictures.audit import Slice

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
 from medseg.data.case_table import Case
 from medseg.io.inputs import dicom_files, is_dicom_file, is_dicomdir, volume_suffix
-from medseg.io.textheader import MAX_HEADER_BYTES, data_files, decode_text
+from medseg.io.textheader import read_header
 
 
 def sources_of(case: Case) -> dict[str, Path]:
@@ -22,11 +21,7 @@ def _source_files(path: Path) -> list[Path]:
     if path.is_dir() or is_dicomdir(path):
         return list(dicom_files(path if path.is_dir() else path.parent))
     if path.suffix.lower() in (".mhd", ".nhdr"):
-        with path.open("rb") as file:
-            head = decode_text(file.read(MAX_HEADER_BYTES))
-        found = re.search(r"^(?:ElementDataFile\s*=|data ?file:)\s*(\S.*?)\s*$", head, flags=re.M | re.I)
-        files = data_files(path, found[1], head[found.end() :].splitlines()) if found else ()
-        return [path, *(file for file in files if file.is_file())]
+        return [path, *(file for file in read_header(path).files if file.is_file() and file != path)]
     if volume_suffix(path) is None and is_dicom_file(path):
         return list(dicom_files(path.parent, is_deep=False))
     return [path]

@@ -18,9 +18,9 @@ from medseg.data.task import Task
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.evaluation.matching import Reference, describe, find_predictions, find_references, is_same_grid, read_pair, some_of
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
 from medseg.io.read import read_image
-from medseg.io.replacing import check_writable, replace_text
 from medseg.metrics.summary import METRICS, ScoreRow, Statistics, console_table, summarise
 from medseg.metrics.surface import score_region
 from medseg.pictures.overlay import overlay_montage

@@ -1,4 +1,4 @@
-"""Readers: one door for all formats."""
+"""Readers of scans and label maps: one function for all formats."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from isal.igzip_lib import IsalError
 
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
-from medseg.io.payload import DamagedError
-from medseg.io.stored import Stored, load_image, load_labels
+from medseg.io.lazy import LazyVolume, load_image, load_labels
 from medseg.io.volume import Volume
 
 Result = TypeVar("Result")
 
 
-def _open(path: Path, series: str | None = None) -> Stored:
+def _open(path: Path, series: str | None = None) -> LazyVolume:
     """Read the header with the format's own module, which is imported only now."""
     kind = input_format(path)
     if kind == "dicom":
@@ -31,37 +31,32 @@ def _open(path: Path, series: str | None = None) -> Stored:
         from medseg.io.nifti import open_nifti
 
         return open_nifti(path)
-    if kind == "nrrd":
-        from medseg.io.nrrd import open_nrrd
+    from medseg.io.textheader import open_text_volume
 
-        return open_nrrd(path)
-    from medseg.io.metaimage import open_metaimage
-
-    return open_metaimage(path)
+    return open_text_volume(path)
 
 
 def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
-    """Turn what a damaged file makes Python raise into one sentence."""
+    """Turn the exceptions that a damaged file causes into one sentence."""
     try:
-        # Numbers of a damaged file may overflow: what is not finite then is refused, or counts as air.
+        # Numbers of a damaged file may overflow: a result that is not finite is refused, or counts as air.
         with np.errstate(over="ignore", invalid="ignore"):
             return read(Path(path))
-    except DamagedError as error:
-        raise UserError(f"{path}: the file cannot be read: {error}; copy or export it again.") from error
-    except OSError as error:
-        raise UserError(
-            f"{path}: the file cannot be read ({error.strerror or error}); check the file and its permissions."
-        ) from error
+    except (OSError, EOFError, IsalError) as error:  # type: ignore[misc]  # the stub of isal lacks the base class
+        if isinstance(error, OSError) and error.errno is not None:
+            raise UserError(f"{path}: the file cannot be read ({error.strerror}); check the file and its permissions.") from error
+        reason = "end too early" if isinstance(error, EOFError) else f"are damaged: {error}"
+        raise UserError(f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again.") from error
 
 
-def _volume(path: Path, load: Callable[[Stored], tuple[np.ndarray, tuple[str, ...]]], series: str | None = None) -> Volume:
-    stored = _open(path, series)
-    array, remarks = load(stored)
-    return Volume(array, stored.grid, stored.header, (*stored.remarks, *remarks))
+def _volume(path: Path, load: Callable[[LazyVolume], tuple[np.ndarray, tuple[str, ...]]], series: str | None = None) -> Volume:
+    volume = _open(path, series)
+    array, remarks = load(volume)
+    return Volume(array, volume.grid, volume.header, (*volume.remarks, *remarks))
 
 
 def read_grid(path: Path, series: str | None = None) -> VoxelGrid:
-    """Read where a scan lies, in the storage order of its file; its voxels are not looked at.
+    """Read the grid of a scan, in the storage order of its file, without its voxels.
 
     Args:
         path: As for `read_image`.

@@ -1,28 +1,50 @@
-"""Images of SimpleITK, where a program that has it hands one over; medseg itself does without it."""
+"""Bridge to SimpleITK: grids of its images and file headers, images in and out."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from medseg.errors import UserError
-from medseg.io.stored import Stored, check_shape, grid_from_columns, load_image
+from medseg.errors import require
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.checks import check_shape, grid_from_columns
+from medseg.io.lazy import LazyVolume, load_image
 from medseg.io.volume import Volume
 
 NAME = Path("SimpleITK image")
 
 
+def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
+    """Read the grid of an image or of the header that an `ImageFileReader` has read.
+
+    Args:
+        path: File, for messages.
+        source: `SimpleITK.Image` or `SimpleITK.ImageFileReader`, of three axes, or more of which the others hold one frame.
+        num_components: Numbers per voxel.
+
+    Raises:
+        UserError: If it is not one regular 3D volume of grey values.
+    """
+    require(num_components == 1, f"{path}: expected one number per voxel, got {num_components}; export grey values.")
+    shape = check_shape(path, source.GetSize())
+    count = source.GetDimension()
+    direction = np.reshape(source.GetDirection(), (count, count))
+    require(
+        not (direction[:3, 3:].any() or direction[3:, :3].any()),
+        f"{path}: expected three axes in space and one in time, but the direction {direction.tolist()} mixes them; repair the header.",
+    )
+    return grid_from_columns(path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3])
+
+
 def is_simpleitk(image: object) -> bool:
-    """Whether an object is, by what it can do, an image of SimpleITK."""
+    """Whether an object has the methods of a `SimpleITK.Image`."""
     return all(hasattr(image, name) for name in ("GetSpacing", "GetOrigin", "GetDirection", "GetSize", "CopyInformation"))
 
 
 def from_simpleitk(image: Any) -> Volume:
-    """Read an image as if it came from a file.
+    """Convert an image, as if it were read from a file.
 
     Args:
         image: `SimpleITK.Image` of three axes, one number per voxel, in HU.
@@ -35,16 +57,10 @@ def from_simpleitk(image: Any) -> Volume:
     """
     import SimpleITK
 
-    if image.GetNumberOfComponentsPerPixel() != 1:
-        raise UserError(f"{NAME}: expected one number per voxel, got {image.GetNumberOfComponentsPerPixel()}; give grey values.")
-    if image.GetDimension() != 3:
-        raise UserError(f"{NAME}: expected three axes, got {image.GetDimension()}; give one 3D volume.")
-    shape = check_shape(NAME, image.GetSize())
-    columns = np.reshape(image.GetDirection(), (3, 3)) * image.GetSpacing()
-    grid = grid_from_columns(NAME, shape, columns, image.GetOrigin())
-    array = SimpleITK.GetArrayViewFromImage(image)
-    stored = Stored(NAME, grid, None, array.dtype, lambda: nullcontext(BytesIO(array.tobytes())))
-    image_hu, remarks = load_image(stored)
+    grid = grid_of(NAME, image, image.GetNumberOfComponentsPerPixel())
+    array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
+    # One slice at a time: conversions need no second copy of the volume.
+    image_hu, remarks = load_image(LazyVolume(NAME, grid, array.dtype, lambda: (part[None] for part in array)))
     return Volume(image_hu, grid, None, remarks)
 
 
@@ -55,3 +71,14 @@ def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     result = SimpleITK.GetImageFromArray(labels)
     result.CopyInformation(image)
     return result
+
+
+def image_on(array: np.ndarray, grid: VoxelGrid) -> Any:
+    """Make an image of voxels (D, H, W) on a grid."""
+    import SimpleITK
+
+    image = SimpleITK.GetImageFromArray(array)
+    image.SetSpacing(grid.spacing_mm[::-1])
+    image.SetOrigin(grid.origin_xyz_mm)
+    image.SetDirection(np.ravel(grid.direction).tolist())
+    return image

@@ -1,28 +1,19 @@
-"""What a reader hands over: the voxels, where they lie, and the header they came with."""
+"""Volume: the voxels of a scan or label map, its grid, and the remarks of the reader."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from medseg.geometry.grid import VoxelGrid
 
+if TYPE_CHECKING:
+    from nibabel.nifti1 import Nifti1Header
+
 AIR_HU = -1024
-"""HU of air outside the patient; what a voxel without a value counts as."""
-
-
-@dataclass(frozen=True)
-class FileHeader:
-    """The geometry fields of a file's header, as stored, so that a result can be written with the same bytes.
-
-    Attributes:
-        format: `nifti`, `nrrd`, `metaimage` or `dicom`.
-        raw: NIfTI: the whole header block. NRRD and MetaImage: the geometry lines. DICOM: empty.
-    """
-
-    format: str
-    raw: bytes = b""
+"""HU of air outside the patient; a voxel without a value gets it too."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +22,14 @@ class Volume:
 
     Attributes:
         array: Voxels (D, H, W): int16 or float32 HU of an image, integers of a label map.
-        grid: Where the voxels lie, LPS.
-        header: Header of the file read; None for a volume made in memory.
-        remarks: Sentences on what the reader left out, guessed or repaired; whoever reads shows them to the user.
+        grid: Position of the voxels, LPS.
+        header: Header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and unit; None for other formats.
+        remarks: Sentences on what the reader left out, assumed or repaired; the caller shows them to the user.
     """
 
     array: np.ndarray
     grid: VoxelGrid
-    header: FileHeader | None = None
+    header: Nifti1Header | None = None
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from threading import Thread
 
 import numpy as np
 
-from medseg.io.replacing import replace_text
+from medseg.io.atomic import replace_text
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec, draw_spec

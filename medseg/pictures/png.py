@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from medseg.io.replacing import replacing
+from medseg.io.atomic import replace_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,5 +49,5 @@ def write_png(figure: Figure, path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    with replacing(path) as file:
-        image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, "PNG")
+    with replace_path(path) as part:
+        image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(part, "PNG")

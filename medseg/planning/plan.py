@@ -15,7 +15,7 @@ from medseg.config.rules import find_divisor
 from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, StageName, Strategy, TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError
-from medseg.runs.folder import replace_text
+from medseg.io.atomic import replace_text
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from medseg import __version__
 from medseg.data.source_files import fingerprint
+from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name
-from medseg.io.replacing import replace_text
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.prediction.cascades import Cascade
 from medseg.prediction.completed import is_finished, results_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medseg.io.replacing import replace_text
+from medseg.io.atomic import replace_text
 
 Rows = Sequence[Mapping[str, Any]]
 Columns = Sequence[str] | Mapping[str, str] | None

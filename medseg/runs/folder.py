@@ -17,6 +17,7 @@ from medseg.config.schema import TrainConfig
 from medseg.config.signature import decisive, flat, plain, signature
 from medseg.console import say
 from medseg.errors import UserError
+from medseg.io.atomic import replace_text
 from medseg.io.locks import is_locked, locked
 from medseg.runs.status import Status
 
@@ -160,13 +161,6 @@ def settle(config: TrainConfig) -> None:
 def write_end(run_dir: Path, status: Status, message: str) -> None:
     """Write the `summary.json` of a run that did not finish."""
     replace_text(run_dir / SUMMARY_FILE, json.dumps({"status": status.value, "message": message}, indent=1))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _existing(resume: str) -> Path:

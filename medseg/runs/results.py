@@ -17,7 +17,7 @@ from yaml import YAMLError
 from medseg.config.signature import flat
 from medseg.console import say
 from medseg.errors import UserError
-from medseg.io.replacing import check_writable, replace_text
+from medseg.io.atomic import check_writable, replace_text
 from medseg.report.compare import compare, csv_rows
 from medseg.report.page import render
 from medseg.report.run import Run, Study

@@ -24,6 +24,7 @@ from medseg.config.schema import TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, UserError
+from medseg.io.atomic import replace_text
 from medseg.io.locks import holder
 from medseg.runs.folder import (
     CONFIG_FILE,
@@ -33,7 +34,6 @@ from medseg.runs.folder import (
     open_run,
     read_summary,
     remove_if_empty,
-    replace_text,
     settle,
 )
 from medseg.runs.launch import check_start, num_local_ranks, start_workers

@@ -19,8 +19,9 @@ from medseg.config.schema import Profiler, SpacingStrategy, StageName, TrainConf
 from medseg.config.signature import plain
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_USER_ERROR
+from medseg.io.atomic import replace_text
 from medseg.io.locks import locked
-from medseg.runs.folder import END_S, LOCK_FILE, SUMMARY_FILE, load_config, replace_text, write_end
+from medseg.runs.folder import END_S, LOCK_FILE, SUMMARY_FILE, load_config, write_end
 from medseg.runs.ranks import fit_to_ranks, meet, rank, redirect_output, watch_parent
 from medseg.runs.status import ending_of, status_of
 from medseg.training.preemption import StopRequest

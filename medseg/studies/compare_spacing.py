@@ -24,8 +24,8 @@ from medseg.data.case_table import write_case_table
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
-from medseg.io.replacing import check_writable, replace_text
 from medseg.pictures.panels import Panel, draw_panels
 from medseg.planning.plan import Shape, count
 from medseg.preprocess.orient import oriented_grid

@@ -16,8 +16,8 @@ from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.data.splits import split_cases
 from medseg.data.task import Task
+from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_labels
-from medseg.io.replacing import check_writable, replace_text
 from medseg.preprocess.orient import orient
 from medseg.report.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.studies.partial_scans import cut_partial_scans

@@ -8,7 +8,7 @@ from typing import Any
 
 from medseg.config.schema import MakeWeightsConfig
 from medseg.data.case_table import read_case_table
-from medseg.io.replacing import check_writable, replace_text
+from medseg.io.atomic import check_writable, replace_text
 from medseg.studies.steps import cascade_steps, last_checkpoint, run_steps
 
 # Keys of the configuration that hold folders of the training machine.

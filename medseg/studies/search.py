@@ -18,12 +18,12 @@ from medseg.config.search import Objective, SearchConfig
 from medseg.config.signature import decisive, flat, plain, signature
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
+from medseg.io.atomic import replace_text
 from medseg.report.run import METRICS
 from medseg.runs.folder import (
     CONFIG_FILE,
     open_run,
     read_summary,
-    replace_text,
     settle,
     status_of_run,
     write_end,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from medseg import __version__
 from medseg.errors import UserError, first_line
-from medseg.io.replacing import replacing
+from medseg.io.atomic import replace_bytes
 from medseg.weights.checkpoint import load_checkpoint
 
 # Raised when the metadata of a checkpoint change their meaning.
@@ -103,8 +103,7 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
     content = save(
         {name: value.contiguous() for name, value in weights.items()}, {"medseg": json.dumps(metadata, sort_keys=True)}
     )
-    with replacing(path) as file:
-        file.write(content)
+    replace_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
 
 

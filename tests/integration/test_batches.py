@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.nifti import encode_header
+from medseg.io.nifti import new_header
 from medseg.io.read import read_labels
 from medseg.prediction.completed import results_of
 
@@ -156,7 +156,7 @@ def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Pat
         # Some air, the rest water; what was never written is a hole in the file.
         grid = VoxelGrid((num_slices, 512, 512), (2.0, 1.5, 1.5))
         path = tmp_path / "scans" / f"{name}.nii"
-        header = encode_header(path, np.dtype(np.int16), grid, None)
+        header = new_header(np.dtype(np.int16), grid).binaryblock + bytes(4)
         with path.open("wb") as file:
             file.write(header)
             file.write(np.full((80, 512, 512), -1000, np.int16).tobytes())

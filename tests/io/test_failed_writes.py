@@ -16,9 +16,9 @@ import pytest
 from io_volumes import load_itk, make_grid, make_labels
 
 from medseg.errors import UserError
+from medseg.io.atomic import check_writable, replace_path, replace_text
 from medseg.io.inputs import list_inputs
 from medseg.io.read import read_labels
-from medseg.io.replacing import check_writable, replace_text, replacing
 from medseg.io.write import write_labels
 
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd")
@@ -42,9 +42,24 @@ def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def some_then_full(*_: object) -> object:
-    yield b"\0" * 100
-    full()
+def half_then(end: Callable[[], object]) -> Callable[..., object]:
+    """A writer that writes a part of the file before something happens."""
+
+    def write(_: object, name: str, *__: object) -> object:
+        Path(name).write_bytes(b"\0" * 100)
+        return end()
+
+    return write
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def break_voxels(monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]) -> None:
+    """Let something happen in the middle of writing the voxels of any format."""
+    monkeypatch.setattr("SimpleITK.WriteImage", half_then(end))
+    monkeypatch.setattr("numpy.ascontiguousarray", lambda *_: end())
 
 
 def only_once(function: Callable[..., object]) -> Callable[..., object]:
@@ -66,7 +81,10 @@ def test_a_full_disk(tmp_path: Path, suffix: str, where: str, has_old: bool, mon
     if has_old:
         write_labels(path, make_labels(), make_grid(np.eye(3)))
     before = contents(tmp_path)
-    monkeypatch.setattr(*(("medseg.io.write._slabs", some_then_full) if where == "the voxels" else (where, full)))
+    if where == "the voxels":
+        break_voxels(monkeypatch, full)
+    else:
+        monkeypatch.setattr(where, full)
     told = sentence(path, 1 - make_labels() // 2)
     name = told.split(":")[0]
     assert name in (f"labels{suffix}", "labels.zraw", "labels-2.zraw")
@@ -98,8 +116,8 @@ def test_a_file_that_may_not_grow(tmp_path: Path, suffix: str) -> None:
         told = sentence(path, noise)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    name = "labels-2.zraw" if suffix == ".mhd" else f"labels{suffix}"
-    assert told == f"{name}: cannot be written (File too large); check the folder, its permissions and its space."
+    reason = "_nrrdGzWrite: failed to write to file" if suffix == ".nrrd" else "File too large"
+    assert told == f"labels{suffix}: cannot be written ({reason}); check the folder, its permissions and its space."
     assert contents(tmp_path) == before
 
 
@@ -108,12 +126,7 @@ def test_an_interrupt(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPat
     path = tmp_path / f"labels{suffix}"
     write_labels(path, make_labels(), make_grid(np.eye(3)))
     before = contents(tmp_path)
-
-    def some_then_ctrl_c(*_: object) -> object:
-        yield b"\0" * 100
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("medseg.io.write._slabs", some_then_ctrl_c)
+    break_voxels(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_labels(path, make_labels(), make_grid(np.eye(3)))
     assert contents(tmp_path) == before
@@ -124,12 +137,11 @@ import sys, time
 from pathlib import Path
 from medseg.commands import entry
 from medseg.commands import predict
-from medseg.io.replacing import replacing
+from medseg.io.atomic import replace_path
 
 def slowly(*_):
-    with replacing(Path(sys.argv[1])) as file:
-        file.write(b"half")
-        file.flush()
+    with replace_path(Path(sys.argv[1])) as part:
+        part.write_bytes(b"half")
         print("writing", flush=True)
         time.sleep(60)
 
@@ -230,6 +242,6 @@ def test_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_error_of_the_writer_itself_passes(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a"):
+    with pytest.raises(ZeroDivisionError), replace_path(tmp_path / "a"):
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())

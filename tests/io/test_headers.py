@@ -1,4 +1,4 @@
-"""Written in the format that was read, the geometry fields of the header are the input's own, byte for byte."""
+"""Headers of all formats: a result is on the grid of its scan, and a NIfTI result keeps the sform, qform and unit of its scan."""
 
 from __future__ import annotations
 
@@ -141,13 +141,9 @@ def test_nrrd(tmp_path: Path, name: str) -> None:
     assert np.array_equal(itk_array, make_hu())
     assert scan.grid.is_close(itk_grid)
     write_labels(tmp_path / "out.nrrd", make_labels(), scan.grid, scan.header)
-    header = (tmp_path / "out.nrrd").read_bytes().split(b"\n\n")[0].decode().split("\n")
-    for line in NRRD_LINES[name]:
-        assert line in header
-    assert not [line for line in header if line.startswith("space") and line not in NRRD_LINES[name]]
     itk_array, again = load_itk(tmp_path / "out.nrrd")
     assert np.array_equal(itk_array, make_labels())
-    assert again == itk_grid
+    assert again.is_close(itk_grid)
 
 
 def test_nrrd_text_voxels_are_left_to_simpleitk(tmp_path: Path) -> None:
@@ -187,22 +183,18 @@ def test_metaimage(tmp_path: Path, name: str, suffix: str) -> None:
     assert np.array_equal(itk_array, make_hu())
     assert scan.grid.is_close(itk_grid)
     write_labels(tmp_path / f"out a{suffix}", make_labels(), scan.grid, scan.header)
-    written = (tmp_path / f"out a{suffix}").read_bytes().split(b"ElementDataFile")[0].decode().split("\n")
-    for line in META_LINES[name]:
-        assert line in written
     itk_array, again = load_itk(tmp_path / f"out a{suffix}")
     assert np.array_equal(itk_array, make_labels())
-    assert again == itk_grid
+    assert again.is_close(itk_grid)
 
 
-@pytest.mark.parametrize("suffix", [".nii.gz", ".nrrd", ".mha"])
-def test_a_header_of_another_grid_is_refused(tmp_path: Path, suffix: str) -> None:
-    save_itk(tmp_path / f"scan{suffix}", make_hu(), make_grid(np.eye(3)))
-    scan = read_image(tmp_path / f"scan{suffix}")
+def test_a_header_of_another_grid_is_refused(tmp_path: Path) -> None:
+    save_itk(tmp_path / "scan.nii.gz", make_hu(), make_grid(np.eye(3)))
+    scan = read_image(tmp_path / "scan.nii.gz")
     other = scan.grid.reoriented((0, 1, 2), (True, False, False))
     with pytest.raises(ValueError, match="does not belong"):
-        write_labels(tmp_path / f"out{suffix}", make_labels(), other, scan.header)
-    assert not (tmp_path / f"out{suffix}").exists()
+        write_labels(tmp_path / "out.nii.gz", make_labels(), other, scan.header)
+    assert not (tmp_path / "out.nii.gz").exists()
 
 
 def test_rounded_decimals_in_a_header_move_no_corner(tmp_path: Path) -> None:

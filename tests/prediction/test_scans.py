@@ -95,9 +95,9 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
         "numbers); export the scan as grey values.",
         "medseg: cut: cut.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again.",
         "medseg: empty: empty.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version; check the file.",
-        "medseg: header: header.mhd: its voxels should lie in 'header.zraw', which does not exist; copy both files.",
-        "medseg: html: html.mha: expected a MetaImage file, but its header does not say where the voxels lie (ElementDataFile); "
-        "check it.",
+        "medseg: header: header.mhd: its voxels should be in 'header.zraw', which does not exist; copy both files.",
+        "medseg: html: html.mha: expected a MetaImage file with a name, '=' and a value on each line of its header, got '<html>404 not "
+        "found</html>'; check the file.",
         *(
             f"medseg: nothing_{suffix}: nothing_{suffix}.{suffix}: expected a scan, but every voxel holds -1000; export it again."
             for suffix in ("mha", "nii", "nrrd")
@@ -143,7 +143,7 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
     assert (tmp_path / "file").read_bytes() == b"kept"
 
 
-@pytest.mark.parametrize("target", ["medseg.io.write.replacing", "medseg.prediction.case.replace_text"])
+@pytest.mark.parametrize("target", ["medseg.io.write.replace_path", "medseg.prediction.case.replace_text"])
 def test_a_disk_that_fills_up_costs_what_does_not_fit(
     scans: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,7 +77,7 @@ def test_an_image_of_simpleitk_is_read_as_from_a_file(segmenter: medseg.LungSegm
     assert np.isnan(SimpleITK.GetArrayViewFromImage(image)[0, 0, 0]), "the image is left as it is"
     for bad, said in (
         (SimpleITK.GetImageFromArray(np.zeros((3, 4, 5, 2)), isVector=True), "expected one number per voxel, got 2"),
-        (SimpleITK.GetImageFromArray(np.zeros((4, 5))), "expected three axes, got 2"),
+        (SimpleITK.GetImageFromArray(np.zeros((4, 5))), "expected one 3D volume, but the file holds 5 x 4 values"),
         (SimpleITK.GetImageFromArray(np.zeros((3, 4, 5))), "SimpleITK image: expected a scan, but every voxel holds 0"),
     ):
         with pytest.raises(UserError, match=said):

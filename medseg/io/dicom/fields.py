@@ -10,7 +10,7 @@ from pydicom.dataelem import RawDataElement, convert_raw_data_element
 from pydicom.dataset import Dataset
 from pydicom.tag import BaseTag, Tag
 
-from medseg.io.textheader import shown
+from medseg.io.checks import shown
 
 MAX_PLAIN = 100
 """Longer texts are cut in sentences; those of the standard are shorter."""

@@ -26,8 +26,8 @@ from pydicom.uid import (
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.checks import shown
 from medseg.io.dicom.fields import items_of, numbers_of, pixel_value_of, plain, tag_of, text_of, value_of, whole_of
-from medseg.io.textheader import shown
 
 MAX_SLICE_PIXELS = 2**26
 """More (8192 × 8192) is a damaged header, for which no memory is asked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,8 @@ from medseg.io.dicom.pixels import PixelReader, is_whole
 from medseg.io.dicom.series import choose_stack
 from medseg.io.dicom.stack import Plan, make_plan
 from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
-from medseg.io.stored import Stored
-from medseg.io.volume import AIR_HU, FileHeader
+from medseg.io.lazy import LazyVolume
+from medseg.io.volume import AIR_HU
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def _broken_copies(files: list[Path], images: list[Image]) -> Iterator[Unreadabl
                 yield Unreadable(entry, UNKNOWN_SERIES, says)
 
 
-def open_dicom(path: Path, series: str | None = None) -> Stored:
+def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
     """Read the headers of a CT series.
 
     Args:
@@ -81,36 +81,24 @@ def open_dicom(path: Path, series: str | None = None) -> Stored:
         plan = make_plan(path, stack, PixelReader().hu)
     remarks += dict.fromkeys(remark for frame in plan.frames for remark in frame.remarks)
     dtype = np.dtype(np.int32 if all(is_whole(frame) for frame in plan.frames) else np.float32)
-    return Stored(
-        path,
-        plan.grid,
-        FileHeader("dicom"),
-        dtype,
-        lambda: nullcontext(SlicePayload(plan, dtype)),
-        remarks=(*remarks, *plan.remarks),
-    )
+    return LazyVolume(path, plan.grid, dtype, SliceReader(plan, dtype).slabs, remarks=(*remarks, *plan.remarks))
 
 
-class SlicePayload:
+class SliceReader:
     """The voxels of a planned volume, made when they are asked for."""
 
     def __init__(self, plan: Plan, dtype: np.dtype) -> None:
         self._plan = plan
         self._dtype = dtype
         self._reader = PixelReader()
-        self._next = 0
         self._cached: dict[int, np.ndarray] = {}
 
-    def read(self, size: int, /) -> memoryview:
-        """Give as many whole slices as fit into `size` bytes."""
-        depth, height, width = self._plan.grid.shape
-        num_slices = min(size // (height * width * self._dtype.itemsize), depth - self._next)
-        slab = np.empty((num_slices, height, width), self._dtype)
-        with _lenient():
-            for index in range(num_slices):
-                slab[index] = self._slice(*self._plan.sources[self._next + index])
-        self._next += num_slices
-        return slab.reshape(-1).view(np.uint8).data
+    def slabs(self) -> Iterator[np.ndarray]:
+        """Yield one slice (1, H, W) after the other."""
+        for below, weight in self._plan.sources:
+            with _lenient():
+                values = self._slice(below, weight)
+            yield values.astype(self._dtype)[None]
 
     def _slice(self, below: int, weight: float) -> np.ndarray:
         if not self._plan.is_interpolated:

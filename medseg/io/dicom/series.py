@@ -11,9 +11,9 @@ import numpy as np
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.checks import shown
 from medseg.io.dicom.fields import plain
 from medseg.io.dicom.frames import PHASES, Frame, Image, LeftOut, Series, Unreadable
-from medseg.io.textheader import shown
 
 SAME_PLACE_MM = 0.01
 """Slices nearer than this lie at one place: the thinnest CT slices are ten times as far apart."""

@@ -21,9 +21,9 @@ import numpy as np
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
+from medseg.io.checks import grid_from_columns
 from medseg.io.dicom.frames import NO_RESCALE, Frame
 from medseg.io.dicom.series import SAME_PLACE_MM, Stack, normal_of
-from medseg.io.stored import grid_from_columns
 
 JITTER_TOLERANCE_MM = 0.1
 """How far a slice may lie beside its place on an even, straight stack: positions are rounded decimals."""

@@ -1,4 +1,4 @@
-"""The one way to write a file: it is the old one or the whole new one, never a part."""
+"""Atomic writes: a file keeps its old content or gets the whole new one, never a part."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from medseg.errors import UserError
 
-PART_NAME = ".medseg-{}.part"
+PART_PREFIX = ".medseg-"
 STALE_AFTER_S = 3600.0
-"""A file that is being written grows; one that has not for so long belongs to a process that was killed."""
+"""A temporary file of which nothing was written for so long belongs to a process that was killed."""
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write to a temporary name in the same folder and rename at the end; missing folders are made.
+def replace_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name in the same folder, which gets the wanted name at the end; missing folders are made.
 
-    After an error, an interrupt or a full disk the old file is as it was and no temporary one remains. A link stays
-    a link: what it points to is replaced.
+    The temporary name keeps the suffix, since libraries choose the format by it. After an error, an interrupt or a full disk the old
+    file is unchanged and the temporary one is removed. A link stays a link: the file that it points to is replaced.
 
     Raises:
         UserError: If the file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    # A name of our own, short: the case's name may be as long as a name can be.
-    part = target.parent / PART_NAME.format(uuid.uuid4().hex)
+    # A short name of its own: the name of the target may already have the greatest length.
+    part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
         if target.exists() and not target.is_file():
             raise UserError(f"{path}: cannot be written, since it is a folder or a device; choose another name.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("xb") as file:
-            yield file
-            # Without it a power cut may leave the new name with empty pages in place of the old file.
-            file.flush()
+        yield part
+        with part.open("rb") as file:
+            # Otherwise a power cut may leave the new name with empty pages in place of the old file.
             os.fsync(file.fileno())
         os.replace(part, target)
     except OSError as error:
@@ -48,21 +46,32 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
+def replace_bytes(path: Path, data: bytes | memoryview) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    with replace_path(path) as part:
+        part.write_bytes(data)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8, whole or not at all.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    with replacing(path) as file:
-        file.write(text.encode())
+    replace_bytes(path, text.encode())
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder, and a file in it for a moment, so that nobody computes for nothing; what killed processes left there is removed.
+    """Make a folder and, for a moment, a file in it, so that a long computation does not end with a failed write.
+
+    Temporary files that killed processes left in the folder are removed.
 
     Raises:
-        UserError: If that fails.
+        UserError: If the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,8 +79,8 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise _not_written(folder, error) from error
-    for part in folder.glob(PART_NAME.format("*")):
-        with suppress(OSError):  # gone already, or another user's
+    for part in folder.glob(f"{PART_PREFIX}*.part*"):
+        with suppress(OSError):  # removed already, or owned by another user
             if part.stat().st_mtime < time.time() - STALE_AFTER_S:
                 part.unlink()
 
