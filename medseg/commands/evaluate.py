@@ -1,12 +1,37 @@
-"""The `evaluate` command."""
+"""The `evaluate` command: score label maps against references."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from medseg.build.cases import file_values
 from medseg.commands import entry
 from medseg.config.schema import EvaluateConfig
-from medseg.evaluation.scoring import evaluate
+from medseg.errors import EXIT_FAILED
+from medseg.evaluation.scoring import evaluate_folder
 
 
 def main() -> None:
     """Compose, check, evaluate."""
     entry.run("evaluate", EvaluateConfig, evaluate)
+
+
+def evaluate(config: EvaluateConfig) -> int:
+    """Score the folder of a configuration.
+
+    Returns:
+        0, or 1 when a case could not be scored.
+    """
+    from medseg.build.task import make_task  # imports torch, which a misspelled key must not wait for
+
+    summary = evaluate_folder(
+        Path(config.pred),
+        Path(config.ref),
+        Path(config.output),
+        make_task(config.task),
+        file_values(config.data.label_values),
+        config.data.labels_column,
+        config.split,
+        config.pictures,
+    )
+    return EXIT_FAILED if summary.failed else 0

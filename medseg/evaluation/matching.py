@@ -1,64 +1,43 @@
-"""Which prediction belongs to which reference, and both in one set of label values."""
+"""Matching of predictions and references: pairs of files by name, and both label maps in the values of the task."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from medseg.data.audit.grids import GRID_TOLERANCE_MM
-from medseg.data.case_table import read_case_table
+from medseg.data.case_table import Case, read_case_table
 from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import SUFFIXES, case_name, volume_suffix
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
-from medseg.preprocess.scale import AS_STORED, HuScale
 
+# Value of no label, in the translation of reference values.
 _UNKNOWN = 255
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A case that may be scored.
+class Reference(NamedTuple):
+    """A case with a reference.
 
     Attributes:
         name: Name of the case.
         labels: Its label map, or None.
-        image: Its scan, where known; for the picture.
-        trust: Region name to how far its reference may be trusted.
-        series: Which DICOM series the scan is, where its folder holds several.
-        hu: What makes HU of the values of the scan.
+        case: Its row of the case table; None where the references are a folder.
     """
 
     name: str
     labels: Path | None
-    image: Path | None = None
-    trust: Mapping[str, str] = field(default_factory=dict)
-    series: str | None = None
-    hu: HuScale = AS_STORED
-
-
-def _key(name: str) -> str:
-    """Name to match by: some systems store ü in a file's name as u and dots."""
-    return unicodedata.normalize("NFC", name)
-
-
-def _label_maps(folder: Path) -> dict[str, list[Path]]:
-    """Label maps of a folder by the key of their case."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and volume_suffix(path) is not None and not path.name.startswith("."):
-            found.setdefault(_key(case_name(path)), []).append(path)
-    return found
+    case: Case | None = None
 
 
 def find_predictions(pred_dir: Path) -> dict[str, list[Path]]:
-    """Label maps of the folder of predictions by the key of their case.
+    """Find the label maps in the folder of predictions, by the key of their case.
 
     Raises:
         UserError: If there is none.
@@ -72,7 +51,15 @@ def find_predictions(pred_dir: Path) -> dict[str, list[Path]]:
 
 
 def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[dict[str, Reference], set[str]]:
-    """References to score by key, and the keys of cases that are known but belong to another split.
+    """Find the references to score, by the key of their case.
+
+    Args:
+        ref: Case table, or folder of label maps.
+        labels_column: Column of the case table with the label maps.
+        split: Part of the case table; None = all of it.
+
+    Returns:
+        The references, and the keys of cases that belong to another split.
 
     Raises:
         UserError: If there is none, or two files of a folder are one case.
@@ -81,28 +68,25 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
         if split is not None:
             raise UserError(f"split={split} needs a case table as ref, got the folder {ref}; leave split out.")
         found = _label_maps(ref)
-        for files in found.values():
-            if len(files) > 1:
-                raise UserError(f"{ref} holds {files[0].name} and {files[1].name} for one case; keep one.")
+        for first, *others in found.values():
+            if others:
+                raise UserError(f"{ref} holds {first.name} and {others[0].name} for one case; keep one.")
         if not found:
             raise UserError(f"ref={ref} holds no label map ({', '.join(SUFFIXES)}); give a case table or their folder.")
-        return {key: Reference(case_name(files[0]), files[0]) for key, files in found.items()}, set()
+        return {key: Reference(case_name(path), path) for key, (path,) in found.items()}, set()
     if not ref.exists():
         raise UserError(f"ref={ref} does not exist; give a case table or a folder of label maps.")
     cases = read_case_table(ref, labels_column)
-    chosen = [case for case in cases if split is None or case.split == split]
-    if not chosen:
+    references = {_key(one.name): Reference(one.name, one.labels, one) for one in cases if split in (None, one.split)}
+    if not references:
         raise UserError(f"{ref} has no case of split {split}; correct split or fill the table's column split.")
-    references = {
-        _key(case.name): Reference(case.name, case.labels, case.image, case.trust, case.series, case.hu) for case in chosen
-    }
-    return references, {_key(case.name) for case in cases} - set(references)
+    return references, {_key(one.name) for one in cases} - set(references)
 
 
 def read_pair(
     pred_files: Sequence[Path], reference: Reference, task: Task, label_values: Mapping[int, str]
 ) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
-    """Prediction and reference in the task's values, oriented, and their grid.
+    """Read prediction and reference: label maps in the task's values, oriented, (D, H, W), and their grid.
 
     Raises:
         UserError: If a file cannot be read, the grids differ, or a value has no meaning.
@@ -112,7 +96,7 @@ def read_pair(
     if reference.labels is None:
         raise UserError("the case has no reference; give its label map")
     pred_volume, target_volume = read_labels(pred_files[0]), read_labels(reference.labels)
-    # Both are turned first: the same voxels may be stored in another order.
+    # Both are oriented first: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
     if not is_same_grid(grid, target_grid):
@@ -128,29 +112,13 @@ def read_pair(
     return pred, _task_values(target, reference.labels, task, label_values), grid
 
 
-def _task_values(labels: np.ndarray, path: Path, task: Task, label_values: Mapping[int, str]) -> np.ndarray:
-    """Translate the values of a reference file into the task's, uint8; labels that the task does not know become 0."""
-    low, high = int(labels.min()), int(labels.max())
-    table = np.full(max(0, *label_values) + 2, _UNKNOWN, dtype=np.uint8)
-    table[0] = 0
-    for value, name in label_values.items():
-        table[value] = task.labels.get(name, 0)
-    if low < 0 or high >= len(table) or (values := table[labels]).max() == _UNKNOWN:
-        unknown = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
-        raise UserError(
-            f"the reference {path.name} holds the value {unknown[0]}, which data.label_values does not name "
-            f"(it names {', '.join(map(str, sorted(label_values)))}); add it, also if it is background"
-        )
-    return values
-
-
 def is_same_grid(one: VoxelGrid, other: VoxelGrid) -> bool:
-    """Whether two files lie on one grid, as exactly as the audit asks of an image and its labels."""
+    """Whether two grids agree within the tolerance of the audit."""
     return one.is_close(other, GRID_TOLERANCE_MM)
 
 
 def describe(grid: VoxelGrid) -> str:
-    """Size, spacing and origin for a sentence."""
+    """Format size, spacing and origin for a sentence."""
     shape = "×".join(map(str, grid.shape))
     spacing = "×".join(f"{step:.4g}" for step in grid.spacing_mm)
     origin = ", ".join(f"{value:.2f}" for value in grid.origin_xyz_mm)
@@ -158,5 +126,34 @@ def describe(grid: VoxelGrid) -> str:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first few names of a list."""
+    """Format the first five names of a list and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _key(name: str) -> str:
+    """Name to match by: some systems store ü in a file's name as u and dots."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _label_maps(folder: Path) -> dict[str, list[Path]]:
+    """Label maps of a folder, by the key of their case."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and volume_suffix(path) is not None and not path.name.startswith("."):
+            found.setdefault(_key(case_name(path)), []).append(path)
+    return found
+
+
+def _task_values(labels: np.ndarray, path: Path, task: Task, label_values: Mapping[int, str]) -> np.ndarray:
+    """Translate the values of a reference file into the task's, uint8; labels that the task does not have become 0."""
+    table = np.full(max(0, *label_values) + 2, _UNKNOWN, dtype=np.uint8)
+    table[0] = 0
+    for value, name in label_values.items():
+        table[value] = task.labels.get(name, 0)
+    if labels.min() < 0 or labels.max() >= len(table) or (values := table[labels]).max() == _UNKNOWN:
+        unknown = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
+        raise UserError(
+            f"the reference {path.name} holds the value {unknown[0]}, which data.label_values does not name "
+            f"(it names {', '.join(map(str, sorted(label_values)))}); add it, also if it is background"
+        )
+    return values

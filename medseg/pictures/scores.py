@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,27 +15,12 @@ _MAX_NAME = 28
 _SURE = ("", "reference")
 
 
-class ScorePoint(NamedTuple):
-    """Dice of one region of one case.
-
-    Attributes:
-        case: Name of the case.
-        region: Name of the region.
-        trust: Trust in its reference; `reference` and an empty string are drawn filled, all others hollow.
-        dice: Dice in [0, 1].
-    """
-
-    case: str
-    region: str
-    trust: str
-    dice: float
-
-
-def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
+def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the Dice of every case by region, a box around the middle half, the worst case of each region named.
 
     Args:
-        rows: Scores, at least one, in any order; regions are drawn in the order of their first row.
+        rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order; regions are drawn in the
+            order of their first row. A `trust` other than `reference` or "" makes a hollow point.
         path: PNG file to write.
 
     Raises:
@@ -43,14 +28,14 @@ def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
     """
     if not rows:
         raise ValueError("a plot of scores needs at least one row")
-    regions = list(dict.fromkeys(row.region for row in rows))
-    num_cases = len({row.case for row in rows})
-    hollow = " · hollow: reference approximate or absent" if any(row.trust not in _SURE for row in rows) else ""
+    regions = list(dict.fromkeys(row["region"] for row in rows))
+    num_cases = len({row["case"] for row in rows})
+    hollow = " · hollow: reference approximate or absent" if any(row["trust"] not in _SURE for row in rows) else ""
     figure = new_figure(2.2 + 2.4 * len(regions), 4.8)
     axes = new_axes(figure, f"{num_cases} case{'s' if num_cases != 1 else ''}{hollow}", loc="left")
     for number, region in enumerate(regions):
-        own = sorted((row for row in rows if row.region == region), key=lambda row: row.dice)
-        values = np.array([row.dice for row in own])
+        own = sorted((row for row in rows if row["region"] == region), key=lambda row: row["dice"])
+        values = np.array([row["dice"] for row in own])
         colour = _COLOURS[number % len(_COLOURS)]
         if len(own) > 3:
             axes.boxplot(
@@ -66,12 +51,12 @@ def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
             )
         # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
         offsets = ((np.arange(len(own)) * 0.618) % 1 - 0.5) * 0.36
-        is_sure = np.array([row.trust in _SURE for row in own])
+        is_sure = np.array([row["trust"] in _SURE for row in own])
         axes.scatter(number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3)
         axes.scatter(number + offsets[~is_sure], values[~is_sure], s=26, facecolors="white", edgecolors=colour, zorder=3)
-        worst = own[0].case if len(own[0].case) <= _MAX_NAME else f"{own[0].case[: _MAX_NAME - 1]}…"
+        worst = own[0]["case"] if len(own[0]["case"]) <= _MAX_NAME else f"{own[0]['case'][: _MAX_NAME - 1]}…"
         axes.annotate(
-            f"{worst} {own[0].dice:.3f}",
+            f"{worst} {own[0]['dice']:.3f}",
             (number + offsets[0], values[0]),
             xytext=(0, -9),
             textcoords="offset points",
@@ -81,8 +66,8 @@ def score_plot(rows: Sequence[ScorePoint], path: Path) -> None:
             color="#374151",
             parse_math=False,
         )
-    lowest = min(row.dice for row in rows)
-    highest = max(row.dice for row in rows)
+    lowest = min(row["dice"] for row in rows)
+    highest = max(row["dice"] for row in rows)
     reach = max(1.0 - lowest, 0.02)
     axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=(lowest - 0.14 * reach, max(highest, 1.0) + 0.04 * reach), ylabel="Dice")
     axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])

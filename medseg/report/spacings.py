@@ -1,17 +1,19 @@
-"""Spacing strategies on the same cases: the means by thickness of the slices, and tables to be read."""
+"""Comparison of spacing strategies on the same cases: means by slice thickness, and tables in Markdown."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-# Upper ends of the classes of thickness, in mm.
+from medseg.report.tables import markdown_table
+
+# Upper ends of the first classes of slice thickness, in mm.
 THICKNESS_BOUNDS_MM = (1.5, 3.0)
 THICKNESSES = ("≤ 1.5 mm", "1.5–3 mm", "> 3 mm")
 ALL = "all"
-# Regions whose reference is sure enough for a mean: `reference`, or nobody has said.
+# Trust of the references that count in a mean; "" = not given.
 SURE = ("reference", "")
 STAGES = ("coarse", "fine")
 
@@ -24,8 +26,8 @@ class Strategy(NamedTuple):
         costs: Stage (`STAGES`) to its spacing, bytes and seconds; empty where it failed.
         scores: One per held-out case and region: `case`, `slice_mm`, `region`, `trust`, `dice`, `nsd_1mm`, `nsd_2mm`, `hd95_mm`,
             `predict_s` and `predict_peak_gb`.
-        missing: Held-out cases without a result, and why.
-        failure: Why the row has no result; empty where it has one.
+        missing: Held-out case without a result to the reason.
+        failure: Reason why the row has no result; empty where it has one.
     """
 
     name: str
@@ -36,29 +38,23 @@ class Strategy(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """The scores of a row in one class of thickness.
+    """The scores of a row in one class of slice thickness.
 
     Attributes:
-        row: Name of the row.
-        thickness: One of `THICKNESSES`, or `ALL`.
         number: Regions with a sure reference.
-        dice: Their mean.
-        worst_dice: The smallest.
-        nsd_1mm: Their mean.
-        hd95_mm: Their median, which one region that was missed does not make infinite.
+        dice: Their mean Dice.
+        nsd_1mm: Their mean NSD at 1 mm.
+        hd95_mm: Their median HD95: one missed region does not make it infinite.
     """
 
-    row: str
-    thickness: str
     number: int
     dice: float
-    worst_dice: float
     nsd_1mm: float
     hd95_mm: float
 
 
 def thickness_of(slice_mm: float) -> str:
-    """The class of a scan by its coarsest spacing.
+    """Class of a scan by its coarsest spacing.
 
     Example:
         >>> [thickness_of(mm) for mm in (0.8, 1.5, 2.5, 3.0, 3.001)]
@@ -67,93 +63,81 @@ def thickness_of(slice_mm: float) -> str:
     return THICKNESSES[sum(slice_mm > bound for bound in THICKNESS_BOUNDS_MM)]
 
 
-def means_of(strategy: Strategy) -> list[Mean]:
-    """The means of a row, class by class and over all; a class without a sure reference is left out.
+def means_of(strategy: Strategy) -> dict[str, Mean]:
+    """Compute the means of a row by class of thickness and over `ALL`; a class without a sure reference is left out.
 
-    A case without a result has no score here: `Strategy.missing` must be said beside the means.
+    A case without a result has no score here: `Strategy.missing` belongs beside the means.
     """
-    means = []
+    means = {}
     for thickness in (*THICKNESSES, ALL):
         own = [
             score for score in strategy.scores if score["trust"] in SURE and thickness in (thickness_of(score["slice_mm"]), ALL)
         ]
         if own:
-            dices = [score["dice"] for score in own]
-            means.append(
-                Mean(
-                    strategy.name,
-                    thickness,
-                    len(own),
-                    fmean(dices),
-                    min(dices),
-                    fmean(score["nsd_1mm"] for score in own),
-                    median(score["hd95_mm"] for score in own),
-                )
-            )
+            dice, nsd, hd95 = ([score[metric] for score in own] for metric in ("dice", "nsd_1mm", "hd95_mm"))
+            means[thickness] = Mean(len(own), fmean(dice), fmean(nsd), median(hd95))
     return means
 
 
-def markdown(strategies: Sequence[Strategy]) -> str:
-    """The comparison to be read: costs, means by thickness, the best of each class, every case; what failed is named."""
-    done = [strategy for strategy in strategies if not strategy.failure]
-    failures = [f"* {strategy.name}: failed, {strategy.failure}" for strategy in strategies if strategy.failure]
-    if not done:
-        return "\n".join(failures) + "\n"
-    lines = ["| strategy | stage | works on | saved B/voxel | peak of a step MiB | of a whole crop MiB | s/step | training s |"]
-    lines.append("|---" * 8 + "|")
-    for strategy in done:
-        for stage, cost in strategy.costs.items():
-            lines.append(
-                f"| {strategy.name} | {stage} | {cost['spacing']} | {cost['saved_bytes_per_voxel']:.1f} | {cost['step_peak_mib']:.0f} | "
-                f"{cost['whole_peak_mib']:.0f} | {cost['step_s']:.2f} | {cost['train_s']:.0f} |"
-            )
-    means = {(mean.row, mean.thickness): mean for strategy in done for mean in means_of(strategy)}
-    shown = [thickness for thickness in (*THICKNESSES, ALL) if any(key[1] == thickness for key in means)]
-    lines += [
-        "",
-        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a sure reference.",
-        "",
-        f"| strategy | {' | '.join(shown)} | prediction s | peak GB |",
-        "|---" * (len(shown) + 3) + "|",
-    ]
-    for strategy in done:
-        cells = [_scores_text(means[strategy.name, one]) if (strategy.name, one) in means else "" for one in shown]
-        predicted_s, peak_gb = prediction_costs(strategy)
-        lines.append(f"| {strategy.name} | {' | '.join(cells)} | {predicted_s:.1f} | {peak_gb:.2f} |")
-    lines.append("")
-    for thickness in shown:
-        best = max((mean for mean in means.values() if mean.thickness == thickness), key=lambda mean: mean.dice)
-        lines.append(f"* {thickness}: {best.row} has the best mean Dice, {best.dice:.4f} over {best.number} regions")
-    lines += [f"* {strategy.name}: no result of {case} ({why})" for strategy in done for case, why in strategy.missing.items()]
-    lines += [*failures, "", "Dice / HD95 mm of every case:", "", *_case_table(done)]
-    return "\n".join(lines) + "\n"
-
-
 def prediction_costs(strategy: Strategy) -> tuple[float, float]:
-    """Mean seconds and largest peak in GB over the cases that were predicted; not a number where there is none."""
+    """Mean seconds and largest peak in GB over the predicted cases; not a number where there is none."""
     cases = {score["case"]: (score["predict_s"], score["predict_peak_gb"]) for score in strategy.scores}.values()
     return (fmean(s for s, _ in cases), max(gb for _, gb in cases)) if cases else (math.nan, math.nan)
 
 
-def _case_table(strategies: Sequence[Strategy]) -> list[str]:
-    """One line per case and region, from thin to thick slices, and one column per row."""
-    scores: dict[tuple[float, str, str, str], dict[str, str]] = {}
-    for strategy in strategies:
-        for score in strategy.scores:
-            known = scores.setdefault((score["slice_mm"], score["case"], score["region"], score["trust"]), {})
-            known[strategy.name] = f"{score['dice']:.4f} / {_distance(score['hd95_mm'])}"
-    return [
-        f"| case | slices mm | region | reference | {' | '.join(one.name for one in strategies)} |",
-        "|---" * (4 + len(strategies)) + "|",
-        *(
-            f"| {case} | {slice_mm:g} | {region} | {trust} | {' | '.join(known.get(one.name, 'none') for one in strategies)} |"
-            for (slice_mm, case, region, trust), known in sorted(scores.items())
-        ),
+def markdown(strategies: Sequence[Strategy]) -> str:
+    """Format the comparison: costs, means by thickness, the best of each class, failures, every case."""
+    failures = "".join(f"* {strategy.name}: failed, {strategy.failure}\n" for strategy in strategies if strategy.failure)
+    done = {strategy.name: strategy for strategy in strategies if not strategy.failure}
+    if not done:
+        return failures
+    means = {name: means_of(strategy) for name, strategy in done.items()}
+    shown = [thickness for thickness in (*THICKNESSES, ALL) if any(thickness in known for known in means.values())]
+    bests = {one: max((name for name in done if one in means[name]), key=lambda name: means[name][one].dice) for one in shown}
+    lines = [
+        f"* {one}: {best} has the best mean Dice, {means[best][one].dice:.4f} over {means[best][one].number} regions\n"
+        for one, best in bests.items()
     ]
+    lines += [f"* {name}: no result of {case} ({why})\n" for name, one in done.items() for case, why in one.missing.items()]
+    return (
+        f"{_cost_table(done)}\n"
+        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a sure reference.\n\n"
+        f"{_mean_table(done, means, shown)}\n{''.join(lines)}{failures}\n"
+        f"Dice / HD95 mm of every case:\n\n{_case_table(done)}"
+    )
 
 
-def _scores_text(mean: Mean) -> str:
-    return f"{mean.dice:.4f} / {mean.nsd_1mm:.3f} / {_distance(mean.hd95_mm)}"
+def _cost_table(done: Mapping[str, Strategy]) -> str:
+    """One line per strategy and stage."""
+    headings = {
+        "strategy": "strategy", "stage": "stage", "spacing": "works on", "saved_bytes_per_voxel": "saved B/voxel",
+        "step_peak_mib": "peak of a step MiB", "whole_peak_mib": "of a whole crop MiB", "step_s": "s/step", "train_s": "training s",
+    }  # fmt: skip
+    formats = {"saved_bytes_per_voxel": ".1f", "step_peak_mib": ".0f", "whole_peak_mib": ".0f", "step_s": ".2f", "train_s": ".0f"}
+    rows = [{"strategy": name, "stage": stage, **cost} for name, one in done.items() for stage, cost in one.costs.items()]
+    return markdown_table(rows, headings, formats)
+
+
+def _mean_table(done: Mapping[str, Strategy], means: Mapping[str, Mapping[str, Mean]], shown: Sequence[str]) -> str:
+    """One line per strategy and one column per class of thickness."""
+    rows = []
+    for name, strategy in done.items():
+        cells = {one: f"{mean.dice:.4f} / {mean.nsd_1mm:.3f} / {_distance(mean.hd95_mm)}" for one, mean in means[name].items()}
+        predicted_s, peak_gb = prediction_costs(strategy)
+        rows.append({"strategy": name, **cells, "prediction s": predicted_s, "peak GB": peak_gb})
+    return markdown_table(rows, ("strategy", *shown, "prediction s", "peak GB"), {"prediction s": ".1f", "peak GB": ".2f"})
+
+
+def _case_table(done: Mapping[str, Strategy]) -> str:
+    """One line per case and region, from thin to thick slices, and one column per strategy."""
+    keys = {"slice_mm": "slices mm", "case": "case", "region": "region", "trust": "reference"}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, strategy in done.items():
+        for score in strategy.scores:
+            row = rows.setdefault(tuple(score[key] for key in keys), {key: score[key] for key in keys})
+            row[f"of {name}"] = f"{score['dice']:.4f} / {_distance(score['hd95_mm'])}"
+    columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")} | {f"of {name}": name for name in done}
+    return markdown_table([rows[key] for key in sorted(rows)], columns, {"slice_mm": "g"}, missing="none")
 
 
 def _distance(value_mm: float) -> str:

@@ -299,7 +299,7 @@ def write(strategies: Sequence[Strategy], output: Path) -> None:
     replace_text(output / "comparison.md", markdown(strategies))
     if not any(strategy.scores for strategy in strategies):
         return
-    means = {(mean.row, mean.thickness): mean.dice for strategy in strategies for mean in means_of(strategy)}
+    means = {(one.name, thickness): mean.dice for one in strategies for thickness, mean in means_of(one).items()}
     names, fine = [strategy.name for strategy in strategies], [strategy.costs.get("fine", {}) for strategy in strategies]
     panels = [
         *(

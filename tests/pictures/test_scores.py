@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.pictures.scores import ScorePoint, score_plot
+from medseg.pictures.scores import score_plot
+
+
+def score(case: str, region: str, trust: str, dice: float) -> dict[str, str | float]:
+    return {"case": case, "region": region, "trust": trust, "dice": dice}
 
 
 def test_each_region_gets_its_colour_and_a_low_score_lies_low(tmp_path: Path) -> None:
-    rows = [ScorePoint(f"case {i}", "left_lung", "reference", 0.99 - i / 1000) for i in range(6)]
-    rows += [ScorePoint("Doe, John $x_1$", "right_lung", "", 0.2)]
+    rows = [score(f"case {i}", "left_lung", "reference", 0.99 - i / 1000) for i in range(6)]
+    rows += [score("Doe, John $x_1$", "right_lung", "", 0.2)]
     score_plot(rows, tmp_path / "a.png")
     picture = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
     is_blue = (picture[..., 2] - picture[..., 0]) > 100
@@ -26,7 +30,7 @@ def test_each_region_gets_its_colour_and_a_low_score_lies_low(tmp_path: Path) ->
 
 
 def test_one_perfect_case_is_enough(tmp_path: Path) -> None:
-    score_plot([ScorePoint("a", "heart", "absent", 1.0)], tmp_path / "a.png")
+    score_plot([score("a", "heart", "absent", 1.0)], tmp_path / "a.png")
     assert np.ptp(np.asarray(Image.open(tmp_path / "a.png").convert("L"))) > 100
 
 

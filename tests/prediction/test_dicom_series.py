@@ -13,6 +13,7 @@ import pytest
 from dicom_files import save_grid, save_slice
 from oracle import CoarseOracle, FineOracle, dice, scan, stage
 
+from medseg.commands import evaluate as evaluate_app
 from medseg.commands import predict as predict_app
 from medseg.commands import prepare as prepare_app
 from medseg.config.check import to_config
@@ -20,7 +21,6 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig, PredictConfig, PrepareConfig
 from medseg.data.case_table import read_case_table, write_case_table
 from medseg.errors import UserError
-from medseg.evaluation import scoring as evaluate_app
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
 

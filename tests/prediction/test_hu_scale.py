@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from oracle import CoarseOracle, FineOracle, scan, stage
 
+from medseg.commands import evaluate as evaluate_app
 from medseg.commands import predict as predict_app
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig, PredictConfig
 from medseg.data.case_table import read_case_table, write_case_table
-from medseg.evaluation import scoring as evaluate_app
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
 
