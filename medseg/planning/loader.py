@@ -1,10 +1,10 @@
-"""The `tune_loader` command: which number of workers, how many batches ahead and which memory make batches fastest here."""
+"""Loader tuning: seconds per batch for numbers of workers, batches ahead and kinds of memory, on this machine."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from medseg.training.data_module import CasesDataModule
 
-# What a setting must gain over one that asks less of the machine.
+# A setting that needs more of the machine must be faster by this factor.
 GAIN = 1.05
 
 
@@ -28,14 +28,13 @@ class Setting(NamedTuple):
     pin_memory: bool
 
     def __str__(self) -> str:
-        """As arguments of `train`."""
-        parts = [f"data.num_workers={self.num_workers}"]
-        parts += [f"data.prefetch={self.prefetch}"] if self.num_workers else []
-        return " ".join([*parts, *(["data.pin_memory=true"] if self.pin_memory else [])])
+        """Write it as arguments of `train`."""
+        prefetch = f" data.prefetch={self.prefetch}" if self.num_workers else ""
+        return f"data.num_workers={self.num_workers}{prefetch}{' data.pin_memory=true' if self.pin_memory else ''}"
 
 
 def tune_loader(config: TuneLoaderConfig) -> int:
-    """Time the same batches under each setting, print the table and the setting to take; returns 0."""
+    """Time the same batches under each setting; print the table and the best setting."""
     from medseg.build.data import make_data_module
     from medseg.build.device import pick_device
 
@@ -46,7 +45,7 @@ def tune_loader(config: TuneLoaderConfig) -> int:
     data = make_data_module(replace(config, steps=longest + config.num_batches))
     data.prepare_data()
     data.setup("fit")
-    time_batches(data, tried[0], config.num_batches, device)  # reads the cache from the disk once, for all alike
+    time_batches(data, tried[0], config.num_batches, device)  # the first pass reads the cache from the disk, and is not counted
     rates: dict[Setting, float] = {}
     print(f"{'':52s}{'batches/s':>10s}")
     for setting in tried:
@@ -58,7 +57,7 @@ def tune_loader(config: TuneLoaderConfig) -> int:
 
 
 def default_workers(num_processors: int) -> list[int]:
-    """Numbers of workers to try: none, and the powers of two up to the processors.
+    """Numbers of workers to try: none, and the powers of two up to the number of processors.
 
     Example:
         >>> default_workers(6)
@@ -68,19 +67,17 @@ def default_workers(num_processors: int) -> list[int]:
 
 
 def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool) -> list[Setting]:
-    """What to try, least first: without workers nothing is made ahead, and without a GPU nothing is copied to one."""
-
-    def every() -> Iterator[Setting]:
-        for num_workers in sorted(workers):
-            for prefetch in sorted(prefetches) if num_workers else [2]:
-                for pin_memory in (False, True)[: 1 + has_gpu]:
-                    yield Setting(num_workers, prefetch, pin_memory)
-
-    return list(every())
+    """List the settings to try, the least demanding first. Prefetching needs workers, and pinned memory is for GPUs."""
+    return [
+        Setting(num_workers, prefetch, pin_memory)
+        for num_workers in sorted(workers)
+        for prefetch in (sorted(prefetches) if num_workers else [2])
+        for pin_memory in ([False, True] if has_gpu else [False])
+    ]
 
 
 def time_batches(data: CasesDataModule, setting: Setting, num_batches: int, device: torch.device) -> float:
-    """Seconds that a number of batches take to arrive on the device, after those that were made ahead."""
+    """Measure the seconds until a number of batches are on the device; batches that the workers make ahead are not counted."""
     import torch
 
     data.num_workers, data.prefetch, data.pin_memory = setting
@@ -96,10 +93,10 @@ def time_batches(data: CasesDataModule, setting: Setting, num_batches: int, devi
 
 
 def propose(rates: dict[Setting, float]) -> Setting:
-    """The first setting, least first, that no other one beats by more than a twentieth.
+    """Choose the least demanding setting that no other one beats by more than 5 %.
 
     Args:
-        rates: Batches per second by setting, least first.
+        rates: Batches per second by setting, the least demanding first.
     """
     fastest = max(rates.values())
     return next(setting for setting, rate in rates.items() if rate * GAIN >= fastest)

@@ -1,4 +1,4 @@
-"""The `plan` command: the memory of a training step, part by part, before anything runs."""
+"""Plan: the memory of a training step, counted part by part before anything runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from medseg.build.spacing import find_spacing
 from medseg.config.rules import find_divisor
-from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, StageName, Strategy, TrainConfig
+from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, Strategy, TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import replace_text
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int, int]
 
-# What is alive at the peak, in the words of the table.
+# Kind of memory at the peak to its row in the table.
 AT_PEAK = {
     "parameters": "parameters",
     "gradients": "gradients of parameters",
@@ -38,51 +38,49 @@ AT_PEAK = {
 
 
 def plan(config: PlanConfig) -> int:
-    """Print the memory of a training step, and compare it with `memory.budget_gib`.
+    """Print the memory of a training step and compare it with `memory.budget_gib`.
 
     Returns:
-        0, or 1 when the step does not fit into the budget.
+        0, or 1 if the step does not fit into the budget.
     """
-    if config.largest_batch and config.memory.budget_gib is None:
-        raise UserError("largest_batch=true: memory.budget_gib says what there is; give it")
+    budget_gib = config.memory.budget_gib
+    if config.largest_batch and budget_gib is None:
+        raise UserError("largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use")
     find_spacing(config.spacing, config.data)
     shape = input_shape(config)
-    memory = count(config, shape, compute=config.compute)
-    budget_gib = config.memory.budget_gib
-    fits = budget_gib is None or memory.peak <= budget_gib * 2**30
+    memory = count_memory(config, shape, compute=config.compute)
     print("\n".join(describe(config, shape, memory)), flush=True)
+    budget = math.inf if budget_gib is None else int(budget_gib * 2**30)
     batch_size = None
-    if config.largest_batch and budget_gib is not None:
+    if config.largest_batch:
         peak = functools.cache(lambda samples: peak_of(config, shape, samples))
-        batch_size = num_shares(config) * largest_batch(peak, int(budget_gib * 2**30))
+        batch_size = num_shares(config) * largest_batch(peak, int(budget))
         print(
-            f"largest batch within memory.budget_gib={budget_gib:g}: "
-            + (f"stage.batch_size={batch_size}" if batch_size else "none")
+            f"largest batch within memory.budget_gib={budget_gib:g}: {f'stage.batch_size={batch_size}' if batch_size else 'none'}"
         )
+    fits = memory.peak <= budget
     if config.output is not None:
         facts = {"stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory)}
-        replace_text(
-            Path(config.output),
-            json.dumps({**facts, "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size}, indent=1),
-        )
+        facts |= {"budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size}
+        replace_text(Path(config.output), json.dumps(facts, indent=1))
     if not fits:
-        say(f"a step takes {memory.peak / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit")
+        say(f"a step needs {memory.peak / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit")
     return 0 if fits else EXIT_FAILED
 
 
-def count(
-    config: TrainConfig, shape: Shape, make_other: Callable[[], nn.Module] | None = None, *, compute: bool = False
+def count_memory(
+    config: TrainConfig, shape: Shape, make_baseline: Callable[[], nn.Module] | None = None, *, compute: bool = False
 ) -> StepMemory:
     """Count the memory of a training step of a configuration.
 
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
-        make_other: Makes another network, called with the image alone, that takes the place of the configured one.
+        make_baseline: Builds a network that replaces the configured one and is called with the image alone.
         compute: See `count_step`.
 
     Raises:
-        UserError: If the network does not take the shape, or a part cannot be counted.
+        UserError: If the network does not accept the shape, or a part cannot be counted.
     """
     import torch
 
@@ -94,22 +92,22 @@ def count(
 
     memory, samples = config.memory, samples_per_rank(config)
     region = torch.zeros(samples, dtype=torch.int64)
-    # Compiled code decides itself what it keeps; what is counted is the network before that.
-    plain = replace(config, memory=replace(memory, compile=False))
+    # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
+    uncompiled = replace(config, memory=replace(memory, compile=False))
 
     def make_ours() -> nn.Module:
-        return switch_on(make_network(config), plain, "cuda" if memory.offload else "cpu")
+        return switch_on(make_network(config), uncompiled, "cuda" if memory.offload else "cpu")
 
     try:
         return count_step(
-            make_other or make_ours,
+            make_baseline or make_ours,
             (samples, 1, *shape),
             loss=make_loss(config),
             make_optimizer=make_optimizer(config),
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,
-            call=lambda network, image: network(image) if make_other else network(image, region),
+            call=lambda network, image: network(image) if make_baseline else network(image, region),
             compute=compute,
         )
     except ValueError as error:
@@ -117,18 +115,18 @@ def count(
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
-    """Find the most samples at a time whose step fits, by exact counts around a straight line through two of them.
+    """Find the largest number of samples whose step fits: a linear estimate, then exact counts around it.
 
     Args:
-        peak: Bytes of a step on a number of samples; never falls.
-        budget: Bytes that there are.
+        peak: Bytes of a step by number of samples; must not fall.
+        budget: Bytes that the step may use.
 
     Returns:
-        Number of samples, 0 where one does not fit.
+        Number of samples; 0 if one does not fit.
     """
-    # From two samples on the growth is even; one may do without a copy that several need.
-    few, more = peak(2), peak(3)
-    samples = max(1, 2 + (budget - few) // (more - few))
+    # Growth is linear from two samples on; one sample may do without a copy that several need.
+    two, three = peak(2), peak(3)
+    samples = max(1, 2 + (budget - two) // (three - two))
     while samples and peak(samples) > budget:
         samples -= 1
     while peak(samples + 1) <= budget:
@@ -137,18 +135,18 @@ def largest_batch(peak: Callable[[int], int], budget: int) -> int:
 
 
 def peak_of(config: TrainConfig, shape: Shape, samples: int) -> int:
-    """Bytes at the peak of a step of a configuration with another number of samples per micro-batch."""
+    """Count the bytes at the peak of a step with another number of samples per micro-batch."""
     stage = replace(config.stage, batch_size=samples * num_shares(config))
-    return count(replace(config, stage=stage), shape).peak
+    return count_memory(replace(config, stage=stage), shape).peak
 
 
 def samples_per_rank(config: TrainConfig) -> int:
-    """Samples of a micro-batch of one rank."""
+    """Number of samples in a micro-batch of one rank."""
     return config.stage.batch_size // num_shares(config)
 
 
 def num_shares(config: TrainConfig) -> int:
-    """Micro-batches of a step, over all ranks."""
+    """Number of micro-batches of a step, over all ranks."""
     return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate
 
 
@@ -159,32 +157,42 @@ def input_shape(config: PlanConfig) -> Shape:
         return known
     spacing_mm, range_mm = config.spacing.target_spacing_mm, config.spacing.range_mm
     if range_mm is not None:
-        spacing_mm = (range_mm[0], range_mm[0], range_mm[0])  # the largest sample
+        spacing_mm = (range_mm[0], range_mm[0], range_mm[0])  # the finest spacing gives the largest sample
     if spacing_mm is None:
         raise UserError(
             "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for"
         )
-    extent_mm = config.extent_mm.coarse if config.stage.name is StageName.coarse else config.extent_mm.fine
+    extent_mm = getattr(config.extent_mm, config.stage.name.value)
     depth, height, width = (math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True))
     if config.spacing.strategy is SpacingStrategy.fixed_resolution:
         depth = height = width = max(depth, height, width)
     if config.stage.max_voxels:
         depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
-    steps = zip((depth, height, width), find_divisor(config), strict=True)
-    depth, height, width = (math.ceil(size / step) * step for size, step in steps)
+    divisors = zip((depth, height, width), find_divisor(config), strict=True)
+    depth, height, width = (math.ceil(size / divisor) * divisor for size, divisor in divisors)
     return depth, height, width
 
 
 def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]:
-    """The counts as lines of a table."""
-    switches, samples = config.memory, samples_per_rank(config)
+    """Format the counts as lines of a table, with remarks on what they leave out."""
+    switches, trainer = config.memory, config.trainer
 
     def row(name: str, size: int, note: str = "") -> str:
         return f"{name:52s}{size / 2**20:10.1f} MiB{size / memory.voxels:10.2f}  {note}".rstrip()
 
-    lines = [
-        f"{config.stage.name.value}: a step on {samples} × {'×'.join(map(str, shape))} voxels, {switches.precision.value}, "
-        f"checkpointing {switches.checkpointing}",
+    has_ranks, is_fsdp = trainer.devices * trainer.num_nodes > 1, trainer.strategy is Strategy.fsdp
+    remarks = {
+        "Live tensors are counted. A device needs some more for the workspaces of its libraries.": True,
+        "memory.compile=true: counted before compilation, which often saves less.": switches.compile,
+        "trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.": has_ranks and is_fsdp,
+        f"trainer: per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
+        and not is_fsdp,
+        "model.device_map: counted over all of its devices together.": config.model.device_map is not None,
+        "memory.precision=fp16: norms over groups run in fp32 on a GPU and save some more.": switches.precision is Precision.fp16,
+    }
+    return [
+        f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {'×'.join(map(str, shape))} voxels, "
+        f"{switches.precision.value}, checkpointing {switches.checkpointing}",
         "",
         f"{'':66s}bytes/voxel",
         row("parameters", memory.parameters),
@@ -198,17 +206,5 @@ def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]
         row("peak of the step", memory.peak, f"in {memory.peak_at}"),
         *(row(f"  {AT_PEAK[kind]}", memory.peak_live[kind]) for kind in AT_PEAK if kind in memory.peak_live),
         "",
-        "Counted are the bytes of live tensors. A device needs some more for its libraries' workspaces.",
+        *(remark for remark, holds in remarks.items() if holds),
     ]
-    if switches.compile:
-        lines.append("memory.compile=true: counted before compilation, which often keeps less.")
-    if config.trainer.devices * config.trainer.num_nodes > 1:
-        if config.trainer.strategy is Strategy.fsdp:
-            lines.append("trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.")
-        else:
-            lines.append(f"trainer: per rank, and DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.")
-    if config.model.device_map is not None:
-        lines.append("model.device_map: counted over all of its devices together.")
-    if switches.precision is Precision.fp16:
-        lines.append("memory.precision=fp16: norms over groups are computed in fp32 on a GPU and keep some more.")
-    return lines

@@ -9,13 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from medseg import __version__
 from medseg.build.cases import find_sources
 from medseg.build.spacing import make_grid_rule
-from medseg.config.check import to_config
 from medseg.config.rules import find_divisor
 from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
 from medseg.config.signature import plain, signature
@@ -27,14 +24,15 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
 from medseg.pictures.panels import Panel, draw_panels
-from medseg.planning.plan import Shape, count
+from medseg.planning.plan import Shape, count_memory
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
 from medseg.report.tables import read_csv, write_csv
-from medseg.runs.folder import read_summary, settle
+from medseg.runs.folder import read_summary
 from medseg.runs.status import Status, status_of
 from medseg.studies.steps import (
     Step,
+    compose_train,
     folder_name,
     label_values_argument,
     last_checkpoint,
@@ -46,7 +44,6 @@ from medseg.studies.steps import (
 
 # Keys of `compare_spacing` that `train` does not have, or that are set for every row.
 OWN_KEYS = ("output", "rows", "seed", "stages", "steps")
-RECORD_FILE = "row.json"
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
 SCORES = ("case", "slice_mm", "region", "trust", "dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "predict_s", "predict_peak_gb")
 COLUMNS = ("row", "failure", *SCORES, *(f"{stage}_{cost}" for stage in STAGES for cost in COSTS))
@@ -120,11 +117,7 @@ def stages_of(row: str, config: CompareSpacingConfig, given: Sequence[str], runs
     for name in STAGES:
         own = [getattr(config.stages, name), getattr(config.rows[row], name)]
         arguments = merge_arguments([f"stage={name}", f"seed={config.seed}", f"steps={config.steps}"], given, *own)
-        try:
-            composed = to_config(hydra.compose("train", [*arguments, "run_dir=none"]), TrainConfig)
-        except UserError as error:
-            raise UserError(f"rows.{row}.{name}: {error}") from error
-        settle(composed)
+        composed = compose_train([*arguments, "run_dir=none"], f"rows.{row}.{name}")
         stages.append(Stage(name, arguments, composed, runs / f"{name}-{signature(plain(composed))}"))
     return stages
 
@@ -138,7 +131,7 @@ def run_row(
     reference: Sequence[str],
     failed: dict[Path, str],
 ) -> Strategy:
-    """Train both stages of a row, predict and score the held-out cases; the record of a finished row is read.
+    """Train both stages of a row, predict and score the held-out cases; finished trainings and predictions are kept.
 
     Args:
         name: Name of the row.
@@ -152,19 +145,12 @@ def run_row(
     Raises:
         UserError: If a stage could not be trained, or nothing could be predicted or scored.
     """
-    record, runs = folder / RECORD_FILE, [stage.run_dir.name for stage in stages]
-    cases = table.read_text(encoding="utf-8")
-    request = {"runs": runs, "cases": cases, "scored_as": list(reference), "version": __version__}
-    if record.is_file():
-        known = json.loads(record.read_text(encoding="utf-8"))
-        if known.pop("request") == request:
-            print("finished before", flush=True)
-            return Strategy(**known)._replace(name=name)
     for stage in stages:
         train(stage, failed)
-    # Named after the runs: results of other runs must not be scored if a case fails now.
-    predictions, scores = folder / "predictions" / "-".join(runs), folder / "scores" / "-".join(runs)
     coarse, fine = stages
+    # Named after the runs: results of other runs must not be scored if a case fails now.
+    of_runs = f"{coarse.run_dir.name}-{fine.run_dir.name}"
+    predictions, scores = folder / "predictions" / of_runs, folder / "scores" / of_runs
     trainer = fine.config.trainer
     predictions.mkdir(parents=True, exist_ok=True)  # `predict` writes a single case into a folder only if the folder exists
     steps: list[Step] = [
@@ -189,10 +175,7 @@ def run_row(
     }
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
     missing = dict.fromkeys(summary["without_prediction"], "no prediction") | summary["failed"]
-    strategy = Strategy(name, costs, read_scores(scores / "metrics.csv", grids, reports), missing)
-    if not missing:
-        replace_text(record, json.dumps({"request": request, **strategy._asdict()}, indent=1))
-    return strategy
+    return Strategy(name, costs, read_scores(scores / "metrics.csv", grids, reports), missing)
 
 
 def train(stage: Stage, failed: dict[Path, str]) -> None:
@@ -228,12 +211,12 @@ def stage_costs(stage: Stage, whole: Shape) -> dict[str, Any]:
         whole: Voxels of the largest whole input.
     """
     config, history = stage.config, read_csv(stage.run_dir / "history.csv")
-    step = count(config, config.stage.patch_size or whole)
+    step = count_memory(config, config.stage.patch_size or whole)
     return {
         "spacing": spacing_in_words(config.spacing),
         "saved_bytes_per_voxel": round(step.saved_per_voxel, 2),
         "step_peak_mib": round(step.peak / 2**20, 1),
-        "whole_peak_mib": round(count(config, whole).peak / 2**20, 1),
+        "whole_peak_mib": round(count_memory(config, whole).peak / 2**20, 1),
         "step_s": round(median(float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]), 4),
         "train_s": read_summary(stage.run_dir)["train_s"],
     }

@@ -10,10 +10,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.config.check import to_config
 from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.config.signature import plain
 from medseg.errors import UserError
@@ -21,9 +19,9 @@ from medseg.io.atomic import check_writable, replace_text
 from medseg.pictures.panels import Panel, draw_panels
 from medseg.planning.plan import Shape, input_shape
 from medseg.report.tables import print_table, write_csv
-from medseg.runs.folder import read_summary, settle
+from medseg.runs.folder import read_summary
 from medseg.studies.baselines import BASELINES, install_baselines
-from medseg.studies.steps import folder_name, merge_arguments, run_steps, train_steps, without_keys
+from medseg.studies.steps import compose_train, folder_name, merge_arguments, run_steps, train_steps, without_keys
 
 MEASURED_FILE = "measured.json"
 # Keys of `ladder` that `train` does not have.
@@ -123,17 +121,8 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
 
 
 def compose(row: Row) -> TrainConfig:
-    """Compose the configuration of a row.
-
-    Raises:
-        UserError: If `train` would refuse it.
-    """
-    try:
-        config = to_config(hydra.compose("train", [*row.arguments, f"name={row.folder}", "run_dir=ladder"]), TrainConfig)
-    except UserError as error:
-        raise UserError(f"rows.{row.name}: {error}") from error
-    settle(config)
-    return config
+    """Compose the configuration of a row; errors as in `compose_train`."""
+    return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], f"rows.{row.name}")
 
 
 def measure(

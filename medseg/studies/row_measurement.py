@@ -18,7 +18,7 @@ from medseg.build.task import make_task
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.memory.precision import autocast, check_precision, set_tf32
-from medseg.planning.plan import Shape, count, samples_per_rank
+from medseg.planning.plan import Shape, count_memory, samples_per_rank
 from medseg.studies.baselines import make_baseline
 
 
@@ -48,7 +48,7 @@ def measure_row(
         check_precision(config.memory.precision.value, pick_device(config.trainer.accelerator).type)
     except ValueError as error:
         raise UserError(f"memory.{error}") from error
-    memory = count(config, shape, (lambda: make_baseline(baseline, num_classes)) if baseline else None)
+    memory = count_memory(config, shape, (lambda: make_baseline(baseline, num_classes)) if baseline else None)
     measured = {"saved_per_voxel": memory.saved_per_voxel, "peak_bytes": memory.peak, "parameter_bytes": memory.parameters}
     return measured | (time_steps(config, shape, timed_steps, baseline) if timed_steps else {})
 

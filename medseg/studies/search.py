@@ -32,10 +32,10 @@ from medseg.runs.launch import check_start, num_local_ranks, start_workers
 from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
-from medseg.studies.space import Compose, check_space, composer, text_of
+from medseg.studies.search_space import Compose, check_space, composer, text_of
 
 if TYPE_CHECKING:
-    from medseg.studies.study import Study, Turn
+    from medseg.studies.search_journal import SearchJournal, Turn
 
 SEARCH_FILE = "search.yaml"
 # Keys of a search that may change when it goes on.
@@ -55,7 +55,7 @@ def search(config: SearchConfig) -> int:
     if config.resume is not None or config.retry_failed or not config.start:
         raise UserError("search starts its trials, and goes on, by itself: leave out resume, retry_failed and start")
     try:
-        from medseg.studies.study import Study
+        from medseg.studies.search_journal import SearchJournal
     except ModuleNotFoundError as error:
         raise UserError(
             f"search needs {error.name}, which is not installed; install medseg with its extra: medseg[search]"
@@ -65,7 +65,7 @@ def search(config: SearchConfig) -> int:
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
     open_folder(folder, config)
-    study = Study(folder, config.sweep)
+    study = SearchJournal(folder, config.sweep)
     study.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
     for turn in study.turns():
         status = run_trial(study, turn, compose)
@@ -99,7 +99,7 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
         raise UserError(f"{folder} holds another search, which differs in {changes}; choose another hydra.run.dir or sweep.name")
 
 
-def run_trial(study: Study, turn: Turn, compose: Compose) -> Status:
+def run_trial(study: SearchJournal, turn: Turn, compose: Compose) -> Status:
     """Run a trial, or go on with it, and record what became of it in its folder and in the study."""
     job_dir = study.folder / str(turn.number)
     job = Job(turn.number, Status.running, "", turn.overrides, "")

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medseg.config.schema import CrossValidateConfig, MakeWeightsConfig
-from medseg.errors import EXIT_FAILED
-from medseg.runs.folder import CONFIG_FILE, read_summary
+import hydra
+
+from medseg.config.check import to_config
+from medseg.config.schema import RecipeConfig, TrainConfig
+from medseg.errors import EXIT_FAILED, UserError
+from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status
 
 Step = Sequence[str]
@@ -47,9 +50,7 @@ def last_checkpoint(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / "last.ckpt"
 
 
-def cascade_steps(
-    config: CrossValidateConfig | MakeWeightsConfig, folder: Path, data: Sequence[str], phantom_runs: Path
-) -> list[Step]:
+def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phantom_runs: Path) -> list[Step]:
     """The commands that train both stages.
 
     Args:
@@ -66,6 +67,24 @@ def cascade_steps(
             begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
         steps += train_steps(folder / stage, f"experiment={getattr(config, stage)}", cache, *data, *begin)
     return steps
+
+
+def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
+    """Compose and check the configuration of a training.
+
+    Args:
+        arguments: Arguments of `train`.
+        where: Key of the study that gives them, for messages.
+
+    Raises:
+        UserError: If `train` would refuse the arguments.
+    """
+    try:
+        config = to_config(hydra.compose("train", list(arguments)), TrainConfig)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    settle(config)
+    return config
 
 
 def key_of(argument: str) -> str:

@@ -1,4 +1,4 @@
-"""Which loader settings are tried, which one is proposed, and that all of them make the same batches."""
+"""Loader tuning: the settings that are tried, the one that is proposed, and equal batches under all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a step: printed part by part, compared with the budget, and what training really takes."""
+"""Plan: the table of a step, the budget, the largest batch, and the same bytes in a real training."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_micro_batches_are_what_one_rank_holds() -> None:
 
 def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:
     config = compose("experiment=fine_lean")
-    patch = plan_app.count(config, (96, 96, 96))
+    patch = plan_app.count_memory(config, (96, 96, 96))
     assert patch.saved_per_voxel <= 107 / 2  # a sixteenth of nnU-Net's default network would be 107
-    whole = plan_app.count(config, (320, 256, 192))
+    whole = plan_app.count_memory(config, (320, 256, 192))
     assert whole.saved_per_voxel <= 107 / 2
     assert whole.peak <= 2 * 2**30
 
@@ -104,7 +104,7 @@ def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:
 @pytest.mark.slow
 def test_a_whole_lung_really_trains_within_what_was_planned() -> None:
     config = compose("experiment=fine_lean")
-    assert plan_app.count(config, (320, 256, 192), compute=True) == plan_app.count(config, (320, 256, 192))
+    assert plan_app.count_memory(config, (320, 256, 192), compute=True) == plan_app.count_memory(config, (320, 256, 192))
 
 
 class Peaks(pl.Callback):
@@ -125,7 +125,7 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     config = compose(
         *SMALL, "memory=amp_checkpoint", "logger=none", "steps=3", "shape=[32,32,48]", f"run_dir='{tmp_path}'", "ema_decay=0.5"
     )
-    planned = plan_app.count(config, (32, 32, 48))
+    planned = plan_app.count_memory(config, (32, 32, 48))
     network = make_network(config)
     module = SegmentationModule(
         switch_on(network, config, "cpu"),

@@ -57,7 +57,9 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
 
 
 def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
-    config = MakeWeightsConfig("t.csv", "out", "runs", coarse="a", fine="b", pretrain_coarse="p", pretrain_fine=None)
+    config = MakeWeightsConfig(
+        cases="t.csv", output="out", runs="runs", coarse="a", fine="b", pretrain_coarse="p", pretrain_fine=None
+    )
 
     def steps(folder: str) -> list[steps_module.Step]:
         return steps_module.cascade_steps(config, tmp_path / folder, ["data.cases=t.csv"], tmp_path)

@@ -25,10 +25,10 @@ from medseg.runs import launch
 from medseg.runs.folder import load_config
 from medseg.runs.status import Status
 from medseg.studies import search
-from medseg.studies.space import Compose, check_space, composer
+from medseg.studies.search_space import Compose, check_space, composer
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
-from medseg.studies.study import Study
+from medseg.studies.search_journal import SearchJournal
 
 SPACE = {
     "optimizer.lr": {"type": "float", "low": 1e-3, "high": 1e-2, "log": True},
@@ -144,7 +144,7 @@ class Trials:
     def go_on(self, work: Callable[[Path], int], num_trials: int, **parameters: Any) -> list[dict[str, Any]]:
         """Run the trials that are left, until one is interrupted; returns all records."""
         plain = {key: value for key, value in OmegaConf.to_container(self.base).items() if key != "sweep"}
-        study = Study(self.folder, self.config(num_trials, **parameters).sweep)
+        study = SearchJournal(self.folder, self.config(num_trials, **parameters).sweep)
 
         def compose(values: Any) -> DictConfig:
             composed = OmegaConf.create(plain)
@@ -165,7 +165,7 @@ class Trials:
 
     def states(self) -> list[str]:
         """What Optuna remembers."""
-        return [trial.state.name for trial in Study(self.folder, self.config(1).sweep).study.trials]
+        return [trial.state.name for trial in SearchJournal(self.folder, self.config(1).sweep).study.trials]
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ search.main()
 def seed_that_draws(wanted: list[str], config: SweepConfig, folder: Path) -> int:
     """A seed whose trials after the first draw these learning rates."""
     for seed in range(1000):
-        study = Study(Path(tempfile.mkdtemp(dir=folder)), replace(config, seed=seed, num_trials=len(wanted) + 1))
+        study = SearchJournal(Path(tempfile.mkdtemp(dir=folder)), replace(config, seed=seed, num_trials=len(wanted) + 1))
         study.begin_with({"optimizer.lr": 0.01})
         drawn = [(turn.overrides["optimizer.lr"], study.close(turn, [0.0]))[0] for turn in study.turns()]
         if drawn[1:] == wanted:

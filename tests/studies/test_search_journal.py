@@ -1,4 +1,4 @@
-"""The study hands out each trial once, draws alike however often it was interrupted, and learns from what ended how."""
+"""Search journal: each trial runs once, interruptions change no values, and the sampler learns from failed trials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SweepConfig
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
-from medseg.studies.study import TRIAL_LOCK_FILE, Study
+from medseg.studies.search_journal import TRIAL_LOCK_FILE, SearchJournal
 
 SPACE = {
     "optimizer.lr": ParameterConfig(ParameterType.float, low=1e-3, high=1e-1, log=True),
@@ -34,7 +34,7 @@ def dice_of(overrides: dict[str, str]) -> float:
 
 
 def go_on(folder: Path, config: SweepConfig, value: Callable[[dict[str, str]], float] = dice_of) -> list[dict[str, str]]:
-    study = Study(folder, config)
+    study = SearchJournal(folder, config)
     tried = []
     for turn in study.turns():
         tried.append(turn.overrides)
@@ -48,12 +48,10 @@ def test_an_interrupted_study_tries_what_an_uninterrupted_one_would(tmp_path: Pa
     whole = go_on(tmp_path / "whole", sweep(8))
     assert len({str(one) for one in whole}) == 8, "no two trials alike"
     assert go_on(tmp_path / "halved", sweep(3)) == whole[:3]
-    left = next(Study(tmp_path / "halved", sweep(8)).turns())  # as a killed process leaves it
-    assert (left.number, left.overrides) == (3, whole[3])
-    left._lock.close()
-    again = next(Study(tmp_path / "halved", sweep(8)).turns())
-    assert (again.number, again.overrides) == (3, whole[3])
-    again._lock.close()
+    for _ in range(2):
+        turns = SearchJournal(tmp_path / "halved", sweep(8)).turns()
+        assert next(turns)[:2] == (3, whole[3])
+        turns.close()  # as a killed process leaves it: its lock is free, and the trial has no end
     assert go_on(tmp_path / "halved", sweep(8)) == whole[3:]
     assert go_on(tmp_path / "halved", sweep(8)) == []
 
@@ -69,7 +67,7 @@ def test_values_are_arguments_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_the_first_trial_is_the_experiment_as_far_as_it_lies_in_the_space(tmp_path: Path) -> None:
-    study = Study(tmp_path, sweep(2))
+    study = SearchJournal(tmp_path, sweep(2))
     study.begin_with({"optimizer.lr": 0.02, "model.width": 64, "memory": "amp", "steps": 5})
     study.begin_with({"optimizer.lr": 0.03})
     turn = next(study.turns())
@@ -78,9 +76,10 @@ def test_the_first_trial_is_the_experiment_as_far_as_it_lies_in_the_space(tmp_pa
 
 
 def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path: Path) -> None:
-    study = Study(tmp_path, sweep(3))
-    turn = next(study.turns())
-    turn._lock.close()
+    study = SearchJournal(tmp_path, sweep(3))
+    turns = study.turns()
+    turn = next(turns)
+    turns.close()
     holder = "import sys\nfrom pathlib import Path\nfrom medseg.io.locks import locked\nwith locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
     command = [sys.executable, "-c", holder, str(tmp_path / str(turn.number) / TRIAL_LOCK_FILE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -92,11 +91,11 @@ def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path: Path) -> None
             study.close(other, [0.5])
         assert numbers == [1, 2]
         process.kill()
-    assert [other.number for other in Study(tmp_path, sweep(3)).turns() if study.close(other, [0.5]) is None] == [0]
+    assert [other.number for other in SearchJournal(tmp_path, sweep(3)).turns() if study.close(other, [0.5]) is None] == [0]
 
 
 def test_a_trial_behind_the_median_is_not_worth_going_on(tmp_path: Path) -> None:
-    study = Study(tmp_path, sweep(4, pruner=Pruner.median))
+    study = SearchJournal(tmp_path, sweep(4, pruner=Pruner.median))
     for dices, why in (([0.5, 0.8], ""), ([0.6, 0.9], ""), ([0.7, 0.95], ""), ([0.1, 0.2], "0.1000, lies below the median")):
         turn = next(study.turns())
         told = turn.report([(10, dices[0])])
@@ -112,14 +111,14 @@ def test_a_trial_behind_the_median_is_not_worth_going_on(tmp_path: Path) -> None
 
 def test_the_sampler_keeps_away_from_what_does_not_fit_and_forgets_defects(tmp_path: Path) -> None:
     space = {"width": ParameterConfig(ParameterType.choice, choices=[1, 2, 3, 4])}
-    study = Study(tmp_path, sweep(24, **space))
+    study = SearchJournal(tmp_path, sweep(24, **space))
     for turn in study.turns():
         study.close(turn, [0.5] if turn.overrides["width"] in ("1", "2") else None)
     widths = [trial.params["width"] for trial in study.study.trials]
     late = widths[8:]
     assert sum(width in ("1", "2") for width in late) > 0.7 * len(late)
     (tmp_path / "defects").mkdir()
-    other = Study(tmp_path / "defects", sweep(3, **space))
+    other = SearchJournal(tmp_path / "defects", sweep(3, **space))
     for turn in other.turns():
         other.close(turn, None, is_defect=True)
     assert [trial.state.name for trial in other.study.trials] == ["FAIL"] * 3
@@ -128,7 +127,7 @@ def test_the_sampler_keeps_away_from_what_does_not_fit_and_forgets_defects(tmp_p
 def test_the_summary_names_the_best_and_what_mattered(tmp_path: Path) -> None:
     config = replace(sweep(40), sampler=Sampler.random)
     tried = go_on(tmp_path, config)
-    summary = Study(tmp_path, config).summary()
+    summary = SearchJournal(tmp_path, config).summary()
     dices = [dice_of(one) for one in tried]
     assert summary["best"] == [dices.index(max(dices))]
     assert summary["objectives"] == {"val_dice": "maximize"}
@@ -139,7 +138,7 @@ def test_the_summary_names_the_best_and_what_mattered(tmp_path: Path) -> None:
 
 def test_two_objectives_make_a_front(tmp_path: Path) -> None:
     config = sweep(9, Objective.val_dice, Objective.peak_gib)
-    study = Study(tmp_path, config)
+    study = SearchJournal(tmp_path, config)
     points = {}
     for turn in study.turns():
         assert turn.report([(10, 0.1)]) == ""

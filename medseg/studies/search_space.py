@@ -1,4 +1,4 @@
-"""The space of a search: its values as arguments, and the check that a run could have them."""
+"""Search space: its values as command-line arguments, and the check that `train` accepts them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,20 @@ from medseg.config.schema import TrainConfig
 from medseg.config.search import ParameterConfig, SweepConfig
 from medseg.errors import UserError
 
-# Composes `train` with the values of a trial.
 Compose = Callable[[Mapping[str, str]], DictConfig]
+"""Composes `train` with the values of a trial."""
 
 
 def composer(given: Sequence[str], sweep: SweepConfig) -> Compose:
-    """A function that composes `train` from the search's own command line and the values of a trial.
+    """Make a function that composes `train` from the arguments of a search and the values of a trial.
 
     Args:
-        given: Arguments of the search.
-        sweep: Its space, whose keys the trials say.
+        given: Arguments of the search; those of `sweep` and of searched keys are left out.
+        sweep: The search.
     """
     parsed = OverridesParser.create().parse_overrides(list(given))
-    own = [
-        argument
-        for argument, override in zip(given, parsed, strict=True)
-        if override.key_or_group.split(".")[0] != "sweep" and override.key_or_group not in sweep.space
-    ]
+    keys = [override.key_or_group for override in parsed]
+    own = [argument for argument, key in zip(given, keys, strict=True) if key.split(".")[0] != "sweep" and key not in sweep.space]
 
     def compose(values: Mapping[str, str]) -> DictConfig:
         return hydra.compose("train", [*own, *(f"{key}={value}" for key, value in values.items())])
@@ -44,7 +41,7 @@ def composer(given: Sequence[str], sweep: SweepConfig) -> Compose:
 
 
 def check_space(sweep: SweepConfig, compose: Compose) -> None:
-    """Refuse a space with a key or a value that no run could have; whether values go together is seen trial by trial.
+    """Refuse a space with a key or a value that `train` does not accept. Combinations of values are checked trial by trial.
 
     Raises:
         UserError: Naming the key, the value and the cure.
@@ -53,8 +50,8 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
         key: [text_of(value) for value in parameter.choices or (_whole(parameter.low), _whole(parameter.high))]
         for key, parameter in sweep.space.items()
     }
-    for place in range(max(map(len, ends.values()))):
-        values = {key: texts[place % len(texts)] for key, texts in ends.items()}
+    for number in range(max(map(len, ends.values()))):
+        values = {key: texts[number % len(texts)] for key, texts in ends.items()}
         try:
             to_typed(compose({**values, "run_dir": "none"}), TrainConfig)
         except (HydraException, OmegaConfBaseException) as error:
@@ -64,12 +61,12 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
 
 
 def _whole(number: float | None) -> float | int | None:
-    """A whole number without its decimal point, which a key of whole numbers would not take."""
+    """Write a whole number without a decimal point, which integer keys do not accept."""
     return int(number) if number is not None and number.is_integer() else number
 
 
 def describe(parameter: ParameterConfig) -> str:
-    """A searched value, for people.
+    """Describe the values of a searched key for people.
 
     Example:
         >>> from medseg.config.search import ParameterType
@@ -85,7 +82,7 @@ def describe(parameter: ParameterConfig) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A value as an argument of the command line, in Hydra's grammar.
+    """Write a value as a command-line argument in Hydra's grammar.
 
     Example:
         >>> [text_of(value) for value in (0.5, True, None, "amp", "Doe, John", [1, 2])]
