@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LungSegmenter", "__version__"]
+__all__ = ["LungSegmenter", "Segmenter", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what Python programs use when they ask for it: `import medseg` must not wait for torch."""
-    if name == "LungSegmenter":
-        return import_module("medseg.prediction.segmenter").LungSegmenter
+    """Import the Python API on first use, so that `import medseg` does not import torch."""
+    if name in ("LungSegmenter", "Segmenter"):
+        return getattr(import_module("medseg.prediction.segmenter"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

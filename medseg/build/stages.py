@@ -47,7 +47,7 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
             spacing_mm=None if metadata["spacing_mm"] == NATIVE else _triple(metadata["spacing_mm"]),
             # Metadata of older checkpoints lacks `resampling` and `grid_rule`.
             resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
-            patch_size=_triple(metadata["tile_size"]) if metadata["tile_size"] else None,
+            tile_size=_triple(metadata["tile_size"]) if metadata["tile_size"] else None,
             region_margin_mm=float(metadata["region_margin_mm"]),
             region_mode=metadata["region_mode"],
             precision=precision,
@@ -87,7 +87,7 @@ def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precisi
     """
     first, *others = (load_stage(path, stage, device, precision) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
-        for name in ("task", "spacing_mm", "rule", "resampling", "patch_size", "region_margin_mm", "region_mode", "precision"):
+        for name in ("task", "spacing_mm", "rule", "resampling", "tile_size", "region_margin_mm", "region_mode", "precision"):
             ours, theirs = getattr(first, name), getattr(other, name)
             if ours != theirs:
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Merge the regions' crops and paste them on the scan's own grid."""
+"""Join: the crops of all regions resampled back and merged on the scan's own grid, then cleaned."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.postprocess import Planes, fill_holes, remove_small_parts
+from medseg.inference.postprocess import Planes, fill_holes, remove_small_components
 from medseg.preprocess.resample import resample_image
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
+"""A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
 # Native voxels of one slab; each needs five float32 values and three bytes at a time.
 SLAB_VOXELS = 2**22
 
@@ -29,39 +30,33 @@ def join(
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
-    Beside the crops and the result it needs at most 100 MB for a slab that is pasted, and 200 MB for one that is cleaned.
+    Beside the crops and the result it needs at most 100 MB for a slab to paste, and 200 MB for a slab to clean.
 
     Args:
-        regions: Region, the probabilities (L, D, H, W) of its labels and the grid of its crop, in any order.
+        regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
         options: Thresholds of the clean-up; the defaults where None.
-        image_hu: The scan on that grid; None where `task.least_hu` cannot be asked.
+        image_hu: The scan on that grid; None skips the check against `task.least_hu`.
 
     Returns:
         Label map (D, H, W) on the oriented native grid, uint8.
     """
     labels = merge(regions, grid, task)
-    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction, _gas(image_hu, task))
-    return labels
-
-
-def _gas(image_hu: np.ndarray | None, task: Task) -> Planes | None:
-    """Which voxels of the scan lie below `task.least_hu`, by planes; None where that cannot be asked."""
     least_hu = task.least_hu
-    if image_hu is None or least_hu is None:
-        return None
-    return lambda planes: image_hu[planes] < least_hu
+    is_gas = None if image_hu is None or least_hu is None else lambda planes: image_hu[planes] < least_hu
+    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction, is_gas)
+    return labels
 
 
 def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarray:
     """Resample each crop back, only inside its box and slab by slab; the most probable label wins.
 
     Within a region a voxel gets the label with the largest probability, background included. Where two regions claim a
-    voxel, the larger probability decides; at equal ones the earlier region keeps it.
+    voxel, the larger probability wins; of equal ones, the earlier region.
 
     Args:
-        regions: Region, the probabilities (L, D, H, W) of its labels and the grid of its crop.
+        regions: Fine results.
         grid: Oriented native grid.
         task: Labels and regions.
 
@@ -69,57 +64,60 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
         Label map (D, H, W), uint8, not cleaned.
     """
     labels = np.zeros(grid.shape, dtype=np.uint8)
-    boxes = [grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape) for _, _, crop_grid in regions]
-    for layer in _layers(grid.shape):
-        best = np.zeros(layer.shape, dtype=np.float32)
-        for (region, probs, crop_grid), box in zip(regions, boxes, strict=True):
-            part = box.intersect(layer)
+    for slab in _slabs(grid.shape):
+        best = np.zeros(slab.shape, dtype=np.float32)
+        for region, probs, crop_grid in regions:
+            part = _native_box(crop_grid, grid).intersect(slab)
             if not part.is_empty:
-                values = task.region_values(region)
-                inner = part.shifted((-layer.start[0], 0, 0)).slices()
-                _claim(labels[part.slices()], best[inner], probs, crop_grid, grid.crop(part), values)
+                inner = part.shifted((-slab.start[0], 0, 0)).slices()
+                _claim(labels[part.slices()], best[inner], probs, crop_grid, grid.crop(part), task.region_values(region))
     return labels
 
 
-def paste_spread(spreads: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np.ndarray:
-    """Resample the spread of each crop back, slab by slab; where crops overlap the larger counts.
+def paste_std(stds: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np.ndarray:
+    """Resample the standard deviation of each crop back, slab by slab; where crops overlap, the larger value counts.
 
     Args:
-        spreads: Standard deviation of the probabilities (D, H, W) in [0, 1], and the grid of the crop.
+        stds: Standard deviation of the probabilities (D, H, W) in [0, 1], and the grid of the crop.
         grid: Oriented native grid.
 
     Returns:
         Percent (D, H, W), uint8; 0 outside the crops.
     """
     percent = np.zeros(grid.shape, dtype=np.uint8)
-    for spread, crop_grid in spreads:
-        box = grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape)
-        for layer in _layers(grid.shape):
-            part = box.intersect(layer)
+    for std, crop_grid in stds:
+        box = _native_box(crop_grid, grid)
+        for slab in _slabs(grid.shape):
+            part = box.intersect(slab)
             if not part.is_empty:
-                values = resample_image(spread, crop_grid, grid.crop(part), outside=0.0)
+                values = resample_image(std, crop_grid, grid.crop(part), outside=0.0)
                 view = percent[part.slices()]
                 np.maximum(view, values.mul_(100.0).round_().to(torch.uint8).numpy(), out=view)
     return percent
 
 
 def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float, is_gas: Planes | None = None) -> None:
-    """Clean a label map in place: drop parts of each label that are gas or small, then fill its holes, never into other labels.
+    """Clean a label map in place: remove gas and small components of each label, then fill its holes, never over other labels.
 
     Args:
         labels: Label map (D, H, W).
         values: Label values.
-        min_part_fraction: Least size of a kept part, as a share of the label's largest.
-        is_gas: Which voxels lie below the bound of gas, by planes; None where nothing is gas.
+        min_part_fraction: Least size of a kept component, as a share of the label's largest.
+        is_gas: Voxels below the bound of gas, by planes; None where nothing is gas.
     """
     for value in values:
-        remove_small_parts(labels, value, min_part_fraction, is_gas)
+        remove_small_components(labels, value, min_part_fraction, is_gas)
     for value in values:
         fill_holes(labels, value)
 
 
-def _layers(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:
-    """Split a volume along z into layers of about `SLAB_VOXELS`."""
+def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
+    """Voxels of the native grid that a crop covers."""
+    return grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape)
+
+
+def _slabs(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:
+    """Split a volume along z into slabs of about `SLAB_VOXELS`."""
     depth, height, width = shape
     planes = max(1, SLAB_VOXELS // (height * width))
     for start in range(0, depth, planes):
@@ -135,6 +133,7 @@ def _claim(
     """
     winner = np.zeros(target.shape, dtype=np.uint8)
     top = np.zeros(target.shape, dtype=np.float32)
+    # The background's probability is what the labels leave of one.
     background = np.ones(target.shape, dtype=np.float32)
     for value, prob in zip(values, probs, strict=True):
         resampled = resample_image(prob, source, target, outside=0.0).numpy()

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-AIR = -1.0
+from medseg.preprocess.intensity import AIR
+
 # Slices that are resampled at once: the coordinates of a few slices stay in the processor's cache.
 SLAB_SLICES = 8
 

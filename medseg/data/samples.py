@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from medseg.data.augment import AIR, Augmentation
+from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.task import Region, Task
@@ -23,7 +23,7 @@ from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop, GridRule
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
-from medseg.preprocess.intensity import AIR_HU, normalise_hu
+from medseg.preprocess.intensity import AIR, AIR_HU, normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 
 CropOf = Callable[[CachedCase, Region, np.random.Generator | None], Crop]

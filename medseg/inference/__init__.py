@@ -1,1 +1,1 @@
-"""From image to probabilities and clean masks."""
+"""Inference: from a normalised image to probabilities, and from labels to clean labels."""

@@ -1,7 +1,7 @@
-"""Clean masks: parts and holes.
+"""Post-processing of masks and label maps: small components, gas components and holes.
 
-A part is what hangs together over faces (6 neighbours). A mask is looked at slab by slab along z, so that numbers of parts, four bytes a
-voxel, are held of one slab only, however large it is.
+A component is connected over faces (6 neighbours). Masks are processed in slabs along z: component numbers take four bytes a voxel, and
+only those of one slab are in memory, whatever the size of the mask.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from scipy import ndimage
 
 from medseg.geometry.box import VoxelBox
 
-# A lung at 1 mm is one slab, whose parts are numbered once; of larger masks they are numbered again when they are asked for.
+# A lung at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered again when they are needed.
 SLAB_VOXELS = 2**25
 COUNTED_AT_ONCE = 2**22
 
 Planes = Callable[[slice], np.ndarray]
-"""Gives the planes of a boolean volume, (d, H, W), from a range of z."""
+"""Returns the planes of a boolean volume, (d, H, W), for a range of z."""
 
 
-class Parts:
-    """The parts of a mask, numbered from 1; 0 is what lies outside.
+class Components:
+    """Connected components of a mask, numbered from 1; 0 is the background.
 
     Attributes:
-        sizes: Voxels of each part by its number, 0 for the outside.
-        marked: Those of them that are marked.
-        is_open: Whether the part reaches a face of the volume; true for the outside.
+        sizes: Voxels of each component by its number, 0 for the background.
+        marked: Marked voxels of each component.
+        is_open: Whether the component reaches a face of the volume; true for the background.
     """
 
     def __init__(self, shape: tuple[int, ...], mask: Planes, marks: Planes | None = None) -> None:
-        """Number the parts.
+        """Number the components slab by slab, then join the numbers that touch across the border of two slabs.
 
         Args:
             shape: Size of the volume (D, H, W), no axis empty.
-            mask: Which voxels belong to parts; asked for again by `slabs`, where it must say the same.
-            marks: Which voxels are to be counted in `marked`; none where None.
+            mask: Voxels of the components; `where` reads it again and must get the same answer.
+            marks: Voxels to count in `marked`; none where None.
         """
         depth, height, width = shape
         step = max(1, SLAB_VOXELS // (height * width))
         self._mask = mask
         self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
-        self._before = [0]  # numbers given before each slab
+        self._offsets = [0]  # numbers given before each slab
         pairs, sizes, marked, open_numbers = [], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], []
         num, below = 0, np.zeros((height, width), np.int64)
         for planes in self._slabs:
@@ -52,76 +52,77 @@ class Parts:
             marked.append(np.zeros(count, np.int64) if marks is None else _count(numbers, count, marks(planes)))
             faces = [numbers[:, 0], numbers[:, -1], numbers[:, :, 0], numbers[:, :, -1]]
             faces += [numbers[0]] * (planes.start == 0) + [numbers[-1]] * (planes.stop == depth)
-            open_numbers += [_global(np.unique(face), num) for face in faces]
-            first = _global(numbers[0], num)
-            both = (below > 0) & (first > 0)
-            pairs.append(np.unique(np.stack([below[both], first[both]]), axis=1))
-            below = _global(numbers[-1], num)
+            open_numbers += [_shift(np.unique(face), num) for face in faces]
+            first = _shift(numbers[0], num)
+            touches = (below > 0) & (first > 0)
+            pairs.append(np.unique(np.stack([below[touches], first[touches]]), axis=1))
+            below = _shift(numbers[-1], num)
             num += count
-            self._before.append(num)
-        self._part_of = _joined(num + 1, np.concatenate(pairs, axis=1))
-        num_parts = int(self._part_of.max()) + 1
-        self.sizes = _summed(self._part_of, np.concatenate(sizes), num_parts)
-        self.marked = _summed(self._part_of, np.concatenate(marked), num_parts)
-        self.is_open = np.zeros(num_parts, dtype=bool)
+            self._offsets.append(num)
+        self._component_of = _join(num + 1, np.concatenate(pairs, axis=1))
+        # Float64 sums of counts are exact up to 2**53.
+        self.sizes, self.marked = (
+            np.bincount(self._component_of, np.concatenate(counts)).astype(np.int64) for counts in (sizes, marked)
+        )
+        self.is_open = np.zeros(len(self.sizes), dtype=bool)
         self.is_open[0] = True
-        self.is_open[self._part_of[np.concatenate(open_numbers)]] = True
+        self.is_open[self._component_of[np.concatenate(open_numbers)]] = True
 
     def where(self, is_chosen: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """Give, slab by slab, the planes and which of their voxels belong to a chosen part.
+        """Yield, slab by slab, the planes and the voxels of the chosen components in them.
 
         Args:
-            is_chosen: Boolean, by the part's number.
+            is_chosen: Boolean, by the component's number.
         """
-        # The slab that was numbered last need not be numbered again.
+        # From the end: the slab that was numbered last is still in memory.
         for index, planes in reversed(list(enumerate(self._slabs))):
             numbers = self._last[1] if self._last[0] == planes else ndimage.label(self._mask(planes))[0]
-            part_of = self._part_of[self._before[index] + 1 : self._before[index + 1] + 1]
-            yield planes, np.concatenate([is_chosen[:1], is_chosen[part_of]])[numbers]
+            component_of = self._component_of[self._offsets[index] + 1 : self._offsets[index + 1] + 1]
+            yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
-def keep_large_parts(mask: np.ndarray, min_fraction: float = 1.0) -> np.ndarray:
-    """Keep the largest part and every part of at least a fraction of its size.
+def keep_large_components(mask: np.ndarray, min_fraction: float = 1.0) -> np.ndarray:
+    """Keep the largest component and every component of at least a fraction of its size.
 
-    Of several largest parts of equal size all are kept. An empty mask stays empty.
+    Of several largest components of equal size all are kept. An empty mask stays empty.
 
     Args:
         mask: Boolean mask (D, H, W).
-        min_fraction: Least size of a kept part, as a share of the largest, in (0, 1].
+        min_fraction: Least size of a kept component, as a share of the largest, in (0, 1].
 
     Returns:
         New boolean mask.
     """
     result = np.array(mask, dtype=bool)
-    remove_small_parts(result, True, min_fraction)
+    remove_small_components(result, True, min_fraction)
     return result
 
 
-def gas_parts(mask: np.ndarray, is_gas: np.ndarray) -> np.ndarray:
-    """Find the parts more than half of whose voxels are gas: their median lies below the bound of gas.
+def gas_components(mask: np.ndarray, is_gas: np.ndarray) -> np.ndarray:
+    """Find the components with more than half of their voxels in gas, that is with a median below the bound of gas.
 
     Args:
         mask: Boolean mask (D, H, W).
-        is_gas: Boolean (D, H, W): which voxels lie below the bound.
+        is_gas: Boolean (D, H, W): voxels below the bound.
 
     Returns:
-        New boolean mask of those parts.
+        New boolean mask of those components.
     """
     result = np.zeros(mask.shape, dtype=bool)
-    parts = Parts(mask.shape, mask.__getitem__, is_gas.__getitem__)
-    for planes, is_part in parts.where(2 * parts.marked > parts.sizes):
-        result[planes] = is_part
+    components = Components(mask.shape, mask.__getitem__, is_gas.__getitem__)
+    for planes, is_in in components.where(2 * components.marked > components.sizes):
+        result[planes] = is_in
     return result
 
 
-def remove_small_parts(labels: np.ndarray, value: int, min_fraction: float, is_gas: Planes | None = None) -> None:
-    """Remove from a label the parts that are gas and, of the others, those that are small beside the largest, in place.
+def remove_small_components(labels: np.ndarray, value: int, min_fraction: float, is_gas: Planes | None = None) -> None:
+    """Remove a label's gas components and then those that are small beside its largest, in place.
 
     Args:
         labels: Label map (D, H, W).
         value: The label.
-        min_fraction: Least size of a kept part, as a share of the largest, in (0, 1].
-        is_gas: Which voxels of `labels` lie below the bound of gas, by planes; None where nothing is gas.
+        min_fraction: Least size of a kept component, as a share of the largest, in (0, 1].
+        is_gas: Voxels of `labels` below the bound of gas, by planes; None where nothing is gas.
     """
     box = label_box(labels, value)
     if box is None:
@@ -129,18 +130,18 @@ def remove_small_parts(labels: np.ndarray, value: int, min_fraction: float, is_g
     inner = labels[box.slices()]
     z, y, x = box.slices()
     gas = None if is_gas is None else lambda planes: is_gas(slice(z.start + planes.start, z.start + planes.stop))[:, y, x]
-    parts = Parts(inner.shape, lambda planes: inner[planes] == value, gas)
-    sizes = np.where(2 * parts.marked > parts.sizes, 0, parts.sizes)
-    is_gone = sizes < max(1.0, min_fraction * sizes.max())
-    is_gone[0] = False
-    for planes, is_part in parts.where(is_gone):
-        inner[planes][is_part] = 0
+    components = Components(inner.shape, lambda planes: inner[planes] == value, gas)
+    sizes = np.where(2 * components.marked > components.sizes, 0, components.sizes)
+    is_removed = sizes < max(1.0, min_fraction * sizes.max())
+    is_removed[0] = False
+    for planes, is_in in components.where(is_removed):
+        inner[planes][is_in] = 0
 
 
 def fill_holes(labels: np.ndarray, value: int) -> None:
     """Fill cavities that a label encloses on all sides, in 3D, in place; a cavity open to the volume's border stays open.
 
-    What other labels have taken within stays theirs.
+    Other labels inside a cavity stay.
 
     Args:
         labels: Label map (D, H, W).
@@ -150,38 +151,38 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
     if box is None:
         return
     inner = labels[box.slices()]
-    # A cavity cannot touch the faces of the bounding box: the background parts that do are the outside.
-    parts = Parts(inner.shape, lambda planes: inner[planes] != value)
-    for planes, is_cavity in parts.where(~parts.is_open):
+    # A cavity cannot touch the faces of the bounding box: background components that do are outside.
+    components = Components(inner.shape, lambda planes: inner[planes] != value)
+    for planes, is_cavity in components.where(~components.is_open):
         inner[planes][is_cavity & (inner[planes] == 0)] = value
 
 
 def label_box(labels: np.ndarray, value: int) -> VoxelBox | None:
-    """Find the smallest box around a label, plane by plane: a mask of the whole would be a second volume; None without one."""
+    """Find the smallest box around a label, plane by plane because a mask of all voxels would be a second volume; None if absent."""
     rows, columns = (np.zeros(size, dtype=bool) for size in labels.shape[1:])
-    held = []
+    filled = []
     for z, plane in enumerate(labels):
         is_in = plane == value
         rows_here = is_in.any(axis=1)
         if rows_here.any():
-            held.append(z)
+            filled.append(z)
             rows |= rows_here
             columns |= is_in.any(axis=0)
-    if not held:
+    if not filled:
         return None
     (y, y_last), (x, x_last) = (np.flatnonzero(line)[[0, -1]].tolist() for line in (rows, columns))
-    return VoxelBox((held[0], y, x), (held[-1] + 1, y_last + 1, x_last + 1))
+    return VoxelBox((filled[0], y, x), (filled[-1] + 1, y_last + 1, x_last + 1))
 
 
-def _global(numbers: np.ndarray, offset: int) -> np.ndarray:
-    """Numbers of one slab as numbers of all; 0 stays."""
+def _shift(numbers: np.ndarray, offset: int) -> np.ndarray:
+    """Turn the numbers of one slab into numbers of all slabs; 0 stays."""
     return np.where(numbers > 0, numbers.astype(np.int64) + offset, 0)
 
 
 def _count(numbers: np.ndarray, num: int, where: np.ndarray | None = None) -> np.ndarray:
-    """Voxels of each part from 1 to `num`, of all or of those `where` is true."""
+    """Count the voxels of each component from 1 to `num`, all of them or those where `where` is true."""
     sizes = np.zeros(num + 1, dtype=np.int64)
-    # Some planes at a time: `bincount` makes eight bytes of each voxel.
+    # Some planes at a time: `bincount` converts to eight bytes a voxel.
     step = max(1, COUNTED_AT_ONCE // numbers[0].size)
     for start in range(0, len(numbers), step):
         part = numbers[start : start + step]
@@ -189,8 +190,8 @@ def _count(numbers: np.ndarray, num: int, where: np.ndarray | None = None) -> np
     return sizes[1:]
 
 
-def _joined(num: int, pairs: np.ndarray) -> np.ndarray:
-    """Number the parts anew, 0 … `num` - 1, so that pairs (2, P) that touch become one; 0 stays, the order too."""
+def _join(num: int, pairs: np.ndarray) -> np.ndarray:
+    """Map the numbers 0 … `num` - 1 to components, so that touching pairs (2, P) share one; 0 stays, and so does the order."""
     if not pairs.size:
         return np.arange(num)
     # Imported here: only masks of several slabs need it.
@@ -199,14 +200,6 @@ def _joined(num: int, pairs: np.ndarray) -> np.ndarray:
 
     graph = coo_array((np.ones(pairs.shape[1], dtype=bool), (pairs[0], pairs[1])), shape=(num, num))
     _, names = connected_components(graph, directed=False)
-    _, first, part_of = np.unique(names, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[part_of]
-
-
-def _summed(part_of: np.ndarray, counts: np.ndarray, num_parts: int) -> np.ndarray:
-    """Add up the voxels of the numbers that are one part."""
-    sums = np.zeros(num_parts, dtype=np.int64)
-    np.add.at(sums, part_of, counts)
-    return sums
+    # The names are in any order: number them by their first appearance.
+    _, first, component_of = np.unique(names, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[component_of]

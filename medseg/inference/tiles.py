@@ -1,4 +1,4 @@
-"""Run a network over a whole crop, or over blended tiles where the crop is too large for it."""
+"""Tiles: class probabilities of a crop from one network pass, or from overlapping tiles that are blended."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.tiling import axis_weights, tile_boxes
 from medseg.preprocess.crop import pad_at_end
+from medseg.preprocess.intensity import AIR
 
 Shape = tuple[int, int, int]
-AIR = -1.0  # the lower end of the normalised window: what lies beside a volume
-# Probabilities as they are kept: rounded by 0.00025 at most.
-KEPT = torch.float16
+# Number format of stored probabilities; rounds by 0.00025 at most.
+PROBS_DTYPE = torch.float16
 # Voxels whose logits become float32 probabilities at a time.
 SLAB_VOXELS = 2**21
 
@@ -24,51 +24,51 @@ def predict_probs(
     network: Callable[[Tensor], Tensor],
     image: Tensor,
     *,
-    tile_shape: Shape | None,
+    tile_size: Shape | None,
     overlap: float,
     divisor: Shape,
     batch_size: int = 1,
-    together: Callable[[list[Tensor]], list[Tensor]] | None = None,
-    num_together: int = 1,
+    run_batches: Callable[[list[Tensor]], list[Tensor]] | None = None,
+    num_parallel: int = 1,
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
-    An axis that is shorter than a tile, or no multiple of the divisor, is filled at its end, as in training, and cut back.
-    Tiles are blended with Gaussian weights that sum to one; beside the image and the result only the float32 sums of one layer of tiles and
-    the tiles of one batch are in memory. A tile that holds nothing but air is background and does not go through the network.
+    An axis that is shorter than a tile, or no multiple of the divisor, is padded at its end, as in training, and cut back.
+    Tiles are blended with Gaussian weights that sum to one. Beside the image and the result, memory holds the float32 sums of one
+    layer of tiles and the tiles of one batch. A tile of pure air is background and does not go through the network.
 
     Args:
         network: Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
         image: Normalised crop (1, C, D, H, W).
-        tile_shape: Tile size in voxels (z, y, x), raised to a multiple of the divisor; None runs the crop as a whole.
+        tile_size: Tile in voxels (z, y, x), raised to a multiple of the divisor; None runs the crop as a whole.
         overlap: Share of a tile that its neighbour covers too, in [0, 1).
-        divisor: Numbers per axis that the network's input must be a multiple of.
-        batch_size: Tiles that go through the network together.
-        together: Runs the network on several batches at once, in several processes; None = one after the other, here.
-        num_together: Most batches that `together` takes.
+        divisor: Required multiple of the network's input size, (z, y, x).
+        batch_size: Number of tiles that go through the network together.
+        run_batches: Runs the network on several batches at once, in several processes; None runs them here, one by one.
+        num_parallel: Largest number of batches that `run_batches` takes.
 
     Returns:
         Probabilities (K, D, H, W), float16, on the image's device.
     """
     shape = image.shape[2:]
     with torch.inference_mode():
-        if tile_shape is None:
-            return _kept(network(pad_at_end(image, multiple(shape, divisor), AIR))[0], shape)
-        tile_shape = multiple(tile_shape, divisor)
-        padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_shape, strict=True)), AIR)
-        run = together or (lambda batches: [network(batch) for batch in batches])
+        if tile_size is None:
+            return _softmax_slabs(network(pad_at_end(image, round_up(shape, divisor), AIR))[0], shape)
+        tile_size = round_up(tile_size, divisor)
+        padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_size, strict=True)), AIR)
+        run = run_batches or (lambda batches: [network(batch) for batch in batches])
         depth, height, width = shape
-        return _blend_tiles(run, padded, tile_shape, overlap, batch_size, num_together)[:, :depth, :height, :width]
+        return _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel)[:, :depth, :height, :width]
 
 
 def most_probable(probs: Tensor) -> Tensor:
-    """Pick the class of each voxel; the first of equals.
+    """Pick the most probable class of each voxel; the first of equals.
 
     Args:
         probs: Probabilities (K, D, H, W), K at most 256.
 
     Returns:
-        Labels (D, H, W), uint8; `argmax` would hold eight bytes a voxel.
+        Labels (D, H, W), uint8; `argmax` would use eight bytes a voxel.
     """
     best = probs[0].clone()
     labels = torch.zeros(best.shape, dtype=torch.uint8, device=probs.device)
@@ -78,35 +78,42 @@ def most_probable(probs: Tensor) -> Tensor:
     return labels
 
 
-class _Blend:
-    """Sums of weighted tiles that come layer by layer, from low z to high z.
+def round_up(shape: tuple[int, ...], divisor: Shape) -> Shape:
+    """Raise a shape to the next multiple of the divisor on each axis."""
+    z, y, x = (-(-size // step) * step for size, step in zip(shape, divisor, strict=True))
+    return z, y, x
 
-    Float32 is held only of the planes that the present layer reaches; what lies below is finished and kept in half of that.
+
+class _Blend:
+    """Sums of weighted tiles that arrive layer by layer, from low z to high z.
+
+    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile reaches the planes below, which are
+    final and move to float16.
 
     Attributes:
-        probs: The finished planes (K, D, H, W).
+        probs: The final planes (K, D, H, W).
     """
 
     def __init__(self, num_classes: int, shape: Shape, tile_depth: int, device: torch.device) -> None:
         depth, height, width = shape
-        self.probs = torch.empty((num_classes, depth, height, width), dtype=KEPT, device=device)
+        self.probs = torch.empty((num_classes, depth, height, width), dtype=PROBS_DTYPE, device=device)
         self._sums = torch.zeros((num_classes, tile_depth, height, width), device=device)
-        self._first = 0
+        self._first = 0  # z of the lowest plane of `_sums`
 
-    def reach(self, box: VoxelBox) -> Tensor:
-        """Sums (K, d, h, w) of a tile's voxels, to be added to in place; boxes come in the order of `tile_boxes`."""
+    def view(self, box: VoxelBox) -> Tensor:
+        """Sums (K, d, h, w) of a tile's voxels, to be added to in place; boxes must come in the order of `tile_boxes`."""
         (z, y, x), (_, y_stop, x_stop) = box.start, box.stop
         if z > self._first:
             self._finish(z - self._first)
         return self._sums[:, :, y:y_stop, x:x_stop]
 
-    def finished(self) -> Tensor:
-        """Probabilities once all tiles have come."""
+    def finish(self) -> Tensor:
+        """Probabilities after the last tile."""
         self._finish(self.probs.shape[1] - self._first)
         return self.probs
 
     def _finish(self, num_planes: int) -> None:
-        """Keep the lowest planes, of which there are at most a tile's, and move up by as many."""
+        """Store the lowest planes, at most a tile's depth, and move the sums up by as many."""
         self.probs[:, self._first : self._first + num_planes] = self._sums[:, :num_planes]
         rest = self._sums[:, num_planes:].clone()
         self._sums[:, : rest.shape[1]] = rest
@@ -117,63 +124,58 @@ class _Blend:
 def _blend_tiles(
     run: Callable[[list[Tensor]], list[Tensor]],
     image: Tensor,
-    tile_shape: Shape,
+    tile_size: Shape,
     overlap: float,
     batch_size: int,
-    num_together: int,
+    num_parallel: int,
 ) -> Tensor:
-    """Sum weighted tiles, in one order whoever runs them; (K, D, H, W)."""
+    """Sum weighted tiles in a fixed order, so that the number of processes changes no bit; (K, D, H, W)."""
     _, _, depth, height, width = image.shape
     shape = (depth, height, width)
+    # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of their axis.
     weights = [
         {start: torch.from_numpy(one).to(image.device) for start, one in axis_weights(size, tile, overlap).items()}
-        for size, tile in zip(shape, tile_shape, strict=True)
+        for size, tile in zip(shape, tile_size, strict=True)
     ]
-    boxes = tile_boxes(shape, tile_shape, overlap)
+    boxes = tile_boxes(shape, tile_size, overlap)
     has_air_only = [not bool((image[(..., *box.slices())] > AIR).any()) for box in boxes]
-    # One tile at least must say how many classes there are.
+    # At least one tile must go through the network: its result has the number of classes.
     has_air_only[0] &= not all(has_air_only)
     seen = [box for box, is_air in zip(boxes, has_air_only, strict=True) if not is_air]
-    tiles = _tile_probs(run, image, seen, batch_size, num_together)
+    tiles = _tile_probs(run, image, seen, batch_size, num_parallel)
     first = next(tiles)
     tiles = chain([first], tiles)
-    blend = _Blend(len(first), shape, tile_shape[0], image.device)
+    blend = _Blend(len(first), shape, tile_size[0], image.device)
     for box, is_air in zip(boxes, has_air_only, strict=True):
         z, y, x = (axis[start] for axis, start in zip(weights, box.start, strict=True))
         weight = z[:, None, None] * y[:, None] * x
         if is_air:
-            blend.reach(box)[0].add_(weight)
+            blend.view(box)[0].add_(weight)
         else:
-            blend.reach(box).addcmul_(next(tiles), weight)
-    return blend.finished()
+            blend.view(box).addcmul_(next(tiles), weight)
+    return blend.finish()
 
 
 def _tile_probs(
-    run: Callable[[list[Tensor]], list[Tensor]], image: Tensor, boxes: list[VoxelBox], batch_size: int, num_together: int
+    run: Callable[[list[Tensor]], list[Tensor]], image: Tensor, boxes: list[VoxelBox], batch_size: int, num_parallel: int
 ) -> Iterator[Tensor]:
-    """Run the network on tiles; give the probabilities (K, d, h, w) of each, float32, in their order."""
+    """Run the network on tiles; yield the probabilities (K, d, h, w) of each, float32, in their order."""
     places = [(..., *box.slices()) for box in boxes]
     batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
-    for start in range(0, len(batches), num_together):
-        group = batches[start : start + num_together]
+    for start in range(0, len(batches), num_parallel):
+        group = batches[start : start + num_parallel]
         # A single tile is a view: nothing is copied.
         images = [image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch]) for batch in group]
         for logits in run(images):
             yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
 
-def _kept(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _softmax_slabs(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Turn logits (K, D', H', W') of any precision into probabilities of their first voxels (K, D, H, W), slab by slab."""
     depth, height, width = shape
-    probs = torch.empty((logits.shape[0], depth, height, width), dtype=KEPT, device=logits.device)
+    probs = torch.empty((logits.shape[0], depth, height, width), dtype=PROBS_DTYPE, device=logits.device)
     step = max(1, SLAB_VOXELS // (height * width))
     for start in range(0, depth, step):
         planes = slice(start, min(start + step, depth))
         probs[:, planes] = torch.softmax(logits[:, planes, :height, :width], dim=0, dtype=torch.float32)
     return probs
-
-
-def multiple(shape: tuple[int, ...], divisor: Shape) -> Shape:
-    """Raise a shape to the next multiple of the divisor on each axis."""
-    z, y, x = (-(-size // step) * step for size, step in zip(shape, divisor, strict=True))
-    return z, y, x

@@ -1,1 +1,1 @@
-"""From scans to files: finding cases, the batch pipeline, result files, the Python API."""
+"""Prediction: from scans to result files, in batches or from Python."""

@@ -1,61 +1,97 @@
-"""The trained cascades of a prediction: loading, choosing one for a scan, sharing one among processes."""
+"""Cascades of a prediction: loading them, and choosing one for a scan by its spacing."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
 from medseg.prediction.scans import Scan
 
+if TYPE_CHECKING:
+    from medseg.cascade.cascade import Cascade
+    from medseg.cascade.stage import CascadeOptions
 
-class Cascade(NamedTuple):
-    """What all cases of a prediction share.
+EVERY_SPACING_MM = (0.0, math.inf)
+
+
+class RangeCascade(NamedTuple):
+    """A cascade and the scans that it is for.
 
     Attributes:
-        coarse: Trained coarse stage.
-        fine: Trained fine stage.
-        options: How the networks are run.
-        settings: All that the result follows from beside the scan and how it is read, in plain types.
-        name: Name of the range of `by_spacing`; empty where there is one cascade for all scans.
-        range_mm: Coarsest spacing of the scans that it is for, from the first number to below the second.
+        cascade: The trained stages with their options.
+        settings: Everything beside the scan that decides the result, in plain types.
+        name: Name of the range of `by_spacing`; empty where one cascade serves all scans.
+        range_mm: Coarsest spacing of its scans, from the first number to below the second.
     """
 
-    coarse: Any
-    fine: Any
-    options: Any
+    cascade: Cascade
     settings: dict[str, Any]
     name: str = ""
-    range_mm: tuple[float, float] = (0.0, math.inf)
+    range_mm: tuple[float, float] = EVERY_SPACING_MM
+
+    def __str__(self) -> str:
+        return f"{self.range_mm[0]:g} … {self.range_mm[1]:g} mm"
 
 
-def load_cascades(config: PredictConfig) -> list[Cascade]:
-    """Load both stages, those of each range where the scan's spacing decides.
+def load_cascade(
+    coarse: Sequence[str | Path] | None,
+    fine: Sequence[str | Path] | None,
+    *,
+    accelerator: str = "auto",
+    precision: str | None = None,
+    tile_size: tuple[int, int, int] | None = None,
+    options: CascadeOptions | None = None,
+) -> Cascade:
+    """Load both stages.
+
+    Args:
+        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none = the included lung weights.
+        fine: The same for the fine stage.
+        accelerator: `auto`, `cpu` or `gpu`.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
+        tile_size: Tile of the fine stage in voxels (z, y, x); None = that of its checkpoint.
+        options: Thresholds, memory budget and flips; the defaults where None.
 
     Raises:
-        UserError: If the device, the precision or a checkpoint is not usable.
+        UserError: If the device, the precision or a checkpoint is not usable, or the stages do not fit together.
     """
-    if not config.by_spacing:
-        return [load_cascade(config)]
-    return [
-        load_cascade(replace(config, coarse=one.coarse, fine=one.fine))._replace(name=name, range_mm=one.range_mm)
-        for name, one in config.by_spacing.items()
+    from medseg.build.device import pick_device
+    from medseg.build.stages import load_stages
+    from medseg.cascade.cascade import Cascade
+    from medseg.cascade.stage import CascadeOptions
+    from medseg.config.schema import Accelerator
+    from medseg.memory.precision import check_precision
+    from medseg.weights.files import shipped_weights
+
+    names = [choice.value for choice in Accelerator]
+    if accelerator not in names:
+        raise UserError(f"accelerator={accelerator}: choose one of {', '.join(names)}")
+    device = pick_device(Accelerator(accelerator), "accelerator")
+    if precision is not None:
+        try:
+            check_precision(precision, device.type)
+        except ValueError as error:
+            raise UserError(f"precision={precision}: {error}") from error
+    stages = [
+        load_stages([Path(path) for path in given or ()] or [shipped_weights("lungs", name)], name, device, precision)
+        for name, given in (("coarse", coarse), ("fine", fine))
     ]
+    if tile_size is not None:
+        stages[1].tile_size = tile_size
+    return Cascade(stages[0], stages[1], options or CascadeOptions())
 
 
-def pick_cascade(scan: Scan, cascades: list[Cascade]) -> tuple[Cascade, str | None]:
-    """Choose the cascade of a scan.
+def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, str | None]:
+    """Choose the cascade of a scan by its coarsest spacing.
 
     Returns:
-        It, and where there is a choice the sentence that says which and why.
+        The cascade; and where there is a choice, the sentence that explains it.
 
     Raises:
-        UserError: If no range holds the scan, or its header cannot be read.
+        UserError: If no range covers the scan, or its header cannot be read.
     """
     from medseg.io.read import read_grid
 
@@ -63,80 +99,16 @@ def pick_cascade(scan: Scan, cascades: list[Cascade]) -> tuple[Cascade, str | No
         return cascades[0], None
     # Headers store float32: 5 mm must not fall below a range that begins there.
     spacing_mm = round(max(read_grid(scan.path, scan.series).spacing_mm), 3)
-    for cascade in cascades:
-        low_mm, high_mm = cascade.range_mm
-        if low_mm <= spacing_mm < high_mm:
-            return cascade, f"{cascade.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {_range_text(cascade)}"
-    known = ", ".join(f"{cascade.name} {_range_text(cascade)}" for cascade in cascades)
+    for one in cascades:
+        if one.range_mm[0] <= spacing_mm < one.range_mm[1]:
+            return one, f"{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"
+    known = ", ".join(f"{one.name} {one}" for one in cascades)
     raise UserError(
         f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({known}); give checkpoints for it, or widen a range"
     )
 
 
-def _range_text(cascade: Cascade) -> str:
-    low_mm, high_mm = cascade.range_mm
-    return f"{low_mm:g} … {high_mm:g} mm"
-
-
-def load_cascade(config: PredictConfig) -> Cascade:
-    """Load both stages.
-
-    Raises:
-        UserError: If the device, the precision or a checkpoint is not usable.
-    """
-    import torch
-
-    from medseg.cascade.stage import CascadeOptions
-    from medseg.prediction import segmenter
-
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    if is_under_torchrun() and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    precision = config.precision.value if config.precision else None
-    coarse, fine = segmenter.load_cascade(config.coarse, config.fine, config.accelerator, precision)
-    inference = config.inference
-    if inference.tile_size is not None:
-        fine.patch_size = inference.tile_size
-    options = CascadeOptions(tile_overlap=inference.overlap, budget_gib=inference.budget_gib, tta=inference.tta)
-    settings = {
-        **{stage.name: sorted(stage.checkpoints.values()) for stage in (coarse, fine)},
-        "precision": precision,
-        "inference": vars(inference),
-    }
-    return Cascade(coarse, fine, options, settings)
-
-
-def is_under_torchrun() -> bool:
-    """Whether torchrun started this process together with others."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
-
-
-def is_tile_worker() -> bool:
-    """Whether this process only runs networks for rank 0 and neither reads scans nor writes results."""
-    return is_under_torchrun() and int(os.environ["RANK"]) > 0
-
-
-def serve_rank_0(cascade: Cascade) -> None:
-    """Run networks for rank 0 until it has done all cases."""
-    from medseg.inference.tile_workers import process_group, serve_tiles
-
-    stages = {stage.name: stage for stage in (cascade.coarse, cascade.fine)}
-    with process_group():
-        serve_tiles(lambda job, images: stages[job[0]].answer(job[1], images, job[2]))
-
-
-@contextmanager
-def shared_tiles(cascade: Cascade) -> Iterator[None]:
-    """Divide the tiles among the processes of torchrun; one process alone runs them all."""
-    if not is_under_torchrun():
-        yield
-        return
-    from medseg.inference.tile_workers import TileWorkers, process_group
-
-    with process_group():
-        workers = cascade.coarse.tile_workers = cascade.fine.tile_workers = TileWorkers()
-        try:
-            yield
-        finally:
-            workers.dismiss()
+def result_settings(cascade: Cascade, precision: str | None, inference: Mapping[str, Any]) -> dict[str, Any]:
+    """List what decides the result of a cascade beside the scan: checkpoints by content, precision and inference options."""
+    checksums = {stage.name: sorted(stage.checkpoints.values()) for stage in cascade.stages}
+    return {**checksums, "precision": precision, "inference": dict(inference)}

@@ -1,4 +1,4 @@
-"""The three steps of predicting a case: reading, segmenting, writing."""
+"""Case of a batch: one scan read, segmented and written with its report, and the check whether that was done before."""
 
 from __future__ import annotations
 
@@ -7,83 +7,60 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from medseg import __version__
-from medseg.data.source_files import fingerprint
+from medseg.data.source_files import fingerprint, is_same_source
+from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
-from medseg.prediction.cascades import Cascade
-from medseg.prediction.completed import is_finished, results_of
+from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.scans import Scan
 
-# Folder beside the label maps: by how many percent the probabilities of several checkpoints or flips scatter.
+if TYPE_CHECKING:
+    from medseg.cascade.cascade import Cascade, Segmentation
+    from medseg.io.volume import Volume
+    from medseg.preprocess.scale import HuScale
+
+# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
 UNCERTAINTY = "uncertainty"
-# What a voxel of a scan takes at most once it is read.
+# Largest size of a voxel of a scan in memory.
 BYTES_PER_VOXEL = 4
 
 
 @dataclass
-class Costs:
-    """What the steps of a case have cost so far; the time between them belongs to other cases.
+class CaseData:
+    """Data of a case on its way from the scan to the result files.
 
     Attributes:
-        duration_s: Seconds.
-        memory_gb_s: Area under the curve of the process' memory over that time.
+        volume: The scan; without its voxels once it is segmented.
+        source: Fingerprint of its files when they were read; None where they could not be read.
+        result: The segmentation; None before it is made.
+        durations_s: Seconds by step; the time between the steps belongs to other cases.
+        memory_gb_s: Area under the curve of the process' memory during the steps.
     """
 
-    duration_s: float = 0.0
+    volume: Volume | None = None
+    source: dict[str, Any] | None = None
+    result: Segmentation | None = None
+    durations_s: dict[str, float] = field(default_factory=dict)
     memory_gb_s: float = 0.0
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Add a step."""
+    def measured(self, step: str) -> Iterator[None]:
+        """Record time and memory of a step."""
         start_s = time.perf_counter()
         with MemoryProfile() as profile:
             yield
-        self.duration_s += time.perf_counter() - start_s
+        self.durations_s[step] = time.perf_counter() - start_s
         self.memory_gb_s += profile.area_gb_s
 
 
-class ReadCase(NamedTuple):
-    """A case that has been read.
-
-    Attributes:
-        volume: The scan, a `Volume`.
-        source: What the files were when they were read; None where nobody can tell.
-        costs: So far.
-    """
-
-    volume: Any
-    source: dict[str, Any] | None
-    costs: Costs
-
-
-class SegmentedCase(NamedTuple):
-    """A case that has been segmented.
-
-    Attributes:
-        result: Its `Segmentation`.
-        grid: Grid of the scan, and of the labels.
-        header: Header to write.
-        source: See `ReadCase`.
-        read_s: Seconds that reading took.
-        costs: So far.
-    """
-
-    result: Any
-    grid: Any
-    header: Any
-    source: dict[str, Any] | None
-    read_s: float
-    costs: Costs
-
-
 def is_small(scan: Scan, budget_gib: float) -> bool:
-    """Whether a scan takes no more than the budget once it is read.
+    """Whether the voxels of a scan fit into the budget.
 
     Raises:
         UserError: If its header cannot be read.
@@ -93,101 +70,145 @@ def is_small(scan: Scan, budget_gib: float) -> bool:
     return BYTES_PER_VOXEL * math.prod(read_grid(scan.path, scan.series).shape) <= budget_gib * 2**30
 
 
-def read_case(scan: Scan) -> ReadCase:
-    """Read a scan, and note which files it came from.
+def read_case(scan: Scan) -> CaseData:
+    """Read a scan and the fingerprint of its files.
 
     Raises:
         UserError: If it cannot be read.
     """
     from medseg.io.read import read_image
 
-    costs, source = Costs(), None
-    with costs.measured():
-        with suppress(OSError):  # the reader says it in a sentence
-            source = fingerprint(scan.path)
-        volume = read_image(scan.path, scan.series)
-    return ReadCase(volume, source, costs)
+    case = CaseData()
+    with case.measured("read"):
+        with suppress(OSError):  # the reader reports it in a sentence
+            case.source = fingerprint(scan.path)
+        case.volume = read_image(scan.path, scan.series)
+    return case
 
 
-def segment_case(scan: Scan, cascade: Cascade, case: ReadCase) -> SegmentedCase:
-    """Segment a scan.
+def segment_case(scan: Scan, cascade: Cascade, case: CaseData) -> None:
+    """Segment a scan and drop its voxels.
 
     Raises:
-        UserError: If it shows nothing.
+        UserError: If all its voxels have one value.
     """
-    from medseg.prediction.segmenter import segment_scan
-
-    volume, source, costs = case
-    read_s = costs.duration_s
-    with costs.measured():
-        result = segment_scan(volume, scan.path, scan.hu, cascade.coarse, cascade.fine, cascade.options)
-    return SegmentedCase(result, volume.grid, volume.header, source, read_s, costs)
+    volume, case.volume = case.volume, None
+    assert volume is not None, "the scan was read"
+    with case.measured("segment"):
+        case.result = segment_scan(volume, scan.path, scan.hu, cascade)
+    case.volume = replace(volume, array=case.result.labels)
 
 
-def write_case(scan: Scan, output: Path, cascade: Cascade, case: SegmentedCase) -> dict[str, Any]:
+def segment_scan(volume: Volume, name: str | Path, hu: HuScale, cascade: Cascade) -> Segmentation:
+    """Segment a scan that has just been read, after a check of its values.
+
+    Args:
+        volume: Scan with the values of its file.
+        name: Its name in messages.
+        hu: Scale that turns the values into HU.
+        cascade: The trained stages.
+
+    Returns:
+        Labels in the scan's storage order; the warnings include those of the reader and of the audit of its values.
+
+    Raises:
+        UserError: If all voxels have one value.
+    """
+    from medseg.data.audit.finding import Severity
+    from medseg.data.audit.image import audit_image, measure_image
+
+    if volume.array.min() == volume.array.max():
+        raise UserError(f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
+    volume = replace(volume, array=hu.apply(volume.array))
+    findings = [str(one) for one in audit_image(measure_image(volume.array)) if one.severity is not Severity.note]
+    result = cascade.segment(volume)
+    result.warnings[:0] = [*volume.remarks, *findings]
+    return result
+
+
+def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData) -> dict[str, Any]:
     """Write the label map and its report.
 
     Args:
-        scan: Scan.
-        output: Label map to write; the report goes beside it as `<case>.json`, last of all.
-        cascade: Stages and options.
+        scan: The scan.
+        output: Path of the label map; the report is written beside it as `<case>.json`, last of all.
+        chosen: The cascade that segmented it.
         case: What is written.
 
     Returns:
-        The report: times in s, memory, boxes, volumes in ml, warnings, and what the result follows from.
+        The report: times in s, memory, boxes, volumes in ml, warnings, and what decides the result.
 
     Raises:
-        UserError: If it cannot be written.
+        UserError: If a file cannot be written.
     """
     from medseg.io.write import write_labels
 
-    result, grid, costs = case.result, case.grid, case.costs
-    outputs = result_paths(output, cascade)
-    segmented_s = costs.duration_s
-    with costs.measured():
-        maps = [result.labels, *([] if result.disagreement is None else [result.disagreement])]
-        for path, array in zip(outputs, maps, strict=True):
-            write_labels(path, array, grid, case.header)
+    result, volume = case.result, case.volume
+    assert result is not None, "the scan was segmented"
+    assert volume is not None, "its grid is kept"
+    outputs = result_paths(output, chosen.cascade)
+    with case.measured("write"):
+        for path, array in zip(outputs, (result.labels, result.disagreement), strict=False):
+            assert array is not None, "several views leave their disagreement"
+            write_labels(path, array, volume.grid, volume.header)
     report = {
         "input": str(scan.path),
         **scan.reading(),
-        "grid": grid.to_dict(),
+        "grid": volume.grid.to_dict(),
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},
-        "passes": result.passes,
+        "passes": result.tiling_plans,
         "distortions": result.distortions,
         "agreements": {name: round(value, 4) for name, value in result.agreements.items()},
         "warnings": result.warnings,
         "durations_s": {
-            "read": case.read_s,
+            "read": case.durations_s["read"],
             **result.durations_s,
-            "write": costs.duration_s - segmented_s,
-            "total": costs.duration_s,
+            "write": case.durations_s["write"],
+            "total": sum(case.durations_s.values()),
         },
         "peak_resident_bytes": peak_resident_bytes(),
-        "memory_gb_s": costs.memory_gb_s,
-        "checkpoints": {stage.name: stage.checkpoints for stage in (cascade.coarse, cascade.fine)},
-        "by_spacing": {"name": cascade.name, "range_mm": cascade.range_mm} if cascade.name else None,
+        "memory_gb_s": case.memory_gb_s,
+        "checkpoints": {stage.name: stage.checkpoints for stage in chosen.cascade.stages},
+        "by_spacing": {"name": chosen.name, "range_mm": chosen.range_mm} if chosen.name else None,
         "version": __version__,
-        "settings": {**cascade.settings, **scan.reading()},
+        "settings": {**chosen.settings, **scan.reading()},
         "source": case.source,
-        "results": results_of(outputs),
+        "results": checksums(outputs),
     }
     replace_text(report_path(output), json.dumps(report, indent=1, ensure_ascii=False))
     return report
 
 
-def is_case_finished(scan: Scan, output: Path, cascade: Cascade) -> bool:
-    """Whether predicting a case again would give what is there already."""
-    settings = {**cascade.settings, **scan.reading()}
-    return is_finished(scan.path, result_paths(output, cascade), report_path(output), settings)
+def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade) -> bool:
+    """Whether a new prediction of the case would give the results that are there.
+
+    The report, which is written last, must be there. The label map must be the one that it was written with. The content of the scan
+    and of the checkpoints and all settings that decide the result must be unchanged.
+    """
+    try:
+        known = json.loads(report_path(output).read_text(encoding="utf-8"))
+        return bool(
+            known["version"] == __version__
+            # Through JSON, which turns tuples into lists.
+            and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
+            and known["results"] == checksums(result_paths(output, chosen.cascade))
+            and is_same_source(scan.path, known["source"])
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        return False  # missing, damaged, of another version or not readable, which the prediction will report
 
 
 def result_paths(output: Path, cascade: Cascade) -> list[Path]:
-    """What a prediction writes beside its report: the label map, and where several views are averaged their disagreement."""
+    """List the files of a prediction beside its report: the label map, and for averaged views their disagreement."""
     return [output, *([output.parent / UNCERTAINTY / output.name] if cascade.fine.has_views(cascade.options) else [])]
 
 
 def report_path(output: Path) -> Path:
-    """The report beside a label map."""
+    """Path of the report beside a label map."""
     return output.parent / f"{case_name(output)}.json"
+
+
+def checksums(paths: list[Path]) -> dict[str, str]:
+    """SHA-256 of result files by name."""
+    return {path.name: fingerprint(path)["sha256"] for path in paths}

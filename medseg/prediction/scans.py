@@ -1,4 +1,4 @@
-"""Which scans an input means, and where their results go."""
+"""Scans of an input, and the paths of their results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from medseg.preprocess.scale import AS_STORED, HuScale
 
 
 class Scan(NamedTuple):
-    """A case to predict.
+    """A scan to predict.
 
     Attributes:
         name: Name of the case.
-        path: Where it lies.
+        path: Path of the file or folder.
         series: Which DICOM series, where the path holds several.
-        hu: What makes HU of its values.
+        hu: Scale that turns its values into HU.
     """
 
     name: str
@@ -32,26 +32,26 @@ class Scan(NamedTuple):
         return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
 
 
-def find_cases(
+def find_scans(
     source: Path, split: str | None, series: str | None = None, hu: HuScale = AS_STORED
 ) -> tuple[list[Scan], dict[Path, str]]:
-    """Every case of an input.
+    """Find every scan of an input.
 
     Args:
         source: Scan, DICOM folder, folder of scans, or case table.
-        split: Only this part of a case table.
-        series: Which DICOM series the input is: a folder is then searched to its bottom and is one scan.
+        split: Only this split of a case table.
+        series: Which DICOM series the input is: a folder is then searched with all its subfolders and is one scan.
         hu: HU scale of the cases that have none of their own in the table.
 
     Returns:
-        The cases to predict, and all files and folders that the input knows, with what they are: none may be overwritten.
+        The scans to predict; and a description of each file and folder of the input, none of which may be overwritten.
 
     Raises:
         UserError: If there is nothing to predict.
     """
     if source.suffix.lower() != ".csv":
         if split is not None:
-            raise UserError(f"split={split}: only a case table has parts, but input={source} is none")
+            raise UserError(f"split={split}: only a case table has splits, but input={source} is none; leave it out")
         paths = list_inputs(source) if series is None else [(case_name(source), source)]
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
@@ -59,17 +59,16 @@ def find_cases(
 
     if series is not None:
         raise UserError(f"series={series}: a case table has a column series for that; fill it in input={source}")
-
     table = read_case_table(source, None, hu=hu)
     chosen = [Scan(case.name, case.image, case.series, case.hu) for case in table if split is None or case.split == split]
     if not chosen:
         raise UserError(f"input={source}: no case of the table is marked split={split}")
-    known = {path: f"a file of the case {name}" for name, path in named_files(source)}
-    return chosen, known | {case.image: f"the scan of the case {case.name}" for case in table}
+    protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
+    return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
 
 
 def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[Path]:
-    """Where the label maps go: the file that was named, or `<case>.nii.gz` in a folder.
+    """Choose the paths of the label maps: the given file, or `<case>.nii.gz` in a folder.
 
     Args:
         output: File, or a folder that may not exist yet.
@@ -77,38 +76,37 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
         is_one_scan: Whether the input is one scan; a new name with a suffix then means a file.
 
     Raises:
-        UserError: If several cases would go into one file, the suffix is no format to write, or a file stands where a
+        UserError: If several cases would go into one file, the suffix is no format to write, or a file exists where a
             folder is needed.
     """
-    if output.is_dir():
-        return [output / f"{name}.nii.gz" for name in names]
     suffix = volume_suffix(output)
-    if suffix in WRITTEN_SUFFIXES:
-        if len(names) > 1:
-            raise UserError(f"output={output}: the input has {len(names)} cases, so give a folder")
-        return [output]
-    if suffix is not None or output.exists() or (is_one_scan and output.suffix):
-        raise UserError(f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder")
+    if not output.is_dir():
+        if suffix in WRITTEN_SUFFIXES:
+            if len(names) > 1:
+                raise UserError(f"output={output}: the input has {len(names)} cases, so give a folder")
+            return [output]
+        if suffix is not None or output.exists() or (is_one_scan and output.suffix):
+            raise UserError(f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder")
     return [output / f"{name}.nii.gz" for name in names]
 
 
-def check_outputs(outputs: list[Path], known: Mapping[Path, str]) -> None:
-    """Refuse outputs that would overwrite what the input knows, or each other, also through links.
+def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
+    """Refuse outputs that would overwrite a file of the input, or each other, also through links.
 
     Args:
-        outputs: Where the label maps go.
-        known: What the input knows, from `find_cases`.
+        outputs: Paths of the label maps.
+        protected: Description of each file of the input, from `find_scans`.
 
     Raises:
-        UserError: If a path stands for two things.
+        UserError: If a path would be written twice or overwrite an input.
     """
-    kept = {path.resolve(): what for path, what in known.items()}
+    kept = {path.resolve(): description for path, description in protected.items()}
     taken: dict[str, Path] = {}
     for output in outputs:
-        place = output.resolve()
-        if place in kept:
-            raise UserError(f"{output} is {kept[place]}, not to be overwritten; give another output")
-        # Some systems take two spellings of ü for one name.
-        other = taken.setdefault(unicodedata.normalize("NFC", str(place)), output)
+        target = output.resolve()
+        if target in kept:
+            raise UserError(f"{output} is {kept[target]}, not to be overwritten; give another output")
+        # Some file systems treat two encodings of ü as one name.
+        other = taken.setdefault(unicodedata.normalize("NFC", str(target)), output)
         if other is not output:
             raise UserError(f"{other} and {output} would be one file; rename one of the cases")

@@ -16,6 +16,8 @@ MAX_HU = 3071  # 12 bits above air; metal beyond it says nothing
 # What counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin. Training and prediction clip to it while they
 # resample, slab by slab: a clipped scan would be a second one.
 HU_LIMITS = (AIR_HU, MAX_HU)
+# Air in a normalised image, the lower end of the window; fills what lies outside of a volume.
+AIR = -1.0
 
 
 def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:

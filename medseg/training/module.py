@@ -106,7 +106,7 @@ class SegmentationModule(pl.LightningModule):
             probs = predict_probs(
                 lambda tile: self.network(tile, region),
                 image,
-                tile_shape=self.tile_size,
+                tile_size=self.tile_size,
                 overlap=self.overlap,
                 divisor=self.network.divisor,  # type: ignore[arg-type]
             )

@@ -23,7 +23,7 @@ def loaded_modules(statement: str) -> set[str]:
 
 def test_prediction_loads_neither_lightning_nor_monai() -> None:
     loaded = loaded_modules(
-        "import medseg.commands.predict, medseg.build.stages, medseg.cascade.segment, medseg.io.read, medseg.io.write"
+        "import medseg.commands.predict, medseg.build.stages, medseg.cascade.cascade, medseg.io.read, medseg.io.write"
     )
     assert "torch" in loaded
     assert not loaded & {"lightning", "pytorch_lightning", "monai", "matplotlib", "SimpleITK", "torchmetrics"}

@@ -76,7 +76,7 @@ def stage(network: nn.Module, name: str, task: Task = TASK, **changes: object) -
     """A stage with the spacing of its name."""
     values: dict[str, object] = {
         "spacing_mm": (2.0, 2.0, 2.0) if name == "coarse" else (1.0, 1.0, 1.0),
-        "patch_size": None,
+        "tile_size": None,
         "region_margin_mm": 6.0,
         "region_mode": "mirrored",
         "precision": "fp32",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracle import RULES, TASK, CoarseOracle, MiddleOracle, dice, stage
 
-from medseg.cascade.segment import Segmentation, segment
+from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
 
@@ -26,7 +26,7 @@ def segmented(
     image_hu[ends & (labels == 0)] = -500
     volume = Volume(image_hu, VoxelGrid(shape, spacing_mm))
     how = {"spacing_mm": RULES[rule][0], "rule": RULES[rule][1]} if rule else {}
-    return segment(volume, stage(CoarseOracle(), "coarse", **how), stage(MiddleOracle(), "fine", **how)), labels
+    return Cascade(stage(CoarseOracle(), "coarse", **how), stage(MiddleOracle(), "fine", **how)).segment(volume), labels
 
 
 EXTREMES = [
@@ -47,7 +47,7 @@ def test_every_rule_brings_an_extreme_scan_back_to_its_own_grid(
         assert dice(result.labels == value, labels == value) > 0.95
     for step, bent in result.distortions.items():
         name = step.removeprefix("refine_").replace("localise", "whole scan")
-        assert any(warning.startswith(f"{name}: ") and "bends" in warning for warning in result.warnings) is (bent > 2)
+        assert any(warning.startswith(f"{name}: ") and "distorts" in warning for warning in result.warnings) is (bent > 2)
 
 
 @pytest.mark.parametrize(("shape", "spacing_mm"), EXTREMES)

@@ -12,7 +12,7 @@ SCRIPT = """
 import resource
 import numpy as np, torch
 from oracle import TASK, CoarseOracle, stage
-from medseg.cascade.segment import segment
+from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
 from medseg.models.regional import RegionalNetwork
@@ -40,7 +40,7 @@ for centre in (130, 382):
     for plane in range(133):
         is_in = ((plane - 66) / 55) ** 2 + ((y[0] - 256) / 140) ** 2 + ((x[0] - centre) / 85) ** 2 < 1
         image_hu[plane][is_in] = 0
-result = segment(Volume(image_hu, grid), stage(Real(3), "coarse"), stage(Real(2), "fine"))
+result = Cascade(stage(Real(3), "coarse"), stage(Real(2), "fine")).segment(Volume(image_hu, grid))
 assert set(result.boxes) == {"left_lung", "right_lung"} and result.warnings == [], result.warnings
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """

@@ -68,7 +68,7 @@ def shares_inside(found: Localisation, labels: np.ndarray, grid: VoxelGrid, fine
         shares[name] = 0.0
         if name in found.boxes:
             fine_grid = grid.resampled(fine.spacing_mm)
-            box = region_crop(found.boxes[name], found.grid, fine_grid, fine.region_margin_mm, fine.patch_size, fine.divisor).box
+            box = region_crop(found.boxes[name], found.grid, fine_grid, fine.region_margin_mm, fine.tile_size, fine.divisor).box
             native = grid.box_from(fine_grid.crop(box), VoxelBox.full(box.shape))
             shares[name] = float(((voxels >= native.start) & (voxels < native.stop)).all(1).mean())
     return shares

@@ -10,7 +10,7 @@ import torch
 from oracle import GRID, RULES, TASK, CoarseOracle, FineOracle, scan, stage
 from torch import Tensor, nn
 
-from medseg.cascade.segment import segment
+from medseg.cascade.cascade import Cascade
 from medseg.data.cache import prepare_case
 from medseg.data.case_table import Case
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded
@@ -60,7 +60,7 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(r
         stage(coarse, "coarse", resampling=resampling),
         stage(fine, "fine", region_margin_mm=15.0, resampling=resampling),
     )
-    result = segment(read_image(case.image), *stages)
+    result = Cascade(*stages).segment(read_image(case.image))
 
     names = {1: "left_lung", 2: "right_lung"}
     entries = [prepare_case(case, tmp_path, one.spacing_mm, TASK, names, resampling=resampling) for one in stages]
@@ -88,7 +88,7 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
     watching = Watching(CoarseOracle()), Watching(FineOracle())
     coarse = stage(watching[0], "coarse", spacing_mm=spacing_mm, rule=how, resampling=resampling)
     fine = stage(watching[1], "fine", region_margin_mm=15.0, spacing_mm=spacing_mm, rule=how, resampling=resampling)
-    result = segment(read_image(case.image), coarse, fine)
+    result = Cascade(coarse, fine).segment(read_image(case.image))
     seen = [watching[0].seen, watching[1].seen]
     source = CaseSource(Split((case,), (case,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
     for one, coarse_boxes, images in ((coarse, None, seen[0]), (fine, coarse, seen[1])):

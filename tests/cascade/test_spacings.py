@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracle import GRID, RULES, TASK, CoarseOracle, FineOracle, dice, scan, stage
 
-from medseg.cascade.segment import segment
+from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid_rule import GridRule
 from medseg.preprocess.orient import Orientation
 
@@ -21,7 +21,7 @@ def test_every_grid_comes_back_to_the_input(
 ) -> None:
     volume, labels = scan(stored)
     coarse, fine = stage(CoarseOracle(), "coarse", spacing_mm=coarse_mm), stage(FineOracle(), "fine", spacing_mm=fine_mm)
-    result = segment(volume, coarse, fine)
+    result = Cascade(coarse, fine).segment(volume)
     assert result.labels.shape == volume.array.shape
     for value in TASK.labels.values():
         assert dice(result.labels == value, labels == value) > 0.95
@@ -34,7 +34,9 @@ def test_every_grid_comes_back_to_the_input(
 def test_every_rule_of_the_coarse_stage_finds_the_regions(rule: str, stored: Orientation) -> None:
     volume, labels = scan(stored)
     spacing_mm, how = RULES[rule]
-    result = segment(volume, stage(CoarseOracle(), "coarse", spacing_mm=spacing_mm, rule=how), stage(FineOracle(), "fine"))
+    result = Cascade(stage(CoarseOracle(), "coarse", spacing_mm=spacing_mm, rule=how), stage(FineOracle(), "fine")).segment(
+        volume
+    )
     lies_right(result.labels, labels)
     for region in TASK.regions:
         values = TASK.region_values(region)
@@ -49,7 +51,9 @@ def test_every_rule_of_the_coarse_stage_finds_the_regions(rule: str, stored: Ori
 def test_every_rule_of_the_fine_stage_comes_back_to_the_input(rule: str, stored: Orientation) -> None:
     volume, labels = scan(stored)
     spacing_mm, how = RULES[rule]
-    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", spacing_mm=spacing_mm, rule=how))
+    result = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", spacing_mm=spacing_mm, rule=how)).segment(
+        volume
+    )
     lies_right(result.labels, labels)
 
 
@@ -67,7 +71,7 @@ def lies_right(result: np.ndarray, labels: np.ndarray) -> None:
 def test_a_bent_crop_is_told_and_undone() -> None:
     volume, labels = scan()
     flat = GridRule(size=(24, 96, 64))
-    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", spacing_mm=None, rule=flat))
+    result = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", spacing_mm=None, rule=flat)).segment(volume)
     lies_right(result.labels, labels)
     assert set(result.distortions) == {"refine_left_lung", "refine_right_lung"}
     for region in TASK.regions:
@@ -77,7 +81,7 @@ def test_a_bent_crop_is_told_and_undone() -> None:
         bent = result.distortions[f"refine_{region.name}"]
         assert bent == max(spacing_mm) / min(spacing_mm) > 2
         (said,) = (warning for warning in result.warnings if warning.startswith(f"{region.name}: "))
-        assert f"were resized to 24×96×64 voxels, which bends them by {bent:.1f}" in said
+        assert f"were resized to 24×96×64 voxels, which distorts them by {bent:.1f}" in said
         # The crop measures the block and at least 6 mm on each side of it, less than a coarse voxel and a slice more.
         extent_mm = np.multiply(flat.size, spacing_mm)
         tight_mm = np.multiply([np.ptp(axis) + 1 for axis in np.nonzero(labels == TASK.labels[region.name])], GRID.spacing_mm)
@@ -87,4 +91,4 @@ def test_a_bent_crop_is_told_and_undone() -> None:
 
 def test_without_a_fixed_size_nothing_is_bent() -> None:
     volume, _ = scan()
-    assert segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")).distortions == {}
+    assert Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")).segment(volume).distortions == {}

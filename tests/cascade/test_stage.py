@@ -12,7 +12,7 @@ import torch
 from oracle import TASK, FineOracle, scan, stage
 from torch import Tensor
 
-from medseg.cascade.segment import segment
+from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import CascadeOptions, flips
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
@@ -49,10 +49,10 @@ def test_a_crop_beyond_the_budget_goes_in_tiles_with_the_same_result() -> None:
     trained = stage(network, "fine", bytes_per_voxel=100.0)
     whole = trained.predict_probs(image(), 0, CascadeOptions(budget_gib=1.0))
     tiled = trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.04))
-    assert str(whole.how) == "whole"
-    assert str(tiled.how) == "tiles of 72×72×80"
+    assert str(whole.tiling_plan) == "whole"
+    assert str(tiled.tiling_plan) == "tiles of 72×72×80"
     assert {shape[2:] for shape in network.shapes} == {SHAPE, (72, 72, 80)}
-    assert tiled.how.num_bytes <= 0.04 * 2**30
+    assert tiled.tiling_plan.num_bytes <= 0.04 * 2**30
     torch.testing.assert_close(tiled.probs, whole.probs, rtol=0, atol=2.0**-11)
     assert whole.remarks == tiled.remarks == []
 
@@ -98,7 +98,7 @@ def test_a_full_gpu_is_tried_in_smaller_tiles_then_left(monkeypatch: pytest.Monk
     assert len(tiles) == len(failed) - 1
     assert all("ran out of memory on the GPU and went on in tiles of" in remark for remark in tiles)
     assert cpu == "the fine stage ran out of memory on the GPU and went on with the CPU"
-    assert str(result.how) == "whole"
+    assert str(result.tiling_plan) == "whole"
     expected = stage(Sloped(), "fine").predict_probs(large, 0, CascadeOptions()).probs
     torch.testing.assert_close(result.probs, expected)
 
@@ -125,18 +125,18 @@ def test_on_a_cpu_there_is_nowhere_to_go() -> None:
 def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_deviation() -> None:
     networks = [Sloped(gain=gain) for gain in (0.0, 1.0, 5.0)]
     singles = [stage(network, "fine").predict_probs(image(), 0, CascadeOptions()) for network in networks]
-    assert [single.spread for single in singles] == [None] * 3
+    assert [single.std for single in singles] == [None] * 3
     result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(image(), 0, CascadeOptions())
     foreground = torch.stack([single.probs[1].float() for single in singles])
     torch.testing.assert_close(result.probs[1].float(), foreground.mean(0), rtol=0, atol=2.0**-11)
     torch.testing.assert_close(result.probs.float().sum(0), torch.ones(SHAPE), rtol=0, atol=2.0**-11)
-    assert result.spread is not None
-    torch.testing.assert_close(result.spread, foreground.std(0, correction=0), rtol=0, atol=1e-3)
+    assert result.std is not None
+    torch.testing.assert_close(result.std, foreground.std(0, correction=0), rtol=0, atol=1e-3)
 
 
 def test_flips_leave_the_sides_where_they_count() -> None:
     assert flips(TASK, tta=False) == [()]
-    assert flips(TASK, tta=True) == [(), (0,), (1,), (0, 1)]
+    assert flips(TASK, tta=True) == [(), (-3,), (-2,), (-3, -2)]
     assert len(flips(NO_SIDES, tta=True)) == 8
     # A slope along a flipped axis cancels in the logits; one along x stays.
     options = CascadeOptions(tta=True)
@@ -163,13 +163,13 @@ def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
 
     volume, target = scan(STORED)
     fine = stage(FineOracle(), "fine", others=(Eager(),))
-    result = segment(volume, stage(CoarseOracle(), "coarse"), fine, CascadeOptions(tta=tta))
+    result = Cascade(stage(CoarseOracle(), "coarse"), fine, CascadeOptions(tta=tta)).segment(volume)
     assert result.disagreement is not None
     assert result.disagreement.shape == volume.array.shape
     assert result.disagreement.dtype == np.uint8
     assert result.disagreement.max() == 50, "one says 0, one says 1"
     assert (result.disagreement[target > 0] < 10).mean() > 0.9, "both see the blocks"
-    alone = segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine"))
+    alone = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")).segment(volume)
     assert alone.disagreement is None
 
 

@@ -8,7 +8,7 @@ from scipy import ndimage
 
 from medseg.geometry.box import VoxelBox
 from medseg.inference import postprocess
-from medseg.inference.postprocess import fill_holes, gas_parts, keep_large_parts, label_box, remove_small_parts
+from medseg.inference.postprocess import fill_holes, gas_components, keep_large_components, label_box, remove_small_components
 
 DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
 
@@ -41,7 +41,7 @@ def test_cleaning_agrees_with_scipy_on_the_whole_array(density: float, seed: int
     parts, sizes = part_sizes(mask)
     if sizes.size:
         kept = 1 + np.flatnonzero(sizes >= 0.3 * sizes.max())
-        np.testing.assert_array_equal(keep_large_parts(mask, 0.3), np.isin(parts, kept))
+        np.testing.assert_array_equal(keep_large_components(mask, 0.3), np.isin(parts, kept))
     np.testing.assert_array_equal(mask, before)
     labels = np.where(mask, np.uint8(2), np.uint8(0))
     fill_holes(labels, 2)
@@ -51,9 +51,9 @@ def test_cleaning_agrees_with_scipy_on_the_whole_array(density: float, seed: int
 def test_an_empty_mask_stays_empty() -> None:
     labels = np.zeros((3, 4, 5), dtype=np.uint8)
     fill_holes(labels, 1)
-    remove_small_parts(labels, 1, 0.1)
+    remove_small_components(labels, 1, 0.1)
     assert not labels.any()
-    kept = keep_large_parts(labels > 0, 0.1)
+    kept = keep_large_components(labels > 0, 0.1)
     assert (kept.shape, kept.dtype, kept.any()) == (labels.shape, bool, False)
     assert label_box(labels, 1) is None
 
@@ -90,7 +90,7 @@ def test_gas_does_not_count_among_the_large_parts() -> None:
     image_hu[:, :7] = -1000
     expected = np.where(labels == 2, 2, 0)
     expected[2:12, 8:11, 2:9] = 1
-    remove_small_parts(labels, 1, 0.1, lambda planes: image_hu[planes] < -980)
+    remove_small_components(labels, 1, 0.1, lambda planes: image_hu[planes] < -980)
     np.testing.assert_array_equal(labels, expected)
 
 
@@ -109,4 +109,4 @@ def test_a_part_is_gas_where_its_median_lies_below(counted_at_once: int, monkeyp
     sure = np.isin(parts, 1 + np.flatnonzero(np.abs(medians - bound_hu) > 1e-3)) | ~mask
     assert num_parts >= 5
     assert 0 < expected.sum() < mask.sum()
-    np.testing.assert_array_equal(gas_parts(mask, image_hu < bound_hu)[sure], expected[sure])
+    np.testing.assert_array_equal(gas_components(mask, image_hu < bound_hu)[sure], expected[sure])

@@ -26,28 +26,28 @@ def noise(shape: tuple[int, int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tile_shape", TILES)
+@pytest.mark.parametrize("tile_size", TILES)
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.6])
-def test_tiles_equal_the_whole(shape: tuple[int, int, int], tile_shape: tuple[int, int, int], overlap: float) -> None:
+def test_tiles_equal_the_whole(shape: tuple[int, int, int], tile_size: tuple[int, int, int], overlap: float) -> None:
     image = noise(shape)
     expected = torch.softmax(pointwise(image)[0], 0)
-    probs = predict_probs(pointwise, image, tile_shape=tile_shape, overlap=overlap, divisor=(2, 4, 8))
+    probs = predict_probs(pointwise, image, tile_size=tile_size, overlap=overlap, divisor=(2, 4, 8))
     assert probs.shape == (3, *shape)
     torch.testing.assert_close(probs.float(), expected, rtol=0, atol=ROUNDING + 1e-5)
-    whole = predict_probs(pointwise, image, tile_shape=None, overlap=overlap, divisor=(2, 4, 8))
+    whole = predict_probs(pointwise, image, tile_size=None, overlap=overlap, divisor=(2, 4, 8))
     torch.testing.assert_close(whole, expected.half(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("slab_voxels", [1, 300])
 def test_slabs_of_a_whole_crop_change_nothing(slab_voxels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"tile_shape": None, "overlap": 0.5, "divisor": (2, 4, 8)}
+    options: dict[str, Any] = {"tile_size": None, "overlap": 0.5, "divisor": (2, 4, 8)}
     at_once = predict_probs(pointwise, noise((9, 13, 15)), **options)
     monkeypatch.setattr(tiles_module, "SLAB_VOXELS", slab_voxels)
     assert torch.equal(predict_probs(pointwise, noise((9, 13, 15)), **options), at_once)
 
 
-@pytest.mark.parametrize("tile_shape", [None, (6, 12, 16), (40, 40, 40)])
-def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile_shape: tuple[int, int, int] | None) -> None:
+@pytest.mark.parametrize("tile_size", [None, (6, 12, 16), (40, 40, 40)])
+def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile_size: tuple[int, int, int] | None) -> None:
     divisor, shape = (4, 8, 8), (5, 17, 20)
     seen: list[Tensor] = []
 
@@ -55,11 +55,11 @@ def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile
         seen.append(image.clone())
         return pointwise(image)
 
-    predict_probs(watched, torch.full((1, 1, *shape), 0.5), tile_shape=tile_shape, overlap=0.5, divisor=divisor)
+    predict_probs(watched, torch.full((1, 1, *shape), 0.5), tile_size=tile_size, overlap=0.5, divisor=divisor)
     for image in seen:
         assert all(size % step == 0 for size, step in zip(image.shape[2:], divisor, strict=True))
         assert set(image.unique().tolist()) <= {0.5, -1.0}
-    if tile_shape == (40, 40, 40):
+    if tile_size == (40, 40, 40):
         (image,) = seen
         inside = (image[0, 0] == 0.5).nonzero()
         assert tuple(image.shape[2:]) == (40, 40, 40)
@@ -69,15 +69,15 @@ def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile
         assert inside.min(0).values.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("tile_shape", [None, (4, 4, 4)])
-def test_sums_are_those_of_float32_whatever_the_logits(tile_shape: tuple[int, int, int] | None) -> None:
+@pytest.mark.parametrize("tile_size", [None, (4, 4, 4)])
+def test_sums_are_those_of_float32_whatever_the_logits(tile_size: tuple[int, int, int] | None) -> None:
     """Rounded once, at the end: half precision in between would lose more than a rounding."""
     image = noise((8, 8, 8))
 
     def half(batch: Tensor) -> Tensor:
         return pointwise(batch).bfloat16()
 
-    probs = predict_probs(half, image, tile_shape=tile_shape, overlap=0.5, divisor=(1, 1, 1))
+    probs = predict_probs(half, image, tile_size=tile_size, overlap=0.5, divisor=(1, 1, 1))
     assert probs.dtype == torch.float16
     expected = torch.softmax(half(image)[0].float(), 0)
     torch.testing.assert_close(probs.float(), expected, rtol=0, atol=ROUNDING + 1e-6)
@@ -92,7 +92,7 @@ def test_the_middle_of_a_tile_weighs_more_than_its_border() -> None:
         logits[0, 1, 2:-2, 2:-2, 2:-2] = 20.0
         return logits
 
-    probs = predict_probs(is_middle, noise((8, 8, 64)), tile_shape=(8, 8, 16), overlap=0.5, divisor=(1, 1, 1))
+    probs = predict_probs(is_middle, noise((8, 8, 64)), tile_size=(8, 8, 16), overlap=0.5, divisor=(1, 1, 1))
     assert probs[1, 4, 4, 4:-4].min() > 0.9
 
 
@@ -115,8 +115,8 @@ def test_batches_of_tiles_change_nothing(batch_size: int) -> None:
         sizes.append(len(tiles))
         return pointwise(tiles)
 
-    one = predict_probs(pointwise, image, tile_shape=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8))
-    probs = predict_probs(watched, image, tile_shape=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8), batch_size=batch_size)
+    one = predict_probs(pointwise, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8))
+    probs = predict_probs(watched, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8), batch_size=batch_size)
     assert torch.equal(probs, one)
     assert max(sizes) == min(batch_size, sum(sizes))
     assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
@@ -130,7 +130,7 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
         num_seen.append(len(tiles))
         return torch.cat([torch.zeros_like(tiles), torch.full_like(tiles, 20.0)], dim=1)
 
-    options = {"tile_shape": (8, 8, 8), "overlap": 0.0, "divisor": (1, 1, 1)}
+    options = {"tile_size": (8, 8, 8), "overlap": 0.0, "divisor": (1, 1, 1)}
     probs = predict_probs(always_foreground, image, **options)  # type: ignore[arg-type]
     assert sum(num_seen) == 2
     assert (probs[1, ..., :16] > 0.99).all()
@@ -140,10 +140,10 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
     assert predict_probs(always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options).shape == (2, 8, 8, 32)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_together", [1, 2, 3, 50])
-def test_who_runs_the_tiles_changes_no_bit(num_together: int) -> None:
+@pytest.mark.parametrize("num_parallel", [1, 2, 3, 50])
+def test_who_runs_the_tiles_changes_no_bit(num_parallel: int) -> None:
     image = noise((12, 20, 28))
-    options: dict[str, Any] = {"tile_shape": (8, 8, 8), "overlap": 0.5, "divisor": (2, 4, 8), "batch_size": 2}
+    options: dict[str, Any] = {"tile_size": (8, 8, 8), "overlap": 0.5, "divisor": (2, 4, 8), "batch_size": 2}
     groups: list[int] = []
 
     def together(batches: list[Tensor]) -> list[Tensor]:
@@ -152,7 +152,7 @@ def test_who_runs_the_tiles_changes_no_bit(num_together: int) -> None:
 
     assert torch.equal(
         predict_probs(pointwise, image, **options),
-        predict_probs(pointwise, image, **options, together=together, num_together=num_together),
+        predict_probs(pointwise, image, **options, run_batches=together, num_parallel=num_parallel),
     )
-    assert max(groups) <= num_together
-    assert all(size == num_together for size in groups[:-1]), "nobody waits before the end"
+    assert max(groups) <= num_parallel
+    assert all(size == num_parallel for size in groups[:-1]), "nobody waits before the end"

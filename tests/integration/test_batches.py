@@ -20,7 +20,7 @@ import pytest
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.nifti import new_header
 from medseg.io.read import read_labels
-from medseg.prediction.completed import results_of
+from medseg.prediction.case import checksums
 
 COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
 
@@ -63,7 +63,7 @@ def assert_whole(folder: Path) -> None:
         read_labels(path)
     for report in (folder / "out").glob("*.json"):
         label_map = report.with_suffix(".nii.gz")
-        assert json.loads(report.read_text())["results"] == results_of([label_map])
+        assert json.loads(report.read_text())["results"] == checksums([label_map])
     assert len({path.read_bytes() for path in maps}) == 1
 
 
@@ -121,7 +121,8 @@ def test_a_disk_without_room_leaves_nothing_half_written(tiny_table: Path, tmp_p
 
 LIMITED = """
 import resource, sys
-from medseg.commands import predict as app
+from medseg.commands.predict import main
+from medseg.prediction import batch as app
 
 def vm_bytes():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -141,7 +142,7 @@ def limited(step, case, room):
 # Less by far than they need: threads that end meanwhile give some room back.
 app.read_case = limited(app.read_case, "b", 2**26)
 app.segment_case = limited(app.segment_case, "c", 2**26)
-app.main()
+main()
 """
 
 

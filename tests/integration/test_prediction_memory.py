@@ -22,24 +22,24 @@ COMMAND = [sys.executable, "-m", "medseg.commands.cli"]
 # The coarse stage finds both sides everywhere, and the fine weights are noise: about every second voxel is lung, in very many parts.
 ABSURD = """
 import dataclasses, sys, torch
-from medseg.prediction import cascades
+from medseg.cascade import cascade as cascade_module
 from medseg.commands import predict
-from medseg.cascade import segment
+from medseg.prediction import batch
 from medseg.geometry.box import VoxelBox
 
-def everywhere(image_hu, grid, stage, options, localise=segment.localise):
+def everywhere(image_hu, grid, stage, options, localise=cascade_module.localise):
     found = localise(image_hu, grid, stage, options)
     full = VoxelBox.full(found.grid.shape)
     return dataclasses.replace(found, boxes={region.name: full for region in stage.task.regions})
 
-def with_noise(config, load=cascades.load_cascade):
-    cascade = load(config)
+def with_noise(*arguments, load=batch.load_cascade, **options):
+    cascade = load(*arguments, **options)
     torch.manual_seed(0)
     for weights in cascade.fine.network.parameters():
         weights.data = 0.2 * torch.randn_like(weights)
     return cascade
 
-segment.localise, cascades.load_cascade = everywhere, with_noise
+cascade_module.localise, batch.load_cascade = everywhere, with_noise
 predict.main()
 """
 

@@ -9,9 +9,9 @@ from typing import Any
 import hydra
 import numpy as np
 import pytest
-import torch
 from oracle import CoarseOracle, FineOracle, dice, stage
 
+from medseg.cascade.cascade import Cascade
 from medseg.commands import predict as app
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -20,7 +20,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
-from medseg.prediction.cascades import Cascade, pick_cascade
+from medseg.prediction.cascades import RangeCascade, pick_cascade
 from medseg.prediction.scans import Scan
 
 THIN_AND_THICK = "{thin: {range_mm: [0,2.5], fine: thin}, thick: {range_mm: [2.5,8.0], fine: [thick]}}"
@@ -103,13 +103,12 @@ def test_ranges_that_leave_a_doubt_are_refused(by_spacing: str, said: str, tmp_p
 
 
 def test_processes_that_share_a_cascade_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(app, "is_under_torchrun", lambda: True)
+    monkeypatch.setattr("medseg.prediction.batch.is_under_torchrun", lambda: True)
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
         app.predict(configured(tmp_path, tmp_path / "out", THIN_AND_THICK))
 
 
 def test_without_ranges_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medseg.io.read.read_grid", lambda *_: pytest.fail("the header was read for nothing"))
-    cpu = torch.device("cpu")
-    only = Cascade(stage(CoarseOracle(), "coarse", device=cpu), stage(FineOracle(), "fine", device=cpu), None, {})
+    only = RangeCascade(Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), {})
     assert pick_cascade(Scan("a", Path("nowhere")), [only]) == (only, None)

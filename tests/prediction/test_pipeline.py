@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from medseg.prediction import pipeline as overlap
-from medseg.prediction.pipeline import overlapped
+from medseg.prediction import pipeline
+from medseg.prediction.pipeline import run_overlapped
 
 LIMIT_S = 60.0
 
@@ -65,7 +65,7 @@ def test_reading_and_finishing_go_on_while_a_case_is_computed() -> None:
         log.add(f"finish {case}")
         return 10 * case
 
-    assert overlapped(range(4), read, compute, finish) == [0, 10, 20, 30]
+    assert run_overlapped(range(4), read, compute, finish) == [0, 10, 20, 30]
     for step in ("read", "compute", "finish"):
         assert [event for event in log.events if event.startswith(f"{step} ")] == [f"{step} {case}" for case in range(4)]
 
@@ -78,7 +78,7 @@ def test_one_case_ahead_and_one_behind_at_most() -> None:
         "compute": lambda case, _: log.add(f"compute {case}") or case,  # type: ignore[func-returns-value]
         "finish": lambda case, _: log.add(f"finish {case}") or case,  # type: ignore[func-returns-value]
     }
-    overlapped(range(20), **events)
+    run_overlapped(range(20), **events)
     for case in range(18):
         assert log.before(f"compute {case}", f"read {case + 2}")
         assert log.before(f"finish {case}", f"compute {case + 2}")
@@ -101,7 +101,7 @@ def test_what_a_case_held_is_let_go_once_it_is_done() -> None:
         assert sum(one() is not None for one in held) <= 3
         return make()
 
-    overlapped(range(6), make, compute, lambda *_: 0)
+    run_overlapped(range(6), make, compute, lambda *_: 0)
     gc.collect()
     assert not any(one() for one in held)
 
@@ -113,7 +113,7 @@ def test_what_is_not_read_ahead_is_read_in_its_turn() -> None:
         tries.append((case, is_ahead))
         return None if is_ahead and case == 1 else case
 
-    assert overlapped(range(3), read, lambda case, loaded: loaded, lambda case, computed: computed) == [0, 1, 2]
+    assert run_overlapped(range(3), read, lambda case, loaded: loaded, lambda case, computed: computed) == [0, 1, 2]
     assert tries == [(0, False), (1, True), (1, False), (2, True)]
 
 
@@ -136,7 +136,7 @@ def test_an_error_or_an_interrupt_ends_the_whole_after_what_was_computed_before(
         return run
 
     with pytest.raises(type(error)) as caught:
-        overlapped(range(6), step("read"), step("compute"), step("finish"))
+        run_overlapped(range(6), step("read"), step("compute"), step("finish"))
     assert caught.value is error
     assert {"finish 0", "finish 1"} <= set(log.events)
     assert "finish 2" not in log.events
@@ -156,9 +156,9 @@ def test_an_interrupt_does_not_wait_for_a_scan_that_is_being_read() -> None:
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            overlapped(range(2), read, compute, lambda *_: 0)
+            run_overlapped(range(2), read, compute, lambda *_: 0)
         assert not release.is_set(), "nobody has let the reader go on"
-        assert [thread.daemon for thread in threading.enumerate() if thread.name.endswith("(_run)")] == [True]
+        assert [thread.daemon for thread in threading.enumerate() if thread.name.endswith("(run)")] == [True]
     finally:
         release.set()
 
@@ -178,24 +178,25 @@ def test_an_interrupt_lets_the_file_that_is_being_written_become_whole() -> None
         return case
 
     with pytest.raises(KeyboardInterrupt):
-        overlapped(range(3), lambda case, _: case, compute, finish)
+        run_overlapped(range(3), lambda case, _: case, compute, finish)
     assert log.events == ["interrupted", "finish 0"]
 
 
 def test_no_cases_are_no_work() -> None:
-    assert overlapped([], lambda *_: 0, lambda *_: 0, lambda *_: 0) == []
+    assert run_overlapped([], lambda *_: 0, lambda *_: 0, lambda *_: 0) == []
 
 
 def test_an_interrupt_between_two_cases_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    class Interrupted(overlap._Background[int]):
-        def __init__(self, *arguments: Any, is_daemon: bool) -> None:
-            started.append(is_daemon)
-            if started.count(False) == 2:  # the second case is about to be finished
-                raise KeyboardInterrupt
-            super().__init__(*arguments, is_daemon=is_daemon)
+    start = pipeline._start
 
-    monkeypatch.setattr(overlap, "_Background", Interrupted)
+    def interrupted(*arguments: Any, daemon: bool) -> Any:
+        started.append(daemon)
+        if started.count(False) == 2:  # the second case is about to be finished
+            raise KeyboardInterrupt
+        return start(*arguments, daemon=daemon)
+
+    monkeypatch.setattr(pipeline, "_start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        overlapped([1, 2, 3], lambda case, _: case, lambda case, _: case, lambda case, _: case)
+        run_overlapped([1, 2, 3], lambda case, _: case, lambda case, _: case, lambda case, _: case)

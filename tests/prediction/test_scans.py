@@ -134,7 +134,7 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(b"kept")
-    monkeypatch.setattr(app, "read_case", None)
+    monkeypatch.setattr("medseg.prediction.batch.read_case", None)
     with pytest.raises(UserError) as caught:
         predict(scans, tmp_path / "file" / "out")
     assert str(caught.value) == (

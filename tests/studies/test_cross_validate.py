@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medseg.cascade.segment import RegionBox
+from medseg.cascade.cascade import RegionBox
 from medseg.config.schema import MakeWeightsConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.geometry.box import VoxelBox

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from medseg.build.stages import load_stage
-from medseg.cascade.segment import segment
+from medseg.cascade.cascade import Cascade
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.phantom.scan import make_phantom
@@ -40,7 +40,7 @@ def test_they_are_small_and_name_no_folder() -> None:
 def test_they_segment_a_phantom_that_they_never_saw() -> None:
     phantom = make_phantom(PhantomSpec(seed=4711, index=0, num_vessel_ends=300))
     stages = [load_stage(shipped_weights("lungs", stage), stage, torch.device("cpu")) for stage in ("coarse", "fine")]
-    result = segment(Volume(phantom.image_hu, phantom.grid), *stages)
+    result = Cascade(*stages).segment(Volume(phantom.image_hu, phantom.grid))
     assert min(dices(result.labels, phantom.labels)) > 0.96
     assert result.warnings == []
 

@@ -26,7 +26,8 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
 from medseg.io.write import write_image
-from medseg.prediction.case import Costs, ReadCase, SegmentedCase, is_small
+from medseg.prediction import batch
+from medseg.prediction.case import CaseData, is_small
 from medseg.prediction.scans import Scan
 
 
@@ -56,14 +57,13 @@ def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], A
         if (step, scan.name) in raises:
             raise raises[step, scan.name]
 
-    def read(scan: Scan) -> ReadCase:
+    def read(scan: Scan) -> CaseData:
         input_format(scan.path)
         fail("read", scan)
-        return ReadCase(None, None, Costs())
+        return CaseData()
 
-    def segment(scan: Scan, _: Any, case: ReadCase) -> SegmentedCase:
+    def segment(scan: Scan, *_: Any) -> None:
         fail("segment", scan)
-        return SegmentedCase(None, None, None, None, 0.0, case.costs)
 
     def write(scan: Scan, output: Path, *_: Any) -> dict[str, Any]:
         fail("write", scan)
@@ -73,7 +73,7 @@ def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], A
 
     monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
     for name, step in {"read_case": read, "segment_case": segment, "write_case": write, "is_small": lambda *_: True}.items():
-        monkeypatch.setattr(app, name, step)
+        monkeypatch.setattr(batch, name, step)
     return raises
 
 
@@ -166,15 +166,15 @@ def test_memory_that_is_short_ahead_of_its_turn_is_asked_for_again(
     scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[str] = []
-    read = app.read_case
+    read = batch.read_case
 
-    def once(scan: Scan) -> ReadCase:
+    def once(scan: Scan) -> CaseData:
         tries.append(scan.name)
         if scan.name == "b" and tries.count("b") == 1:
             raise MemoryError("while the other case is there")
         return read(scan)
 
-    monkeypatch.setattr(app, "read_case", once)
+    monkeypatch.setattr(batch, "read_case", once)
     assert predict(scans, tmp_path / "out") == 0
     assert tries == ["a", "b", "b"]
 
@@ -193,7 +193,7 @@ def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
         except KeyError as error:
             raise RuntimeError("then") from error
 
-    monkeypatch.setattr(app, "segment_case", fail)
+    monkeypatch.setattr(batch, "segment_case", fail)
     gc.disable()  # it would find them some time
     try:
         assert predict(scans, tmp_path / "out") == 1
@@ -209,15 +209,15 @@ def test_a_large_scan_waits_for_its_turn(
     volume, _ = scan_of_blocks()
     for name in ("a.nii.gz", "b.nrrd"):
         write_image(scans / name, volume.array, volume.grid)
-    monkeypatch.setattr(app, "is_small", is_small)
+    monkeypatch.setattr(batch, "is_small", is_small)
     threads: list[str] = []
-    read = app.read_case
+    read = batch.read_case
 
-    def noted(scan: Scan) -> ReadCase:
+    def noted(scan: Scan) -> CaseData:
         threads.append("own" if threading.current_thread() is threading.main_thread() else "ahead")
         return read(scan)
 
-    monkeypatch.setattr(app, "read_case", noted)
+    monkeypatch.setattr(batch, "read_case", noted)
     needed_gib = 4 * volume.array.size / 2**30
     for budget_gib, expected in ((needed_gib * 1.001, ["own", "ahead"]), (needed_gib * 0.999, ["own", "own"])):
         threads.clear()

@@ -17,7 +17,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PredictConfig
 from medseg.io.write import write_image
-from medseg.prediction.case import SegmentedCase
+from medseg.prediction import batch
 from medseg.prediction.scans import Scan
 
 
@@ -35,13 +35,13 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def predicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The cases that are predicted, not skipped."""
     names: list[str] = []
-    segment_case = app.segment_case
+    segment_case = batch.segment_case
 
-    def noted(scan: Scan, *arguments: Any) -> SegmentedCase:
+    def noted(scan: Scan, *arguments: Any) -> None:
         names.append(scan.name)
-        return segment_case(scan, *arguments)
+        segment_case(scan, *arguments)
 
-    monkeypatch.setattr(app, "segment_case", noted)
+    monkeypatch.setattr(batch, "segment_case", noted)
     return names
 
 
@@ -79,7 +79,7 @@ def test_what_is_finished_is_skipped_and_said(
     assert content(folder) == before
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"out/{name}.nii.gz: finished before, skipped" for name in ("a", "b")]
-    assert "2 of 2 cases were finished before and skipped; overwrite=true makes them anew" in said.err
+    assert "2 of 2 cases were finished before and skipped; overwrite=true makes them again" in said.err
     assert predict(folder, "overwrite=true") == 0
     assert predicted == ["a", "b"]
 
@@ -144,14 +144,14 @@ def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
     done = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
     for path in (folder / "out").iterdir():
         path.unlink()
-    segment_case = app.segment_case
+    segment_case = batch.segment_case
 
-    def busy(scan: Scan, *arguments: Any) -> SegmentedCase:
+    def busy(scan: Scan, *arguments: Any) -> None:
         for name in ("b.nii.gz", "b.json"):
             (folder / "out" / name).write_bytes(done[name])
-        return segment_case(scan, *arguments)
+        segment_case(scan, *arguments)
 
-    monkeypatch.setattr(app, "segment_case", busy)
+    monkeypatch.setattr(batch, "segment_case", busy)
     assert predict(folder) == 0
     assert predicted == ["a"]
     assert capsys.readouterr().out.splitlines()[-1] == f"{folder / 'out' / 'b.nii.gz'}: finished before, skipped"

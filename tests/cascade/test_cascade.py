@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan, stage
 
-from medseg.cascade.segment import Segmentation, segment
+from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
@@ -24,11 +24,11 @@ STORED = [
 
 
 def run(volume: Volume, **changes: object) -> Segmentation:
-    return segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", **changes))
+    return Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", **changes)).segment(volume)
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("changes", [{}, {"patch_size": (24, 32, 24)}], ids=["whole", "tiles"])
+@pytest.mark.parametrize("changes", [{}, {"tile_size": (24, 32, 24)}], ids=["whole", "tiles"])
 def test_two_blocks_come_back_on_the_files_own_grid(stored: Orientation, changes: dict[str, object]) -> None:
     volume, target = scan(stored)
     result = run(volume, **changes)
@@ -108,7 +108,7 @@ def test_stages_that_disagree_are_said_aloud() -> None:
             return logits
 
     volume, target = scan()
-    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(Upper(), "fine"))
+    result = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)
     assert result.agreements["right_lung"] > 0.95
     assert result.agreements["left_lung"] == pytest.approx(dice(result.labels == 1, target == 1), abs=0.03)
     assert 0.6 < result.agreements["left_lung"] < 0.85
@@ -130,17 +130,17 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
             return logits
 
     volume, target = scan()
-    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"))
+    result = Cascade(stage(CoarseOracle(), "coarse"), stage(Beside(), "fine")).segment(volume)
     assert result.agreements["left_lung"] < 0.1
     assert result.volumes_ml["left_lung"] == 0.0
     assert dice(result.labels == 2, target == 2) >= 0.98
     assert set(np.unique(result.labels)) == {0, 2}
     (warning,) = result.warnings
     assert warning.startswith("no left_lung found: the coarse stage marks something else than the ")
-    assert warning.endswith("so that neither is believed")
+    assert warning.endswith("so the region is reported as absent")
     assert set(result.boxes) == {"right_lung"}
 
-    kept = segment(volume, stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"), CascadeOptions(min_agreement=0.0))
+    kept = Cascade(stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"), CascadeOptions(min_agreement=0.0)).segment(volume)
     assert kept.volumes_ml["left_lung"] > 0
     assert set(kept.boxes) == {"left_lung", "right_lung"}
 
@@ -152,16 +152,15 @@ def test_an_empty_fine_result_is_said_aloud() -> None:
             return logits.index_fill(1, region.new_tensor([1]), -30.0)
 
     volume, _ = scan()
-    result = segment(volume, stage(CoarseOracle(), "coarse"), stage(Nothing(), "fine"))
+    result = Cascade(stage(CoarseOracle(), "coarse"), stage(Nothing(), "fine")).segment(volume)
     assert not result.labels.any()
     assert [warning.split()[0] for warning in result.warnings] == ["left_lung", "right_lung"]
 
 
 def test_stages_of_different_tasks_are_refused() -> None:
     other = Task("kidneys", {"kidney": 1}, (Region("kidney", ("kidney",)),), (-200.0, 300.0))
-    volume, _ = scan()
     with pytest.raises(UserError, match="two checkpoints of the same task"):
-        segment(volume, stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", other))
+        Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", other))
 
 
 def test_the_scan_is_left_as_it_is() -> None:

@@ -1,0 +1,224 @@
+"""Cascade: a trained coarse and a trained fine stage that segment a scan together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from medseg.cascade.join import RegionResult, join, paste_std
+from medseg.cascade.localise import localise
+from medseg.cascade.plausibility import agreement, distortion_warnings, voxel_ml
+from medseg.cascade.refine import refine
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.data.task import Task
+from medseg.errors import UserError
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import distortion, region_crop
+from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
+from medseg.io.volume import Volume
+from medseg.preprocess.orient import orient
+
+
+@dataclass(frozen=True)
+class RegionBox:
+    """Crop in which a region was refined.
+
+    Attributes:
+        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero where the crop has its own grid.
+        grid: Grid of the crop in the world.
+    """
+
+    voxels: VoxelBox
+    grid: VoxelGrid
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for a JSON file: voxels, their spacing, and the centres of the corner voxels in LPS."""
+        return {
+            "voxels": self.voxels.to_dict(),
+            "spacing_mm": list(self.grid.spacing_mm),
+            "corners_xyz_mm": self.grid.corners_xyz_mm().tolist(),
+        }
+
+
+@dataclass
+class Segmentation:
+    """Result of a cascade on one scan.
+
+    Attributes:
+        labels: Label map in the storage order of the scan, (D, H, W), uint8.
+        boxes: Region name to the crop in which it was refined; absent regions are missing.
+        volumes_ml: Volume of each label by its name.
+        warnings: Sentences about what is not plausible.
+        durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
+        tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
+        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
+        agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
+        disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
+            in the order of `labels`; else None.
+    """
+
+    labels: np.ndarray
+    boxes: dict[str, RegionBox] = field(default_factory=dict)
+    volumes_ml: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    durations_s: dict[str, float] = field(default_factory=dict)
+    tiling_plans: dict[str, str] = field(default_factory=dict)
+    distortions: dict[str, float] = field(default_factory=dict)
+    agreements: dict[str, float] = field(default_factory=dict)
+    disagreement: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """Two trained stages of one task, and how to run them.
+
+    Attributes:
+        coarse: Finds the regions in the whole scan.
+        fine: Refines one region in its crop.
+        options: Thresholds, memory, flips.
+
+    Raises:
+        UserError: If the stages were trained for different tasks.
+    """
+
+    coarse: TrainedStage
+    fine: TrainedStage
+    options: CascadeOptions = field(default_factory=CascadeOptions)
+
+    def __post_init__(self) -> None:
+        coarse, fine = self.coarse.task, self.fine.task
+        if coarse.labels != fine.labels or coarse.regions != fine.regions:
+            raise UserError(
+                f"the coarse checkpoint was trained for the task {coarse.name} with the labels {coarse.labels}, "
+                f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task"
+            )
+
+    @property
+    def stages(self) -> tuple[TrainedStage, TrainedStage]:
+        """Both stages."""
+        return self.coarse, self.fine
+
+    def segment(self, volume: Volume) -> Segmentation:
+        """Segment one scan: orient, localise, refine each region, join, restore the storage order.
+
+        Regions are refined one after the other; only the probabilities of their crops are kept.
+
+        Args:
+            volume: Scan in HU.
+        """
+        fine, options = self.fine, self.options
+        image_hu, grid, orientation = orient(volume.array, volume.grid)
+        result = Segmentation(np.empty(0))
+        with _timed(result.durations_s, "localise"):
+            found = localise(image_hu, grid, self.coarse, options)
+        result.tiling_plans["localise"] = str(found.tiling_plan)
+        result.warnings += found.warnings
+        if self.coarse.rule.size is not None and found.crop_grid is not None:
+            result.distortions["localise"] = distortion(found.crop_grid.spacing_mm)
+            result.warnings += distortion_warnings("whole scan", found.crop_grid)
+        lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
+        refined: list[RegionResult] = []
+        stds: list[tuple[Tensor, VoxelGrid]] = []
+        for region in fine.task.regions:
+            if region.name not in found.boxes:
+                continue
+            step = f"refine_{region.name}"
+            with _timed(result.durations_s, step):
+                tight_box = found.boxes[region.name]
+                crop = region_crop(tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule)
+                prediction = refine(image_hu, grid, crop, region, fine, options)
+            result.boxes[region.name] = RegionBox(crop.box, crop.grid)
+            result.tiling_plans[step] = str(prediction.tiling_plan)
+            if fine.rule.size is not None:
+                result.distortions[step] = distortion(crop.grid.spacing_mm)
+                result.warnings += distortion_warnings(region.name, crop.grid)
+            result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]
+            refined.append((region, prediction.probs, crop.grid))
+            if prediction.std is not None:
+                stds.append((prediction.std, crop.grid))
+        with _timed(result.durations_s, "join"):
+            labels = join(refined, grid, fine.task, options, image_hu)
+            result.volumes_ml = label_volumes_ml(labels, grid, fine.task)
+            regions = {region.name: fine.task.region_values(region) for region, _, _ in refined}
+            result.agreements = agreement(found.labels, found.grid, labels, grid, regions)
+        _remove_contradictions(result, labels, fine.task, options)
+        result.labels = np.ascontiguousarray(orientation.from_lps(labels))
+        if fine.has_views(options):
+            result.disagreement = np.ascontiguousarray(orientation.from_lps(paste_std(stds, grid)))
+        return result
+
+    @contextmanager
+    def shared_tiles(self) -> Iterator[None]:
+        """Share the tiles with the other processes of torchrun; for rank 0."""
+        with process_group():
+            workers = TileWorkers()
+            for stage in self.stages:
+                stage.tile_workers = workers
+            try:
+                yield
+            finally:
+                workers.dismiss()
+
+    def serve_tiles(self) -> None:
+        """Run networks for rank 0 until it has segmented all scans; for the other processes of torchrun."""
+        stages = {stage.name: stage for stage in self.stages}
+        with process_group():
+            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
+
+
+def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
+    """Volume of each label of the task, by its name."""
+    # Plane by plane: the mask of a whole label would be a second volume.
+    return {
+        name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
+        for name, value in task.labels.items()
+    }
+
+
+def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task, options: CascadeOptions) -> None:
+    """Remove regions on which the two stages contradict each other, in place, and warn where they agree little.
+
+    Without a reference each stage is the check of the other. A label stays if one of its regions is trusted.
+
+    Args:
+        result: Volumes and agreements; volumes, boxes and warnings are updated.
+        labels: Final label map (D, H, W) in LPS order.
+        task: Labels and regions.
+        options: Bounds of the agreement.
+    """
+    regions = [region for region in task.regions if region.name in result.agreements]
+    trusted = {name for region in regions if result.agreements[region.name] >= options.min_agreement for name in region.labels}
+    for region in regions:
+        volume_ml, agreed = sum(result.volumes_ml[name] for name in region.labels), result.agreements[region.name]
+        if not volume_ml:
+            result.warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop")
+        elif agreed < options.min_agreement:
+            removed = [name for name in region.labels if name not in trusted]
+            for plane in labels:
+                plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
+            result.volumes_ml |= dict.fromkeys(removed, 0.0)
+            del result.boxes[region.name]
+            result.warnings.append(
+                f"no {region.name} found: the coarse stage marks something else than the {volume_ml:.0f} ml of the fine one (Dice "
+                f"{agreed:.2f}), so the region is reported as absent"
+            )
+        elif agreed < options.usual_agreement:
+            result.warnings.append(
+                f"{region.name}: the two stages agree by {agreed:.2f} only (Dice; {options.usual_agreement:g} and more is usual): look at the "
+                "result"
+            )
+
+
+@contextmanager
+def _timed(durations_s: dict[str, float], step: str) -> Iterator[None]:
+    """Record the seconds of a step."""
+    start = time.perf_counter()
+    yield
+    durations_s[step] = time.perf_counter() - start

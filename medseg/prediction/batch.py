@@ -1,0 +1,256 @@
+"""Batch prediction: every scan of an input segmented and written, with an outcome for each case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory
+from medseg.io.atomic import check_writable
+from medseg.prediction.cascades import EVERY_SPACING_MM, RangeCascade, load_cascade, pick_cascade, result_settings
+from medseg.prediction.case import CaseData, is_small, is_up_to_date, read_case, segment_case, write_case
+from medseg.prediction.pipeline import run_overlapped
+from medseg.prediction.scans import Scan, check_outputs, find_scans, output_paths
+from medseg.preprocess.scale import AS_STORED, HuScale
+
+# Stands for the data of a case whose results are up to date.
+UP_TO_DATE = "up to date"
+
+
+class Checkpoints(NamedTuple):
+    """Checkpoints of a cascade, and the coarsest spacing of the scans that it is for; none = the included lung weights."""
+
+    coarse: Sequence[str] | None
+    fine: Sequence[str] | None
+    range_mm: tuple[float, float] = EVERY_SPACING_MM
+
+
+class CaseOutcome(NamedTuple):
+    """Outcome of one case.
+
+    Attributes:
+        name: Name of the case.
+        output: Path of its label map.
+        exit_code: Exit code of the case alone.
+        messages: Sentences for the error stream.
+        report: Content of `<case>.json`; None where nothing was written.
+        is_skipped: Whether its results were up to date.
+    """
+
+    name: str
+    output: Path
+    exit_code: int
+    messages: list[str]
+    report: dict[str, Any] | None = None
+    is_skipped: bool = False
+
+
+def predict_scans(
+    source: Path,
+    output: Path,
+    checkpoints: Mapping[str, Checkpoints],
+    *,
+    inference: Mapping[str, Any],
+    split: str | None = None,
+    series: str | None = None,
+    hu: HuScale = AS_STORED,
+    accelerator: str = "auto",
+    threads: int | None = None,
+    precision: str | None = None,
+    overwrite: bool = False,
+    on_begin: Callable[[str, int], None],
+    on_end: Callable[[CaseOutcome], None],
+) -> list[CaseOutcome]:
+    """Segment every scan of an input; a failing case does not affect the others.
+
+    Under torchrun rank 0 does this, and the other processes run networks for it and return an empty list.
+
+    Args:
+        source: Scan, DICOM folder, folder of scans, or case table.
+        output: File or folder of the label maps.
+        checkpoints: By the name of the range of `by_spacing`; a single one with an empty name serves all scans.
+        inference: `tile_size`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
+        split: Only this split of a case table.
+        series: Which DICOM series the input is.
+        hu: HU scale of the cases that have none of their own in a table.
+        accelerator: `auto`, `cpu` or `gpu`.
+        threads: CPU threads; None = torch's choice.
+        precision: Precision of the networks; None = that of the training.
+        overwrite: Whether results that are up to date are made again.
+        on_begin: Called with the name of a case and the number of cases when its turn comes.
+        on_end: Called with the outcome of each case when it is done, in the order of the cases.
+
+    Returns:
+        Outcomes, by case.
+
+    Raises:
+        UserError: If the input, the output or a checkpoint is not usable at all.
+    """
+    is_shared = is_under_torchrun()
+    if is_shared and list(checkpoints) != [""]:
+        raise UserError(
+            "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun"
+        )
+    if is_shared and int(os.environ["RANK"]) > 0:
+        (chosen,) = load_cascades(checkpoints, inference, accelerator, threads, precision)
+        chosen.cascade.serve_tiles()
+        return []
+    scans, protected = find_scans(source, split, series, hu)
+    is_one_scan = len(scans) == 1 and scans[0].path == source
+    outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
+    check_outputs(outputs, protected)
+    cascades = load_cascades(checkpoints, inference, accelerator, threads, precision)
+    for folder in {path.parent for path in outputs}:
+        check_writable(folder)
+    cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
+    batch = Batch(cascades, inference["budget_gib"], overwrite, len(cases), on_begin, on_end)
+    with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
+        return run_overlapped(cases, batch.read, batch.compute, batch.finish)
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process together with others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def load_cascades(
+    checkpoints: Mapping[str, Checkpoints],
+    inference: Mapping[str, Any],
+    accelerator: str,
+    threads: int | None,
+    precision: str | None,
+) -> list[RangeCascade]:
+    """Load the cascade of each range; see `predict_scans` for the arguments.
+
+    Raises:
+        UserError: If the device, the precision or a checkpoint is not usable.
+    """
+    import torch
+
+    from medseg.cascade.stage import CascadeOptions
+
+    if threads:
+        torch.set_num_threads(threads)
+    if is_under_torchrun() and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    options = CascadeOptions(**{key: value for key, value in inference.items() if key != "tile_size"})
+    loaded = []
+    for name, (coarse, fine, range_mm) in checkpoints.items():
+        cascade = load_cascade(
+            coarse, fine, accelerator=accelerator, precision=precision, tile_size=inference["tile_size"], options=options
+        )
+        loaded.append(RangeCascade(cascade, result_settings(cascade, precision, inference), name, range_mm))
+    return loaded
+
+
+@dataclass
+class BatchCase:
+    """A case of a batch.
+
+    Attributes:
+        scan: The scan.
+        output: Label map to write.
+        chosen: Its cascade; None before it is chosen.
+        messages: Sentences for the error stream.
+    """
+
+    scan: Scan
+    output: Path
+    chosen: RangeCascade | None = None
+    messages: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """The three steps of a case for `run_overlapped`; errors are values until the case is finished.
+
+    Attributes:
+        cascades: Cascades to choose from.
+        budget_gib: A scan is read ahead of its turn if its voxels fit into it.
+        overwrite: Whether results that are up to date are made again.
+        num_cases: Number of cases.
+        on_begin: See `predict_scans`.
+        on_end: See `predict_scans`.
+    """
+
+    cascades: list[RangeCascade]
+    budget_gib: float
+    overwrite: bool
+    num_cases: int
+    on_begin: Callable[[str, int], None]
+    on_end: Callable[[CaseOutcome], None]
+
+    def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
+        """Read a case unless it is up to date; None ahead of its turn where other cases need the memory."""
+        try:
+            case.chosen, choice = pick_cascade(case.scan, self.cascades)
+            case.messages = [choice] if choice else []
+            if self._is_up_to_date(case):
+                return UP_TO_DATE
+            if is_ahead and not is_small(case.scan, self.budget_gib):
+                return None
+            return read_case(case.scan)
+        except Exception as error:
+            if is_ahead and is_out_of_memory(error):
+                return None
+            return self._as_value(error)
+
+    def compute(self, case: BatchCase, data: CaseData | str | Exception) -> CaseData | str | Exception:
+        """Segment a case."""
+        self.on_begin(case.scan.name, self.num_cases)
+        if not isinstance(data, CaseData):
+            return data
+        assert case.chosen is not None, "it was chosen before the scan was read"
+        try:
+            # Another prediction into this folder may have finished the case since it was read.
+            if self._is_up_to_date(case):
+                return UP_TO_DATE
+            segment_case(case.scan, case.chosen.cascade, data)
+        except Exception as error:
+            return self._as_value(error)
+        return data
+
+    def finish(self, case: BatchCase, data: CaseData | str | Exception) -> CaseOutcome:
+        """Write a case and describe its outcome."""
+        outcome = CaseOutcome(case.scan.name, case.output, 0, case.messages)
+        try:
+            if isinstance(data, Exception):
+                raise data
+            if isinstance(data, str):
+                outcome = outcome._replace(is_skipped=True)
+            else:
+                assert case.chosen is not None, "it has segmented the scan"
+                report = write_case(case.scan, case.output, case.chosen, data)
+                outcome = outcome._replace(report=report, messages=[*case.messages, *report["warnings"]])
+        except Exception as error:
+            exit_code, message = self._describe(error)
+            outcome = outcome._replace(exit_code=exit_code, messages=[*case.messages, message])
+        self.on_end(outcome)
+        return outcome
+
+    def _is_up_to_date(self, case: BatchCase) -> bool:
+        assert case.chosen is not None, "it was chosen first"
+        return not self.overwrite and is_up_to_date(case.scan, case.output, case.chosen)
+
+    def _describe(self, error: Exception) -> tuple[int, str]:
+        """Exit code and sentence of an error; of a single case, a defect keeps its traceback and ends the program."""
+        if isinstance(error, UserError):
+            return EXIT_USER_ERROR, str(error)
+        if is_out_of_memory(error):
+            cure = "free some, give a smaller inference.budget_gib, or crop or resample the scan"
+            return EXIT_OUT_OF_MEMORY, f"out of memory ({first_line(error)}); {cure}"
+        if self.num_cases == 1:
+            raise error
+        return EXIT_FAILED, f"{type(error).__name__}: {error}"
+
+    def _as_value(self, error: Exception) -> Exception:
+        """Remove the frames of an error in a batch: they would hold a scan and its crops while the next cases run."""
+        link: BaseException | None = error if self.num_cases > 1 else None
+        while link is not None:
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
+        return error

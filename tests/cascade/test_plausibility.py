@@ -1,0 +1,62 @@
+"""Agreement of the two stages (Dice), against a count on a grid that both can be brought to exactly; lungs upside down."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracle import OBLIQUE, TASK
+
+from medseg.cascade.plausibility import agreement, upside_down_warnings
+from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelGrid
+
+COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
+REGIONS = {region.name: TASK.region_values(region) for region in TASK.regions}
+
+
+def dice(one: np.ndarray, other: np.ndarray) -> float:
+    return float(2 * (one & other).sum() / (one.sum() + other.sum()))
+
+
+def test_equal_labels_agree_and_other_ones_as_they_overlap() -> None:
+    rng = np.random.default_rng(0)
+    grid = VoxelGrid((6, 8, 10), (4.0, 2.0, 2.0), (3.0, -7.0, 1.0))
+    coarse, final = (rng.integers(0, 3, grid.shape).astype(np.uint8) for _ in range(2))
+    assert agreement(coarse, grid, coarse, grid, REGIONS) == {"left_lung": 1.0, "right_lung": 1.0}
+    expected = {name: dice(coarse == value, final == value) for name, value in TASK.labels.items()}
+    assert agreement(coarse, grid, final, grid, REGIONS) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_finer_grid_is_asked_at_the_centres_of_the_coarse_voxels() -> None:
+    """Three fine voxels to a coarse one: the middle one decides, and what lies beyond the coarse grid is not asked."""
+    rng = np.random.default_rng(1)
+    coarse_grid = VoxelGrid((4, 5, 6), (6.0, 3.0, 4.5), (10.0, 20.0, 30.0))
+    fine_grid = VoxelGrid((16, 15, 18), (2.0, 1.0, 1.5), (10.0 - 1.5, 20.0 - 1.0, 30.0 - 2.0))
+    coarse, final = rng.integers(0, 3, coarse_grid.shape).astype(np.uint8), rng.integers(0, 3, fine_grid.shape).astype(np.uint8)
+    middle = final[1:12:3, 1::3, 1::3]
+    expected = {name: dice(coarse == value, middle == value) for name, value in TASK.labels.items()}
+    assert agreement(coarse, coarse_grid, final, fine_grid, REGIONS) == pytest.approx(expected, abs=1e-12)
+
+
+def test_only_the_given_regions_have_an_agreement() -> None:
+    grid = VoxelGrid((4, 4, 4), (2.0, 2.0, 2.0))
+    labels = np.zeros(grid.shape, dtype=np.uint8)
+    labels[1:3] = 2
+    assert agreement(labels, grid, 0 * labels, grid, {"right_lung": REGIONS["right_lung"]}) == {"right_lung": 0.0}
+
+
+@pytest.mark.parametrize("lean", [-0.3, 0.0, 0.3])
+def test_lungs_that_end_round_below_and_hollow_above_stand_on_their_heads(lean: float) -> None:
+    z, y, x = np.mgrid[-1:1:40j, -1:1:60j, -2.5:2.5:90j]
+    y = y + lean * z  # however the patient leans
+    labels = np.zeros(COARSE.shape, dtype=np.uint8)
+    for value, middle in ((1, 1.0), (2, -1.0)):
+        is_lung = (0.8 * z**2 + y**2 + (x - middle) ** 2 < 0.7) & (z > -0.7)
+        is_dome = (z + 0.9) ** 2 + y**2 + (x - middle) ** 2 < 0.6
+        labels[is_lung & ~is_dome] = value
+    air_hu = np.full(COARSE.shape, -850.0, dtype=np.float32)
+    for turned, is_said in ((labels, False), (labels[::-1], True)):
+        boxes = {name: box for name, value in TASK.labels.items() if (box := VoxelBox.from_mask(turned == value))}
+        warnings = upside_down_warnings(air_hu, turned, boxes, COARSE, TASK)
+        assert any("look like their apices" in warning for warning in warnings) == is_said
+        assert not upside_down_warnings(air_hu + 1000, turned, boxes, COARSE, TASK), "no organ full of air"
