@@ -114,7 +114,7 @@ def draw(
     y_title: str = _DICE_TITLE,
     tooltip: str = "{y:.4g}",
     *,
-    size_in: tuple[float, float] = (6.2, 3.5),
+    size_in: tuple[float, float] = (5.6, 3.3),
     is_line: bool = False,
     best_of: np.ufunc | None = None,
 ) -> Markup:
@@ -184,7 +184,7 @@ def _scale(axes: Axes, name: str, values: Sequence[Any], *, is_dice: bool = Fals
     elif not (is_dice or is_count) and min(values) > 0 and max(values) >= _LOG_RATIO * min(values):
         axes.set(**{f"{name}scale": "log"})
         axes.minorticks_off()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 30 * min(values) else (1, 3)))
         axis.set_major_formatter("{x:g}")
     elif all(float(value).is_integer() for value in values):
         axis.set_major_locator(MaxNLocator("auto", integer=True))

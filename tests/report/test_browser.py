@@ -1,4 +1,4 @@
-"""The report in a real browser: tables, pictures, sorting, no errors."""
+"""The report page in a real browser: tables, charts, pictures, sorting, hover, both colour schemes, no errors."""
 
 from __future__ import annotations
 
@@ -119,6 +119,25 @@ def test_it_fits_narrow_and_wide_light_and_dark(page: Any, scheme: str, width: i
     colour = page.execute_script("return getComputedStyle(document.body).backgroundColor")
     brightness = sum(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")) / 3
     assert (brightness > 128) == (scheme == "light")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("figure", [0, 2])
+def test_the_pointer_meets_a_line_and_a_dot_with_the_name_of_their_run(page: Any, figure: int) -> None:
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    name = page.execute_script(
+        """
+        const mark = document.querySelectorAll('.charts figure')[arguments[0]].querySelector('.mark use');
+        mark.scrollIntoView({block: 'center'});
+        const box = mark.getBoundingClientRect();
+        const met = document.elementFromPoint((box.left + box.right) / 2 - 4, (box.top + box.bottom) / 2);
+        return met.closest('.series').querySelector('title').textContent;
+        """,
+        figure,
+    )
+    run, _, figures = name.partition(" · memory plain, lr 0.005")
+    assert run.isdigit()
+    assert "0.9" in figures
 
 
 @pytest.mark.slow
