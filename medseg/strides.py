@@ -1,7 +1,5 @@
 """Strides of a network: what each of its levels divides an axis by, for voxels of unequal sides."""
 
-from __future__ import annotations
-
 import math
 
 Strides = tuple[tuple[int, int, int], ...]

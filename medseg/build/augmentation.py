@@ -1,7 +1,5 @@
 """Augmentation of training samples."""
 
-from __future__ import annotations
-
 from medseg.config.schema import TrainConfig
 from medseg.data.augment import Augmentation
 

@@ -1,7 +1,5 @@
 """Which cases a configuration means (a table of the user, the phantom, or both), and what the values of their labels mean."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data module of a run, and the class names of its validation pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from medseg.build.augmentation import make_augmentation

@@ -1,7 +1,5 @@
 """Devices of a run: CPU or GPU, and the device map of a network."""
 
-from __future__ import annotations
-
 import torch
 
 from medseg.build.loss import make_loss

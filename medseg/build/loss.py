@@ -1,7 +1,5 @@
 """Loss of a run."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from medseg.config.schema import TrainConfig

@@ -1,7 +1,5 @@
 """Metadata of a checkpoint: all that prediction needs beside the weights, in plain types."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Network of a stage: from a configuration, from checkpoint metadata, and its initial weights."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimiser and learning-rate schedule of a run, by the name of a class."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

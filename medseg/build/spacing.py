@@ -1,7 +1,5 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
-from __future__ import annotations
-
 from medseg.config.rules import FOUND_IN_DATA
 from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy
 from medseg.console import say

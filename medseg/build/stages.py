@@ -1,7 +1,5 @@
 """Trained stages, loaded from checkpoints or safetensors files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory switches of a run, applied to its network."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from medseg.config.schema import TrainConfig

@@ -1,7 +1,5 @@
 """Task of a run: labels, regions and HU window."""
 
-from __future__ import annotations
-
 from medseg.config.schema import TaskConfig
 from medseg.data.task import Region, Task
 

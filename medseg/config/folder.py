@@ -1,7 +1,5 @@
 """Location of the configuration files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Quoting of path arguments for Hydra's command-line grammar."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which runs are the same: plain values, and a signature that ignores what cannot change a result."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

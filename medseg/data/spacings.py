@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.geometry.grid_rule import brought_into
+from medseg.geometry.grid_rule import clamp_spacing
 
 AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": np.mean}
 """Averages over the spacings of the scans, axis by axis."""
@@ -77,7 +77,7 @@ def draw_spacing_mm(
         Spacing (z, y, x).
     """
     if scans is not None:
-        return brought_into(range_mm, scans.spacings_mm[int(rng.choice(len(scans.shares), p=scans.shares))])
+        return clamp_spacing(range_mm, scans.spacings_mm[int(rng.choice(len(scans.shares), p=scans.shares))])
     low, high = (math.log(mm) for mm in range_mm)
     z, in_plane = (math.exp(place) for place in rng.uniform(low, high, size=2))
     return z, in_plane, in_plane

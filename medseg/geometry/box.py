@@ -1,4 +1,4 @@
-"""Boxes of voxels: half-open bounds per axis, in (z, y, x)."""
+"""Boxes of voxels: half-open bounds per axis, (z, y, x)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def _triple(values: Iterable[Any], name: str) -> tuple[int, int, int]:
 class VoxelBox:
     """A box of voxels on some grid; it may reach outside that grid.
 
-    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes to the high end
-    (`stop`).
+    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes to the high end (`stop`).
 
     Attributes:
         start: First voxel per axis, (z, y, x).
@@ -33,34 +32,35 @@ class VoxelBox:
     stop: tuple[int, int, int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", _triple(self.start, "start"))
-        object.__setattr__(self, "stop", _triple(self.stop, "stop"))
+        for name in ("start", "stop"):
+            object.__setattr__(self, name, _triple(getattr(self, name), name))
         if any(stop < start for start, stop in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"a box must not end before it starts: start {self.start}, stop {self.stop}")
 
     @classmethod
+    def of(cls, starts: Iterable[int], stops: Iterable[int]) -> VoxelBox:
+        """Make a box of two iterables of three numbers."""
+        return cls(_triple(starts, "start"), _triple(stops, "stop"))
+
+    @classmethod
     def full(cls, shape: Sequence[int]) -> VoxelBox:
         """Make the box of a whole array of this shape (D, H, W)."""
-        return cls((0, 0, 0), _triple(shape, "shape"))
+        return cls.of((0, 0, 0), shape)
 
     @classmethod
     def from_mask(cls, mask: np.ndarray) -> VoxelBox | None:
         """Find the smallest box around all true voxels of a mask (D, H, W); None where there are none."""
         if mask.ndim != 3:
             raise ValueError(f"a mask needs three axes (D, H, W), got {mask.ndim}")
-        starts: list[int] = []
-        stops: list[int] = []
-        inside = mask
+        bounds = []
         for axis in range(3):
-            # What lies outside the bounds found so far is empty: each further axis looks at less.
-            others = tuple(other for other in range(3) if other != axis)
-            hits = np.flatnonzero(inside.any(axis=others))
+            # Outside the bounds found so far the mask is empty: each further axis reads less.
+            inside = mask[tuple(slice(start, stop) for start, stop in bounds)]
+            hits = np.flatnonzero(inside.any(axis=tuple(other for other in range(3) if other != axis)))
             if hits.size == 0:
                 return None
-            starts.append(int(hits[0]))
-            stops.append(int(hits[-1]) + 1)
-            inside = inside[(slice(None),) * axis + (slice(starts[-1], stops[-1]),)]
-        return cls(_triple(starts, "start"), _triple(stops, "stop"))
+            bounds.append((hits[0], hits[-1] + 1))
+        return cls.of(*zip(*bounds, strict=True))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ class VoxelBox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the box holds no voxel."""
+        """Whether the box contains no voxel."""
         return 0 in self.shape
 
     def slices(self) -> tuple[slice, slice, slice]:
@@ -80,40 +80,28 @@ class VoxelBox:
         """
         if min(self.start) < 0:
             raise ValueError(f"a box that starts below zero cannot index an array: start {self.start}")
-        z, y, x = (slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+        z, y, x = map(slice, self.start, self.stop)
         return z, y, x
 
     def contains(self, other: VoxelBox) -> bool:
-        """Whether all voxels of the other box lie in this one; an empty box lies in every box."""
+        """Whether all voxels of the other box are in this one; every box contains an empty one."""
         return other.is_empty or self.intersect(other) == other
 
     def intersect(self, other: VoxelBox) -> VoxelBox:
-        """Keep the voxels that both boxes hold; an empty box where they do not meet."""
-        start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
-        stop = tuple(max(low, min(pair)) for low, *pair in zip(start, self.stop, other.stop, strict=True))
-        return VoxelBox(_triple(start, "start"), _triple(stop, "stop"))
-
-    def union(self, other: VoxelBox) -> VoxelBox:
-        """Find the smallest box that holds both; an empty box adds nothing."""
-        if self.is_empty:
-            return other
-        if other.is_empty:
-            return self
-        start = (min(pair) for pair in zip(self.start, other.start, strict=True))
-        stop = (max(pair) for pair in zip(self.stop, other.stop, strict=True))
-        return VoxelBox(_triple(start, "start"), _triple(stop, "stop"))
+        """Keep the voxels that both boxes contain; an empty box where they do not meet."""
+        starts = list(map(max, self.start, other.start))
+        return VoxelBox.of(starts, map(max, starts, map(min, self.stop, other.stop)))
 
     def shifted(self, offset: Sequence[int]) -> VoxelBox:
         """Move the box by an offset in voxels, (z, y, x)."""
-        start = (value + step for value, step in zip(self.start, offset, strict=True))
-        stop = (value + step for value, step in zip(self.stop, offset, strict=True))
-        return VoxelBox(_triple(start, "start"), _triple(stop, "stop"))
+        return VoxelBox.of(*([a + b for a, b in zip(ends, offset, strict=True)] for ends in (self.start, self.stop)))
 
     def expanded(self, voxels: Sequence[int]) -> VoxelBox:
         """Add this many voxels on both sides of each axis, (z, y, x); negative numbers shrink."""
-        start = (value - step for value, step in zip(self.start, voxels, strict=True))
-        stop = (value + step for value, step in zip(self.stop, voxels, strict=True))
-        return VoxelBox(_triple(start, "start"), _triple(stop, "stop"))
+        return VoxelBox.of(
+            (start - step for start, step in zip(self.start, voxels, strict=True)),
+            (stop + step for stop, step in zip(self.stop, voxels, strict=True)),
+        )
 
     def clipped(self, shape: Sequence[int]) -> VoxelBox:
         """Keep the part inside an array of this shape (D, H, W)."""
@@ -127,9 +115,8 @@ class VoxelBox:
             VoxelBox(start=(-1, 9, 0), stop=(5, 15, 9))
         """
         growth = [max(0, want - have) for want, have in zip(min_shape, self.shape, strict=True)]
-        start = (value - step // 2 for value, step in zip(self.start, growth, strict=True))
-        stop = (value + step - step // 2 for value, step in zip(self.stop, growth, strict=True))
-        return VoxelBox(_triple(start, "start"), _triple(stop, "stop"))
+        starts = [start - step // 2 for start, step in zip(self.start, growth, strict=True)]
+        return VoxelBox.of(starts, map(sum, zip(starts, self.shape, growth, strict=True)))
 
     def to_multiple(self, divisor: Sequence[int]) -> VoxelBox:
         """Grow about the centre until each axis is a multiple of its divisor (z, y, x).
@@ -142,10 +129,10 @@ class VoxelBox:
         return self.at_least([-(-have // step) * step for have, step in zip(self.shape, divisor, strict=True)])
 
     def to_dict(self) -> dict[str, list[int]]:
-        """Plain types for a JSON file."""
+        """Convert to plain types for a JSON file."""
         return {"start": list(self.start), "stop": list(self.stop)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> VoxelBox:
         """Read what `to_dict` wrote."""
-        return cls(_triple(data["start"], "start"), _triple(data["stop"], "stop"))
+        return cls.of(data["start"], data["stop"])

@@ -1,10 +1,11 @@
-"""The voxel grid: where the voxels of an array lie in the patient.
+"""Voxel grid: position, spacing and direction of the voxels of an array in the patient.
 
-This is the only place that converts between array indices (z, y, x) and world points (x, y, z) in LPS millimetres.
+Only this module converts between array indices (z, y, x) and world points (x, y, z) in LPS millimetres.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -87,20 +88,22 @@ class VoxelGrid:
         shape = tuple(int(size) for size in self.shape)
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(f"shape needs three sizes of at least 1, got {shape}")
-        spacing_mm = _triple(self.spacing_mm, "spacing_mm")
-        if min(spacing_mm) <= 0:
-            raise ValueError(f"spacing_mm must be positive, got {spacing_mm}")
         if len(self.direction) != 3:
             raise ValueError(f"direction needs three rows, got {len(self.direction)}")
-        direction = tuple(_triple(row, "a row of direction") for row in self.direction)
-        matrix = np.array(direction)
+        copies = {
+            "shape": shape,
+            "spacing_mm": _triple(self.spacing_mm, "spacing_mm"),
+            "origin_xyz_mm": _triple(self.origin_xyz_mm, "origin_xyz_mm"),
+            "direction": tuple(_triple(row, "a row of direction") for row in self.direction),
+        }
+        for name, value in copies.items():
+            object.__setattr__(self, name, value)
+        if min(self.spacing_mm) <= 0:
+            raise ValueError(f"spacing_mm must be positive, got {self.spacing_mm}")
+        matrix = np.array(self.direction)
         error = float(np.abs(matrix.T @ matrix - np.eye(3)).max())
         if error > DIRECTION_TOLERANCE:
             raise ValueError(f"direction is not orthonormal: off by {error:.2g}, allowed {DIRECTION_TOLERANCE:g}")
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "spacing_mm", spacing_mm)
-        object.__setattr__(self, "origin_xyz_mm", _triple(self.origin_xyz_mm, "origin_xyz_mm"))
-        object.__setattr__(self, "direction", direction)
 
     def _steps_mm(self) -> np.ndarray:
         """World step per index step: 3×3, columns in the order (z, y, x) of array indices."""
@@ -131,9 +134,7 @@ class VoxelGrid:
 
     def corners_xyz_mm(self) -> np.ndarray:
         """World points (8, 3) of the centres of the eight corner voxels, the first being voxel (0, 0, 0)."""
-        last = [size - 1 for size in self.shape]
-        ends = [[z, y, x] for z in (0, last[0]) for y in (0, last[1]) for x in (0, last[2])]
-        return self.index_to_world_xyz_mm(ends)
+        return self.index_to_world_xyz_mm(list(itertools.product(*((0, size - 1) for size in self.shape))))
 
     def _moved(self, shape: Sequence[int], spacing_mm: Sequence[float], origin_xyz_mm: np.ndarray, direction: Any) -> VoxelGrid:
         return VoxelGrid(tuple(shape), tuple(spacing_mm), tuple(origin_xyz_mm), direction)  # type: ignore[arg-type]
@@ -149,9 +150,9 @@ class VoxelGrid:
         return self._moved(box.shape, self.spacing_mm, self.index_to_world_xyz_mm(box.start), self.direction)
 
     def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
-        """Lay a grid of another spacing (z, y, x) over the same field of view: same direction, same centre.
+        """Make the grid of another spacing (z, y, x) over the same field of view: same direction, same centre.
 
-        The size follows `resampled_shape`, so the extent may change by half a target voxel per axis. None: the grid as it is.
+        The size follows `resampled_shape`, so the extent may change by half a target voxel per axis. None: the grid itself.
         """
         if target_spacing_mm is None:
             return self
@@ -162,7 +163,7 @@ class VoxelGrid:
         return self._moved(shape, target_spacing_mm, self.index_to_world_xyz_mm(first), self.direction)
 
     def resized(self, shape: tuple[int, int, int]) -> VoxelGrid:
-        """Lay a grid of another shape (D, H, W) over exactly the same field of view; its spacing follows."""
+        """Make the grid of another shape (D, H, W) over exactly the same field of view; its spacing follows."""
         ratio = np.array(self.shape) / np.array(shape)
         # The outer face of the first voxel stays where it is.
         first = ratio / 2 - 0.5
@@ -180,18 +181,14 @@ class VoxelGrid:
         """
         if sorted(order) != [0, 1, 2]:
             raise ValueError(f"order must be a permutation of (0, 1, 2), got {order}")
-        first = np.zeros(3)
-        columns_zyx = np.array(self.direction)[:, ::-1]
-        new_columns_zyx = columns_zyx[:, list(order)].copy()
-        for new, (old, flip) in enumerate(zip(order, flips, strict=True)):
-            if flip:
-                first[old] = self.shape[old] - 1
-                new_columns_zyx[:, new] *= -1
+        first = [(self.shape[old] - 1) * flip for old, flip in sorted(zip(order, flips, strict=True))]
+        # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its column.
+        columns_zyx = np.array(self.direction)[:, ::-1][:, list(order)] * np.where(flips, -1.0, 1.0)
         return self._moved(
             [self.shape[old] for old in order],
             [self.spacing_mm[old] for old in order],
             self.index_to_world_xyz_mm(first),
-            new_columns_zyx[:, ::-1].tolist(),
+            columns_zyx[:, ::-1].tolist(),
         )
 
     def has_same_axes(self, other: VoxelGrid, tolerance: float = DIRECTION_TOLERANCE) -> bool:
@@ -231,33 +228,30 @@ class VoxelGrid:
         Returns:
             Box in voxels of this grid; it may reach outside.
         """
-        starts: list[int] = []
-        stops: list[int] = []
+        starts, stops = [], []
         for (scale, offset), low, high in zip(other.axis_map_to(self), box.start, box.stop, strict=True):
-            # The outer face of voxel i lies at i - 0.5; this grid's faces lie at whole numbers after adding 0.5.
+            # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding 0.5.
             starts.append(math.floor(scale * (low - 0.5) + offset + 0.5 + INDEX_TOLERANCE))
             stop = math.ceil(scale * (high - 0.5) + offset + 0.5 - INDEX_TOLERANCE)
             stops.append(starts[-1] if high == low else max(stop, starts[-1] + 1))
-        return VoxelBox((starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2]))
+        return VoxelBox.of(starts, stops)
 
     def centres_within(self, other: VoxelGrid) -> VoxelBox:
-        """Find the voxels of this grid's lattice whose centres lie in the field of view of another grid with the same axes.
+        """Find the voxels of this grid's lattice whose centres are in the field of view of another grid.
 
         Args:
             other: Grid with the same axes.
 
         Returns:
-            Box in voxels of this grid, which may reach outside it; empty where no centre lies there.
+            Box in voxels of this grid, which may reach outside it; empty where there is none.
         """
-        starts: list[int] = []
-        stops: list[int] = []
-        for (scale, offset), size in zip(other.axis_map_to(self), other.shape, strict=True):
-            starts.append(math.ceil(offset - 0.5 * scale - INDEX_TOLERANCE))
-            stops.append(max(starts[-1], math.floor(offset + (size - 0.5) * scale + INDEX_TOLERANCE) + 1))
-        return VoxelBox((starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2]))
+        axes = list(zip(other.axis_map_to(self), other.shape, strict=True))
+        starts = [math.ceil(offset - 0.5 * scale - INDEX_TOLERANCE) for (scale, offset), _ in axes]
+        stops = [math.floor(offset + (size - 0.5) * scale + INDEX_TOLERANCE) + 1 for (scale, offset), size in axes]
+        return VoxelBox.of(starts, map(max, starts, stops))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for a JSON file; floats survive exactly."""
+        """Convert to plain types for a JSON file; floats survive exactly."""
         return {
             "shape": list(self.shape),
             "spacing_mm": list(self.spacing_mm),

@@ -1,7 +1,7 @@
-"""How a stage lays the grid that its network works on over a case: the one rule for training, validation and prediction.
+"""Crops of a stage and their grids: one rule for training, validation and prediction.
 
-A case has a lattice for each stage: its own grid, or that grid at the stage's spacing (`VoxelGrid.resampled`). What the network looks at is
-a crop: a box on a grid with the same axes, which is the lattice itself, or laid anew over the region or the scan.
+A case has a lattice for each stage: its own grid, or that grid at the stage's spacing (`VoxelGrid.resampled`). The network's input is a
+crop: a box on the lattice, or on another grid with the same axes over the region or the scan.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from medseg.geometry.grid import VoxelGrid
 
 
 class Crop(NamedTuple):
-    """What a network looks at.
+    """Input region of a network.
 
     Attributes:
-        lattice: Grid whose voxels the box counts; goes on beyond its own ends.
+        lattice: Grid whose voxels the box counts; it continues beyond its ends.
         box: Crop in voxels of it; may reach outside.
     """
 
@@ -33,11 +33,11 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True)
 class GridRule:
-    """What a stage does about the size of its crops.
+    """Size and spacing of the crops of a stage.
 
     Attributes:
-        size: Each crop is resized to this shape, (D, H, W), whatever it measures; None keeps the lattice.
-        is_cube: Whether all axes of a crop become as long as its longest; for lattices of one spacing on all axes.
+        size: Each crop is resized to this shape, (D, H, W); None keeps the lattice.
+        is_cube: Whether all axes of a crop grow to the length of the longest; for lattices of equal spacing on all axes.
         range_mm: Least and largest spacing of an axis that the network was trained with; None: that of the lattice alone.
     """
 
@@ -46,29 +46,29 @@ class GridRule:
     range_mm: tuple[float, float] | None = None
 
     def spacing_mm(self, scan_spacing_mm: tuple[float, float, float]) -> tuple[float, float, float] | None:
-        """Choose the spacing at which a scan is seen: that of the range nearest to the scan's own, axis by axis.
+        """Choose the spacing of a crop: the value of the range that is nearest to the scan's own spacing, axis by axis.
 
         Args:
-            scan_spacing_mm: Spacing of the scan as it was made, (z, y, x).
+            scan_spacing_mm: Spacing of the original scan, (z, y, x).
 
         Returns:
             Spacing of the crop's lattice; None: that of the stage's lattice.
         """
-        return None if self.range_mm is None else brought_into(self.range_mm, scan_spacing_mm)
+        return None if self.range_mm is None else clamp_spacing(self.range_mm, scan_spacing_mm)
 
     def crop(
         self, box: VoxelBox, lattice: VoxelGrid, patch_size: tuple[int, int, int] | None, divisor: tuple[int, int, int]
     ) -> Crop:
-        """Lay the grid of the network over a box.
+        """Choose the crop that contains a box.
 
         Args:
-            box: What must be seen, margin included, in voxels of the lattice.
+            box: Region with its margin, in voxels of the lattice.
             lattice: The stage's lattice for this case.
             patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the divisor, larger than a single one.
             divisor: What a whole crop must be a multiple of, (z, y, x).
 
         Returns:
-            Crop that holds the box; a crop of fixed size measures what the box does.
+            Crop that contains the box; a crop of fixed size has the extent of the box.
         """
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
@@ -77,11 +77,11 @@ class GridRule:
         if patch_size is not None:
             return Crop(lattice, box.at_least(patch_size))
         box = box.to_multiple(divisor)
-        # At its deepest level a network would see a single voxel, of which an instance norm can take no variance.
+        # The deepest level of a network would have a single voxel, and an instance norm has no variance of one.
         return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for the metadata of a checkpoint."""
+        """Convert to plain types for the metadata of a checkpoint."""
         return {
             "size": list(self.size) if self.size else None,
             "is_cube": self.is_cube,
@@ -90,7 +90,7 @@ class GridRule:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> GridRule:
-        """Read what `to_dict` wrote; a key that it did not write yet means its default."""
+        """Read what `to_dict` wrote; keys that older checkpoints lack have their defaults."""
         size, range_mm = data["size"], data.get("range_mm")
         return cls(
             (int(size[0]), int(size[1]), int(size[2])) if size else None,
@@ -100,14 +100,14 @@ class GridRule:
 
 
 PLAIN = GridRule()
-"""Crops lie on the lattice, and are as large as what they must hold."""
+"""Crops lie on the lattice, and are as small as the network allows."""
 
 
-def brought_into(range_mm: tuple[float, float], spacing_mm: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Bring each axis of a spacing to the nearest value of a range.
+def clamp_spacing(range_mm: tuple[float, float], spacing_mm: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Clamp each axis of a spacing to a range.
 
     Example:
-        >>> brought_into((1.0, 3.0), (5.0, 0.7, 1.2))
+        >>> clamp_spacing((1.0, 3.0), (5.0, 0.7, 1.2))
         (3.0, 1.0, 1.2)
     """
     low_mm, high_mm = range_mm
@@ -124,7 +124,7 @@ def region_crop(
     divisor: tuple[int, int, int],
     rule: GridRule = PLAIN,
 ) -> Crop:
-    """Choose the crop of a region: the one function for training and for prediction.
+    """Choose the crop of a region, in training and in prediction.
 
     The crop covers the region and the margin, its centre within half a voxel of the region's centre. Where an axis must
     grow by an odd number of voxels, the odd voxel goes to the high end. Its faces are faces of the lattice's voxels. It may
@@ -137,7 +137,7 @@ def region_crop(
         margin_mm: Added on every side, in mm, rounded up to whole voxels.
         patch_size: See `GridRule.crop`.
         divisor: See `GridRule.crop`.
-        rule: What the stage does about the size of its crops.
+        rule: Rule of the stage.
     """
     box = lattice.box_from(from_grid, tight_box)
     # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
@@ -146,7 +146,7 @@ def region_crop(
 
 
 def distortion(spacing_mm: tuple[float, float, float]) -> float:
-    """Say by how much a grid bends the anatomy: the ratio of its largest spacing to its smallest; 1 keeps every shape.
+    """Compute the distortion of the anatomy on a grid: its largest spacing by its smallest; 1 keeps every shape.
 
     Example:
         >>> distortion((3.0, 1.5, 2.0))

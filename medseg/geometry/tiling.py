@@ -1,6 +1,4 @@
-"""Positions and weights of the sliding window."""
-
-from __future__ import annotations
+"""Tiles of a sliding window: positions and weights."""
 
 import math
 

@@ -1,7 +1,5 @@
 """Dice plus cross-entropy, with the gradient written out so that no full-size copy besides it is made."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

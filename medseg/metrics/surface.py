@@ -7,8 +7,6 @@ Source: Nikolov et al., Clinically applicable segmentation of head and neck anat
 google-deepmind/surface-distance (Apache 2.0), whose numbers this module reproduces.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from functools import cache

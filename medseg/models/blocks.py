@@ -5,8 +5,6 @@ activation works in place: a norm saves its input, not its output, so autograd l
 keeps two tensors for the backward pass, the input of its convolution and the input of its norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

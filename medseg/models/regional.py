@@ -1,7 +1,5 @@
 """One model for several regions, and one way of calling it for both stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

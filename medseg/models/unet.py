@@ -1,7 +1,5 @@
 """A 3D UNet whose widest tensors are never made at full resolution unless asked."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 

@@ -19,7 +19,7 @@ from medseg.data.spacings import AVERAGES, ScanSpacings, draw_spacing_mm, typica
 from medseg.data.splits import CaseSource, Split
 from medseg.data.task import Task
 from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid_rule import GridRule, brought_into, region_crop
+from medseg.geometry.grid_rule import GridRule, clamp_spacing, region_crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.training.data_module import CasesDataModule, StageInput
@@ -130,12 +130,12 @@ def test_a_patch_is_cut_at_the_spacing_that_was_drawn(set_up: Callable[..., Any]
 def test_the_tail_is_that_of_the_training_scans_and_validation_sees_what_prediction_does(set_up: Callable[..., Any]) -> None:
     data, _ = set_up(follows_scans=True)
     own = {case.name: case.audit.grid.spacing_mm for case in data.train_cases}
-    possible = {brought_into(RANGE_MM, spacing_mm) for spacing_mm in own.values()}
+    possible = {clamp_spacing(RANGE_MM, spacing_mm) for spacing_mm in own.values()}
     samples = data.train_samples()
     assert {samples[n]["spacing_mm"] for n in range(16)} == possible
     validation = data.val_samples()
     for n in range(len(validation)):
-        assert validation[n]["spacing_mm"] == brought_into(RANGE_MM, own[validation[n]["case"]])
+        assert validation[n]["spacing_mm"] == clamp_spacing(RANGE_MM, own[validation[n]["case"]])
 
 
 @pytest.mark.parametrize("slab_share", [0.0, 1.0])

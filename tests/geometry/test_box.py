@@ -42,7 +42,7 @@ def test_to_multiple_grows_least_and_is_stable() -> None:
         BOX.to_multiple((0, 1, 1))
 
 
-def test_intersect_and_union_are_the_set_operations() -> None:
+def test_intersect_and_contains_are_the_set_operations() -> None:
     space = (12, 13, 14)
     rng = np.random.default_rng(3)
     for _ in range(50):
@@ -54,9 +54,7 @@ def test_intersect_and_union_are_the_set_operations() -> None:
         both = np.zeros(space, bool)
         both[a.intersect(b).slices()] = True
         assert np.array_equal(both, mask_a & mask_b)
-        union = a.union(b)
-        if (mask_a | mask_b).any():
-            assert VoxelBox.from_mask(mask_a | mask_b) == union
+        assert VoxelBox.from_mask(mask_a) == (None if a.is_empty else a)
         assert a.contains(b) == bool((mask_a[mask_b]).all())
 
 
