@@ -20,9 +20,9 @@ def make_logger(config: TrainConfig, start_step: int = 0) -> Logger | bool:
     """
     if not config.logger:
         return False
-    from medseg.training.loggers import go_on
+    from medseg.training.loggers import drop_repeated_steps
 
     logger: Logger = make_target("logger", config.logger)()
     if start_step:
-        go_on(logger, start_step)
+        drop_repeated_steps(logger, start_step)
     return logger

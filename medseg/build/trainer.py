@@ -81,7 +81,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         devices=trainer.devices,
         num_nodes=trainer.num_nodes,
         strategy=_make_strategy(config, device_type),
-        # Ranks come from torchrun or from `launch.py`, whatever a scheduler says about its own processes.
+        # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own processes.
         plugins=[TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()],
         precision=precision,  # type: ignore[arg-type]
         max_steps=config.steps,
@@ -110,9 +110,9 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     """Name or make the Lightning strategy of a configuration."""
     trainer = config.trainer
     if config.model.device_map is not None:
-        from medseg.training.placed import PlacedStrategy
+        from medseg.training.device_map import DeviceMapStrategy
 
-        return PlacedStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
+        return DeviceMapStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
     if trainer.strategy is Strategy.fsdp:
         from lightning.pytorch.strategies import ModelParallelStrategy
 

@@ -1,9 +1,7 @@
-"""The `find_lr` command: one short run in which the learning rate climbs, a picture of its loss, and the rate to take."""
+"""The `find_lr` command: one short run in which the learning rate climbs, a plot of its loss, and the suggested rate."""
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +9,15 @@ from medseg.build.spacing import find_spacing
 from medseg.commands import entry
 from medseg.config.schema import FindLrConfig
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, UserError
-from medseg.io.atomic import check_writable, replace_text
+from medseg.errors import EXIT_FAILED, require
+from medseg.io.atomic import check_writable
+from medseg.report.tables import write_csv
 
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 
 
 def main() -> None:
-    """Compose, check, climb."""
+    """Find the learning rate of what the command line composes."""
     entry.run("find_lr", FindLrConfig, find_lr)
 
 
@@ -31,10 +30,14 @@ def find_lr(config: FindLrConfig) -> int:
     Raises:
         UserError: If the rates do not rise, or several ranks are asked for.
     """
-    if config.lowest_lr >= config.highest_lr:
-        raise UserError(f"lowest_lr={config.lowest_lr:g} must lie below highest_lr={config.highest_lr:g}")
-    if config.trainer.devices * config.trainer.num_nodes > 1:
-        raise UserError("trainer: one rank finds the rate of stage.batch_size for any number of them; choose trainer=single")
+    require(
+        config.lowest_lr < config.highest_lr,
+        f"lowest_lr={config.lowest_lr:g} must lie below highest_lr={config.highest_lr:g}",
+    )
+    require(
+        config.trainer.devices * config.trainer.num_nodes == 1,
+        "trainer: one rank finds the rate of stage.batch_size for any number of them; choose trainer=single",
+    )
     import torch
 
     from medseg.build.data import make_data_module
@@ -47,30 +50,27 @@ def find_lr(config: FindLrConfig) -> int:
     find_spacing(config.spacing, config.data)
     output = Path(config.output)
     check_writable(output)
-    # The rates are the test's own, and nothing is left behind but its result.
+    # The test sets the rates itself, and leaves nothing behind but its result.
     config = replace(config, schedule=CONSTANT, warmup_steps=0, logger={}, run_dir=str(output))
     torch.manual_seed(config.seed)
     network = make_network(config)
     load_initial_weights(network, config)
-    climb = LrRange(config.lowest_lr, config.highest_lr, config.steps)
-    trainer = make_trainer(config, [climb])
+    lr_range = LrRange(config.lowest_lr, config.highest_lr, config.steps)
+    trainer = make_trainer(config, [lr_range])
     trainer.limit_val_batches = 0
-    module = make_module(config, network, {})
-    trainer.fit(module, datamodule=make_data_module(config))
+    trainer.fit(make_module(config, network, {}), datamodule=make_data_module(config))
 
-    rates, losses = climb.rates, climb.losses
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("lr", "loss"), *zip(rates, losses, strict=True)])
-    replace_text(output / "find_lr.csv", text.getvalue())
-    found = suggest_lr(rates, losses)
+    lrs, losses = lr_range.lrs, lr_range.losses
+    write_csv(output / "find_lr.csv", [{"lr": lr, "loss": loss} for lr, loss in zip(lrs, losses, strict=True)], ("lr", "loss"))
+    found = suggest_lr(lrs, losses)
     if losses:
         name = str(config.optimizer["_target_"]).rpartition(".")[2]
         title = f"{config.stage.name.value}, {name}, stage.batch_size={config.stage.batch_size}"
-        draw_lr_range(rates, losses, smoothed(losses).tolist(), found, title, output / "find_lr.png")
+        draw_lr_range(lrs, losses, smoothed(losses).tolist(), found, title, output / "find_lr.png")
     if found is None:
         say("the loss never falls; try a lower lowest_lr or more steps")
         return EXIT_FAILED
-    # `lr_scaling` will multiply what is given.
+    # `lr_scaling` multiplies the rate that is given.
     factor = scale_rates({"lr": 1.0}, config)["lr"]
     print(f"optimizer.lr={found / factor:.2g}")
     print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")

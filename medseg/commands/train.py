@@ -1,7 +1,8 @@
-"""The `train` command: compose, check, hand over to one worker process per rank; a multirun is many runs."""
+"""The `train` command: opens a run folder and trains in this process or on several ranks; a multirun runs many jobs."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hydra
@@ -14,25 +15,26 @@ from medseg.config.check import resolved, to_config
 from medseg.config.schema import TrainConfig
 from medseg.console import say
 from medseg.errors import require
-from medseg.runs import sweeps as jobs
+from medseg.runs import sweeps
 from medseg.runs.folder import changed_config, find_run, open_run, remove_if_empty
-from medseg.runs.launch import check_start, join_torchrun, num_local_ranks, start_workers, tell_torchrun
-from medseg.runs.ranks import is_under_torchrun
+from medseg.runs.processes import check_start, start_ranks
+from medseg.runs.ranks import from_first_rank, is_under_torchrun, num_restarts, rank
 from medseg.runs.status import Status
 
 
 def main() -> None:
     """Train what the command line composes."""
-    join_torchrun()
+    # Processes that this one starts import nothing from the working folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        entry.run("train", TrainConfig, train, jobs.note_refusal, jobs.exit_codes, read)
+        entry.run("train", TrainConfig, train, sweeps.note_refusal, sweeps.exit_codes, read)
     finally:
-        for sweep_dir in filter(Path.is_dir, jobs.SweepFolder.started):
-            print(f"comparison of the jobs: {jobs.compare(sweep_dir)}")
+        for sweep_dir in filter(Path.is_dir, sweeps.SweepFolder.started):
+            print(f"comparison of the jobs: {sweeps.compare(sweep_dir)}")
 
 
 def read(composed: DictConfig) -> TrainConfig:
-    """The configuration that a command line means: what it composes, or a run that goes on with some keys changed."""
+    """Check the composed configuration, or that of the run to resume with the keys that the command line changes."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN or composed.resume in (None, "auto"):
         return to_config(composed, TrainConfig)
@@ -41,32 +43,31 @@ def read(composed: DictConfig) -> TrainConfig:
 
 
 def train(config: TrainConfig) -> int:
-    """Open the run folder and run its workers; returns their exit code."""
+    """Open the run folder and train; returns the exit code. Under torchrun the first rank opens it for all."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN:
         require(
             not is_under_torchrun(),
             "torchrun starts the ranks of one run; start a multirun with python, its jobs start their own",
         )
-        return jobs.run_job(config)
+        return sweeps.run_job(config)
     check_start(config)
+    opened = from_first_rank(open_or_leave(config) if rank() == 0 else None)
+    remove_if_empty(Path(hydra_config.runtime.output_dir))
+    return 0 if opened is None else start_ranks(opened)
+
+
+def open_or_leave(config: TrainConfig) -> TrainConfig | None:
+    """Open the run folder that `resume` and `run_dir` mean; None where that run has finished."""
+    if config.resume is None and num_restarts():  # torchrun starts its ranks again after one has died
+        config.resume = "auto"
     if config.resume == "auto":
-        found = find_run(config)
-        if found is not None and found[1] is Status.finished:
-            say(f"finished already: {found[0]}")
-            if is_under_torchrun():
-                tell_torchrun(None)
-            return 0
-        config.resume = str(found[0]) if found is not None else None
+        run_dir, status = find_run(config) or (None, None)
+        if status is Status.finished:
+            say(f"finished already: {run_dir}")
+            return None
+        config.resume = str(run_dir) if run_dir is not None else None
     if config.resume is not None:
         say(f"going on with {config.resume}")
-    run_dir = open_run(config)
-    composed_dir = Path(hydra_config.runtime.output_dir)
-    if run_dir != composed_dir:
-        remove_if_empty(composed_dir)
-    if is_under_torchrun():
-        tell_torchrun(run_dir if config.start else None)
-    if not config.start:
-        print(f"to be started with torchrun … -m medseg.runs.worker {run_dir}")
-        return 0
-    return start_workers(run_dir, num_local_ranks(config))
+    open_run(config)
+    return config

@@ -310,7 +310,6 @@ class TrainConfig:
         int, Knob("Length of the run, whatever the number of ranks and micro-batches.", "[1, inf)", "optimiser steps")
     ]
     resume: Annotated[Text, Knob("Run folder to resume from its last.ckpt; auto: the unfinished run of the same signature.")]
-    start: Annotated[bool, Knob("false: only write and check the run folder.")]
     checkpoint_every: Annotated[
         int | None, Knob("Interval of last.ckpt; null: at validations only.", "[1, inf)", "optimiser steps")
     ]

@@ -12,7 +12,6 @@ from typing import Any
 NEUTRAL_KEYS = (
     "name",
     "resume",
-    "start",
     "checkpoint_every",
     "retry_failed",
     "run_dir",

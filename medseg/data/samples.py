@@ -6,6 +6,7 @@ Sample n is a function of (seed, n). The data sets hold plain data, so they can 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypedDict
@@ -380,8 +381,13 @@ def one_thread() -> Iterator[None]:
 
 
 def init_worker(_: int) -> None:
-    """Keep a loader's worker to one thread (`worker_init_fn`)."""
+    """Keep a loader worker to one thread, and let it outlive signals to its process group (`worker_init_fn`).
+
+    The training process saves and then ends its workers; it could not save if they ended first.
+    """
     torch.set_num_threads(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _random_box(size: tuple[int, int, int], within: VoxelBox, rng: np.random.Generator) -> VoxelBox:

@@ -1,4 +1,4 @@
-"""How a run ends: the status that its files name, and the exit code that carries it from process to process."""
+"""Status of a run, and the exit code that carries it from process to process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from medseg.training.preemption import SIGNALS, Preempted
 
 
 class Status(Enum):
-    """What became of a run."""
+    """Status in `summary.json` of a run and in `job.json` of a job."""
 
     running = "running"
     finished = "finished"
@@ -32,7 +32,7 @@ class Status(Enum):
     failed = "failed"
 
 
-# A job with one of these has had its turn; the others go on when the sweep is resumed.
+# A resumed sweep leaves jobs of these statuses, unless `retry_failed` is on, and goes on with interrupted ones.
 FAILURES = frozenset({Status.refused, Status.out_of_memory, Status.not_finite, Status.failed})
 
 _STATUS_OF = {
@@ -42,15 +42,15 @@ _STATUS_OF = {
     EXIT_NOT_FINITE: Status.not_finite,
     EXIT_RESUME: Status.interrupted,
     EXIT_INTERRUPTED: Status.interrupted,
-    # Asked to stop before it could listen.
+    # Signals to a process that had not yet installed its handlers.
     **{-number: Status.interrupted for number in (signal.SIGINT, *SIGNALS)},
-    # What Linux does to a process when the machine's memory is full.
+    # Linux kills a process when the machine's memory is full.
     -signal.SIGKILL: Status.out_of_memory,
 }
 
 
 def status_of(code: int) -> Status:
-    """The status that an exit code of a worker means.
+    """Translate the exit code of a process to a status.
 
     Example:
         >>> [status_of(code).value for code in (0, 2, -9, -11)]
@@ -60,28 +60,26 @@ def status_of(code: int) -> Status:
 
 
 def exit_code_of(status: Status) -> int:
-    """The exit code that carries a status."""
+    """Translate a status to the exit code that carries it."""
     return next((code for code, meant in _STATUS_OF.items() if meant is status), EXIT_FAILED)
 
 
-def ending_of(error: BaseException) -> tuple[int, str]:
-    """The exit code of a worker that ends with an error, and the sentence that its files keep.
+def end_of(error: BaseException) -> tuple[int, str]:
+    """Describe the end of a run by an error.
 
     Args:
         error: What ended the training.
 
     Returns:
-        Exit code and message.
+        Exit code, and the message for `summary.json`.
     """
-    if isinstance(error, Preempted):
-        return EXIT_RESUME, "asked to stop; saved, resume goes on with the next step"
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, "interrupted; resume goes on from the last checkpoint"
-    if isinstance(error, NotFiniteError):
-        return EXIT_NOT_FINITE, str(error)
-    if isinstance(error, UserError):
-        return EXIT_USER_ERROR, str(error)
     first_line = (str(error).strip().splitlines() or [""])[0]
-    if is_out_of_memory(error):
-        return EXIT_OUT_OF_MEMORY, f"out of memory: {first_line}"
-    return EXIT_FAILED, f"{type(error).__name__}: {first_line}"
+    ends: list[tuple[bool, int, str]] = [
+        (isinstance(error, Preempted), EXIT_RESUME, "asked to stop; saved, resume goes on with the next step"),
+        (isinstance(error, KeyboardInterrupt), EXIT_INTERRUPTED, "interrupted; resume goes on from the last checkpoint"),
+        (isinstance(error, NotFiniteError), EXIT_NOT_FINITE, str(error)),
+        (isinstance(error, UserError), EXIT_USER_ERROR, str(error)),
+        (is_out_of_memory(error), EXIT_OUT_OF_MEMORY, f"out of memory: {first_line}"),
+    ]
+    failed = (EXIT_FAILED, f"{type(error).__name__}: {first_line}")
+    return next(((code, message) for is_it, code, message in ends if is_it), failed)

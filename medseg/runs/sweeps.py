@@ -1,9 +1,7 @@
-"""The jobs of a multirun: each has a folder with a record of what it was and what became of it, by which a sweep is resumed."""
+"""Sweep: a folder with a record of each job, by which a multirun is resumed and compared."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import signal
@@ -11,8 +9,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
@@ -25,32 +24,26 @@ from medseg.config.signature import plain, signature
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, UserError
 from medseg.io.atomic import replace_text
-from medseg.io.locks import holder
-from medseg.runs.folder import (
-    CONFIG_FILE,
-    END_S,
-    LOCK_FILE,
-    is_busy,
-    open_run,
-    read_summary,
-    remove_if_empty,
-    settle,
-)
-from medseg.runs.launch import check_start, num_local_ranks, start_workers
+from medseg.io.locks import is_locked
+from medseg.report.tables import write_csv
+from medseg.runs.folder import CONFIG_FILE, LOCK_FILE, is_busy, open_run, read_summary, remove_if_empty, settle
+from medseg.runs.processes import check_start, exit_on_signals, run_in_process
 from medseg.runs.status import FAILURES, Status, exit_code_of, status_of
 
 JOB_FILE = "job.json"
 SWEEP_FILE = "sweep.json"
+# How long the jobs of a stopped sweep may take to save, in s.
+STOP_S = 30.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What `job.json` says.
+    """Content of `job.json`.
 
     Attributes:
         number: Place in the sweep.
-        status: What became of it; `running` from the start on, so that a killed job is known by it.
-        message: Why it was refused or failed.
+        status: `running` from the start on, so that a killed job is known by it.
+        message: Why the job was refused or failed.
         overrides: The arguments of the job, by key.
         signature: Hash of what its result depends on; empty where the configuration was refused.
     """
@@ -68,14 +61,16 @@ class Job:
 
 
 def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
-    """The jobs of a sweep by their folder, in the order of their numbers."""
-    found = {path.parent: json.loads(path.read_text(encoding="utf-8")) for path in sweep_dir.rglob(JOB_FILE)}
-    jobs = {folder: Job(**{**record, "status": Status(record["status"])}) for folder, record in found.items()}
+    """Read the jobs of a sweep by their folder, in the order of their numbers."""
+    jobs = {}
+    for path in sweep_dir.rglob(JOB_FILE):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        jobs[path.parent] = Job(**{**record, "status": Status(record["status"])})
     return dict(sorted(jobs.items(), key=lambda item: (item[1].number, str(item[0]))))
 
 
 class SweepFolder(Callback):
-    """Hydra's hook at the start of a multirun: one folder for the whole sweep, with a note of what is swept.
+    """Hydra callback at the start of a multirun: one folder for the whole sweep, with a record of what is swept.
 
     A folder that depends on a swept key (`runs/${name}/…`) or on the hour would otherwise be another one for each job.
     """
@@ -83,26 +78,23 @@ class SweepFolder(Callback):
     started: ClassVar[list[Path]] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Pin the folder for all jobs, in whatever process they are composed, and write `sweep.json`."""
+        """Fix the folder for all jobs, in whatever process they are composed, and write `sweep.json`."""
         sweep_dir = Path(config.hydra.sweep.dir).absolute()
         self.started.append(sweep_dir)
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # where the jobs run in other processes
-            signal.signal(number, lambda *_: _stop(sweep_dir))
+        exit_on_signals(lambda *_: _stop_jobs(sweep_dir))
         with open_dict(config):
             config.hydra.overrides.hydra.extend(quote_paths([f"hydra.sweep.dir={sweep_dir}"]))
         given = [str(override) for override in config.hydra.overrides.task]
         parsed = OverridesParser.create().parse_overrides(given)
         swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
         swept |= set((config.hydra.sweeper.get("params") or {}).keys())
-        path = sweep_dir / SWEEP_FILE
-        if path.is_file():
-            swept |= set(json.loads(path.read_text(encoding="utf-8"))["swept"])
+        swept |= set(_swept(sweep_dir))
         sweep_dir.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps({"overrides": given, "swept": sorted(swept)}, indent=1))
+        replace_text(sweep_dir / SWEEP_FILE, json.dumps({"overrides": given, "swept": sorted(swept)}, indent=1))
 
 
 def run_job(config: TrainConfig) -> int:
-    """Run one job of a multirun, go on with it where it was interrupted, or leave it where it had its turn.
+    """Run one job of a multirun, resume it where it was interrupted, or leave it where it has ended.
 
     Returns:
         Exit code of the job, that of an earlier attempt where it is left.
@@ -128,32 +120,36 @@ def run_job(config: TrainConfig) -> int:
     config.run_dir = str(job_dir)
     job.write(job_dir)
     code, message = exit_code_of(Status.interrupted), ""  # unless the job comes to an end
-    # A launcher has its jobs in processes of their own, which must not survive it.
-    parent = None if HydraConfig.get().launcher._target_.endswith("BasicLauncher") else os.getppid()
+    # A launcher's worker process may survive the launcher; its job must not.
+    parent = os.getppid()
+
+    def is_orphan() -> bool:
+        return not _is_basic_launcher() and os.getppid() != parent
+
     try:
         check_start(config)
-        code = start_workers(open_run(config), num_local_ranks(config), lambda: parent is not None and os.getppid() != parent)
+        open_run(config)
+        code = run_in_process(config, is_orphan)
         message = read_summary(job_dir).get("message", "")
     except UserError as error:
         code, message = exit_code_of(Status.refused), str(error)
         say(message)
     finally:
         replace(job, status=status_of(code), message=message).write(job_dir)
-        compare(sweep_dir)  # after each job: a launcher may run the jobs in processes of their own
-    if parent is not None and os.getppid() != parent:
-        os._exit(code)  # there is nobody left to bring the code to
-    if code == EXIT_RESUME and parent is None:
+        compare(sweep_dir)  # after each job: a launcher may run the jobs in other processes
+    if is_orphan():
+        os._exit(code)  # nobody is left to receive the code
+    if code == EXIT_RESUME and _is_basic_launcher():
         sys.exit(code)  # the system wants this process to end, not the next job to begin
     return code
 
 
 def find_job(sweep_dir: Path, job: Job) -> Path | None:
-    """The folder of the same job in a sweep: of the same signature, and with the same choices of what is swept.
+    """Find the folder of the same job in a sweep: of the same signature, and with the same choices of what is swept.
 
     The choices count beside the signature, since a sweep may compare what changes no result, such as `data.num_workers`.
     """
-    path = sweep_dir / SWEEP_FILE
-    swept = json.loads(path.read_text(encoding="utf-8"))["swept"] if path.is_file() else list(job.overrides)
+    swept = _swept(sweep_dir) if (sweep_dir / SWEEP_FILE).is_file() else list(job.overrides)
     for folder, other in read_jobs(sweep_dir).items():
         is_same = all(other.overrides.get(key) == job.overrides.get(key) for key in swept)
         if is_same and other.signature == job.signature:
@@ -174,12 +170,12 @@ def note_refusal(message: str) -> None:
 
 
 def exit_codes() -> list[int]:
-    """The exit codes of all jobs of the sweeps that this process started, wherever their jobs ran."""
+    """Exit codes of all jobs of the sweeps that this process started, wherever the jobs ran."""
     return [exit_code_of(job.status) for sweep_dir in SweepFolder.started for job in read_jobs(sweep_dir).values()]
 
 
 def compare(sweep_dir: Path) -> Path:
-    """Write `comparison.csv`, one line per job: the arguments in which the jobs differ, what became of it, what it reached.
+    """Write `comparison.csv`, one line per job: the arguments in which the jobs differ, status, and results.
 
     Args:
         sweep_dir: Folder of a multirun; a job is a folder below it with a `job.json`.
@@ -190,37 +186,44 @@ def compare(sweep_dir: Path) -> Path:
     jobs = read_jobs(sweep_dir)
     keys = list(dict.fromkeys(key for job in jobs.values() for key in job.overrides))
     differing = [key for key in keys if len({job.overrides.get(key) for job in jobs.values()}) > 1]
-    rows = []
-    for job_dir, job in jobs.items():
-        summary = read_summary(job_dir)
-        rows.append(
-            {
-                "run": str(job_dir.relative_to(sweep_dir)),
-                **{key: job.overrides.get(key) for key in differing},
-                **{key: value for key, value in summary.items() if isinstance(value, (int, float, str))},
-                "status": job.status.value,
-                "message": job.message,
-            }
-        )
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    rows = [
+        {
+            "run": str(job_dir.relative_to(sweep_dir)),
+            **{key: job.overrides.get(key) for key in differing},
+            **{key: value for key, value in read_summary(job_dir).items() if isinstance(value, (int, float, str))},
+            "status": job.status.value,
+            "message": job.message,
+        }
+        for job_dir, job in jobs.items()
+    ]
     path = sweep_dir / "comparison.csv"
-    replace_text(path, text.getvalue())
+    write_csv(path, rows)
     return path
 
 
-def _stop(sweep_dir: Path) -> None:
-    """Ask the workers of a sweep that run on this machine to stop, give them the time to save, and end."""
-    workers = {folder: process for folder in read_jobs(sweep_dir) if (process := holder(folder / LOCK_FILE)) is not None}
-    for process in workers.values():
-        os.kill(process, signal.SIGTERM)
-    deadline_s = time.monotonic() + END_S
-    while any(read_jobs(folder)[folder].status is Status.running for folder in workers) and time.monotonic() < deadline_s:
+def _stop_jobs(sweep_dir: Path) -> NoReturn:
+    """Ask all jobs of a sweep on this machine to stop, give them the time to save, and end this process.
+
+    The launcher would kill its worker processes at once, and with them the jobs.
+    """
+    busy = [folder for folder in read_jobs(sweep_dir) if is_locked(folder / LOCK_FILE)]
+    for process in psutil.Process().children(recursive=True):
+        process.send_signal(signal.SIGTERM)  # loader workers ignore it
+    deadline_s = time.monotonic() + STOP_S
+    while any(read_jobs(folder)[folder].status is Status.running for folder in busy) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     sys.exit(EXIT_RESUME)
+
+
+def _is_basic_launcher() -> bool:
+    """Whether the jobs of this multirun are composed in the process that the user started."""
+    return str(HydraConfig.get().launcher._target_).endswith("BasicLauncher")
+
+
+def _swept(sweep_dir: Path) -> list[str]:
+    """Keys that `sweep.json` names as swept; none where there is no such file."""
+    path = sweep_dir / SWEEP_FILE
+    return list(json.loads(path.read_text(encoding="utf-8"))["swept"]) if path.is_file() else []
 
 
 def _folders() -> tuple[Path, Path]:

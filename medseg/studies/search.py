@@ -28,7 +28,7 @@ from medseg.runs.folder import (
     status_of_run,
     write_end,
 )
-from medseg.runs.launch import check_start, num_local_ranks, start_workers
+from medseg.runs.processes import check_start, run_in_process
 from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
@@ -52,8 +52,8 @@ def search(config: SearchConfig) -> int:
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN:
         raise UserError("search runs trials by itself: leave out -m")
-    if config.resume is not None or config.retry_failed or not config.start:
-        raise UserError("search starts its trials, and goes on, by itself: leave out resume, retry_failed and start")
+    if config.resume is not None or config.retry_failed:
+        raise UserError("search starts its trials, and goes on, by itself: leave out resume and retry_failed")
     try:
         from medseg.studies.search_journal import SearchJournal
     except ModuleNotFoundError as error:
@@ -137,7 +137,7 @@ def run_job(turn: Turn, job_dir: Path, config: TrainConfig) -> tuple[Status, str
         reason = turn.report(validations(run_dir / HISTORY_FILE))
         return bool(reason)
 
-    code = start_workers(run_dir, num_local_ranks(config), has_seen_enough)
+    code = run_in_process(config, has_seen_enough)
     if code == 0:
         turn.report(validations(run_dir / HISTORY_FILE))  # the last ones: later trials are compared with them
     elif reason:

@@ -1,4 +1,4 @@
-"""The exponential moving average of a network's weights: quieter than the weights of any one step."""
+"""Exponential moving average of a network's weights, less noisy than the weights of any one step."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
-    """Average the weights that a network had after each optimiser step, the later the more.
+    """Averages the weights that a network has after each optimiser step.
 
     After n steps the average is decay^(n-1) w_1 + (1 - decay) Σ decay^(n-k) w_k, k = 2 … n: it begins with the weights after the
-    first step. Running statistics of norms are averaged alike; counters are not.
+    first step. Running statistics of norms are averaged too; counters are not.
 
     Args:
         network: Network in training.
-        decay: Share of the average that a step keeps, in (0, 1).
+        ema_decay: Share of the average that a step keeps, in (0, 1).
     """
 
-    def __init__(self, network: nn.Module, decay: float) -> None:
+    def __init__(self, network: nn.Module, ema_decay: float) -> None:
         self.network = network
-        self._blend = get_ema_multi_avg_fn(decay)
+        self._blend = get_ema_multi_avg_fn(ema_decay)
         self._values: dict[str, Tensor] = {}
 
     def update(self) -> None:
-        """Take in the weights as they are after a step."""
+        """Add the weights as they are after a step."""
         weights = self._weights()
-        if not self._values:
+        if self._values:
+            self._blend(list(self._on_device(weights).values()), list(weights.values()), 0)
+        else:
             self._values = {name: weight.clone() for name, weight in weights.items()}
-            return
-        self._blend(list(self._beside(weights).values()), list(weights.values()), 0)
 
     def exchange(self) -> None:
-        """Put the average into the network and keep the weights, or the other way round; nothing before the first step."""
+        """Exchange the average and the network's weights; nothing happens before the first step."""
         weights = self._weights()
-        for name, value in self._beside(weights).items():
+        for name, value in self._on_device(weights).items():
             kept = weights[name].clone()
             weights[name].copy_(value)
             value.copy_(kept)
@@ -44,13 +44,13 @@ class WeightAverage:
         return dict(self._values)
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Go on from an average that `values` gave; what is not averaged may stand among them."""
+        """Take over the average of a checkpoint; what is not averaged may be among its values."""
         self._values = {name: values[name].clone() for name in self._weights()}
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: weight for name, weight in self.network.state_dict().items() if torch.is_floating_point(weight)}
 
-    def _beside(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The average where the network lies, which may have moved since it was loaded."""
+    def _on_device(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The average on the devices of the weights, which may have moved since it was loaded."""
         self._values = {name: value.to(weights[name].device) for name, value in self._values.items()}
         return self._values

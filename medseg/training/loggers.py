@@ -1,30 +1,28 @@
-"""Loggers of a run that goes on: what came after its checkpoint comes again, and must not stand there twice."""
+"""Loggers of a resumed run: steps that the run repeats must not appear twice."""
 
 from __future__ import annotations
 
-import csv
 import warnings
 from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+from medseg.report.tables import read_csv
 
-def go_on(logger: Logger, step: int) -> None:
-    """Drop what a logger has from a step on; to be called before anything else uses it.
+
+def drop_repeated_steps(logger: Logger, start_step: int) -> None:
+    """Drop what a logger has from a step on; call it before anything else uses the logger.
 
     Args:
         logger: Lightning's TensorBoard or CSV logger; another one is left alone.
-        step: Optimiser steps that the run has made; they count from 0 in a logger.
+        start_step: Optimiser steps that the run has made; they count from 0 in a logger.
     """
     if isinstance(logger, TensorBoardLogger):
         # TensorBoard skips the older events from there on when it reads the folder.
-        logger._kwargs.setdefault("purge_step", step)
+        logger._kwargs.setdefault("purge_step", start_step)
     elif isinstance(logger, CSVLogger):
         path = Path(logger.log_dir) / "metrics.csv"
-        rows: list[dict[str, str]] = []
-        if path.is_file():
-            with path.open(newline="") as file:
-                rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+        rows = [row for row in read_csv(path) if int(row["step"]) < start_step] if path.is_file() else []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it deletes the file, and says so
-            logger.experiment.metrics = list(rows)
+            warnings.simplefilter("ignore")  # it deletes the file, and warns of that
+            logger.experiment.metrics = rows

@@ -1,4 +1,4 @@
-"""The learning rate range test (Smith 2017): one short run in which the rate climbs until the loss gets worse."""
+"""Learning rate range test (Smith 2017): one short run in which the rate climbs until the loss diverges."""
 
 from __future__ import annotations
 
@@ -11,47 +11,44 @@ import lightning.pytorch as pl
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-# Steps whose mean loss says whether the run has diverged, and by how much it then exceeds the lowest mean.
+# Steps whose mean loss shows divergence, and the multiple of the lowest such mean at which the run ends.
 WINDOW, DIVERGED = 5, 4.0
 
 
 class LrRange(pl.Callback):
-    """Let the rate climb evenly on a logarithmic scale, one rate per optimiser step, and end the run when it diverges.
-
-    Lightning's own `lr_find` halves the first losses that it shows (its bias correction is a step ahead), which hides where the loss
-    begins to fall.
+    """Raises the rate evenly on a logarithmic scale, one rate per optimiser step, and ends the run when it diverges.
 
     Args:
-        lowest: First rate.
-        highest: Rate of the last step.
+        lowest_lr: First rate.
+        highest_lr: Rate of the last step.
         steps: Optimiser steps of the run.
 
     Attributes:
-        rates: Rate of each step made.
+        lrs: Rate of each step made.
         losses: Its loss, the mean over the micro-batches.
     """
 
-    def __init__(self, lowest: float, highest: float, steps: int) -> None:
-        self.ladder = np.geomspace(lowest, highest, steps).tolist()
-        self.rates: list[float] = []
+    def __init__(self, lowest_lr: float, highest_lr: float, steps: int) -> None:
+        self.planned_lrs = np.geomspace(lowest_lr, highest_lr, steps).tolist()
+        self.lrs: list[float] = []
         self.losses: list[float] = []
         self.parts: list[float] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Set the rate of the step."""
         for group in trainer.optimizers[0].param_groups:
-            group["lr"] = self.ladder[trainer.global_step]
+            group["lr"] = self.planned_lrs[trainer.global_step]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the loss; leave when it is not finite or has grown beyond return."""
-        self.parts.append(float(trainer.callback_metrics["train/loss"]))
+        """Keep the loss; end the run when it is not finite or has diverged."""
+        self.parts.append(float(pl_module.train_loss))  # type: ignore[arg-type]
         if len(self.parts) < trainer.accumulate_grad_batches:
             return
         loss, self.parts = fmean(self.parts), []
         if math.isfinite(loss):
-            self.rates.append(self.ladder[len(self.rates)])
+            self.lrs.append(self.planned_lrs[len(self.lrs)])
             self.losses.append(loss)
         trainer.should_stop = trainer.should_stop or not math.isfinite(loss) or has_diverged(self.losses)
 
@@ -63,15 +60,15 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
-    """Losses without the noise of single batches, and without the lag that a running mean would have."""
+    """Smooth the noise of single batches with a Gaussian, which, unlike a running mean, does not lag."""
     return gaussian_filter1d(np.asarray(losses, dtype=float), sigma=max(1.0, len(losses) / 25), mode="nearest")
 
 
-def suggest_lr(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The rate at which the smoothed loss falls steepest over the logarithm of the rate, before its minimum.
+def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
+    """Find the rate, before the minimum of the smoothed loss, at which the loss falls steepest over the logarithm of the rate.
 
     Args:
-        rates: Rates, rising.
+        lrs: Rates, rising.
         losses: Loss of the step made at each.
 
     Returns:
@@ -81,5 +78,5 @@ def suggest_lr(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     lowest = int(curve.argmin()) if len(curve) else 0
     if lowest < 2:
         return None
-    slope = np.gradient(curve[: lowest + 1], np.log(np.asarray(rates[: lowest + 1])))
-    return float(rates[int(slope.argmin())])
+    slope = np.gradient(curve[: lowest + 1], np.log(np.asarray(lrs[: lowest + 1])))
+    return float(lrs[int(slope.argmin())])

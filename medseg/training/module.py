@@ -65,6 +65,7 @@ class SegmentationModule(pl.LightningModule):
         self.average = WeightAverage(network, ema_decay) if ema_decay is not None else None
         self.metadata = metadata
         # Dice by case, region and label: a case that two ranks score counts once.
+        self.train_loss: Tensor | None = None
         self.val_scores: dict[tuple[str, int, int], float] = {}
 
     def configure_model(self) -> None:
@@ -85,8 +86,9 @@ class SegmentationModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss of one micro-batch; Lightning divides it by the number of micro-batches."""
         loss: Tensor = self.loss(self.network(batch["image"], batch["region"]), batch["target"])
-        # No graph and no synchronisation: the history reads the value when it writes it.
-        self.log("train/loss", loss.detach(), on_step=True, on_epoch=False, prog_bar=True, batch_size=len(batch["image"]))
+        # Without graph, and not read from the device: the history does that when it writes a line.
+        self.train_loss = loss.detach()
+        self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=len(batch["image"]))
         return loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: a signal is noted, the run saves at the end of its step, and leaves."""
+"""Request to stop: a signal is noted, the run saves at the end of its step and leaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType
 
-# A system that is shut down; SLURM before it pre-empts or at the time limit (`--signal=USR1@120`; submitit asks for USR2).
+# SIGTERM: shutdown of the system. SIGUSR1: SLURM before pre-emption or the time limit (`--signal=USR1@120`). SIGUSR2: submitit.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -19,7 +19,7 @@ class StopRequest:
 
     Attributes:
         is_asked: Whether one came.
-        is_safe: Whether a run that ends at once loses nothing; it then does.
+        is_safe: Whether a run that ends at once loses nothing; then it does end at once.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StopRequest:
         self.is_safe = True
 
     def install(self) -> None:
-        """Take the signals over, from the main thread only, as Python wants it."""
+        """Handle the signals; Python allows this in the main thread alone."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._note)

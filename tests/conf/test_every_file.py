@@ -12,7 +12,7 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig
 from medseg.runs import folder as runs
-from medseg.runs import worker
+from medseg.runs.train_run import train_run
 from medseg.studies.search_space import check_space, composer
 
 # Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
@@ -48,7 +48,7 @@ def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path
         composed = hydra.compose("train", [*overrides, f"run_dir='{tmp_path / 'run'}'"])
     config = to_config(composed, TrainConfig)
     run_dir = runs.open_run(config)
-    summary = worker.train(run_dir)
+    summary = train_run(config)
     assert summary["steps"] == 2
     assert 0.0 <= summary["val_dice_best"] <= 1.0
     assert (run_dir / "checkpoints" / "last.ckpt").is_file()

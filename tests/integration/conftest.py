@@ -10,8 +10,8 @@ import pytest
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
-from medseg.runs import folder as runs
-from medseg.runs import worker
+from medseg.runs.folder import open_run
+from medseg.runs.train_run import train_run
 
 
 def train(run_dir: Path, table: Path, *overrides: str) -> Path:
@@ -22,7 +22,8 @@ def train(run_dir: Path, table: Path, *overrides: str) -> Path:
     ]  # fmt: skip
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("train", [*common, *overrides]), TrainConfig)
-    worker.train(runs.open_run(config))
+    open_run(config)
+    train_run(config)
     return run_dir / "checkpoints" / "last.ckpt"
 
 

@@ -18,8 +18,10 @@ import torch
 
 import medseg.training.callbacks
 import medseg.training.data_module
+import medseg.training.history
 import medseg.training.loggers  # noqa: F401
-from medseg.runs import worker
+from medseg.runs.folder import load_config
+from medseg.runs.train_run import train_run
 from medseg.training.module import SegmentationModule
 
 
@@ -40,7 +42,7 @@ def start(run_dir: Path) -> tuple[int, int]:
     SegmentationModule.on_train_batch_start = tell  # type: ignore[method-assign, assignment]
     code = 1
     try:
-        worker.train(run_dir)
+        train_run(load_config(run_dir))
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -16,7 +16,8 @@ import torch
 import medseg
 from medseg.build.stages import load_stage
 from medseg.io.read import read_image
-from medseg.runs import worker
+from medseg.runs.folder import load_config
+from medseg.runs.train_run import train_run
 from medseg.training.module import RAW_WEIGHTS
 
 from .conftest import train
@@ -149,7 +150,7 @@ def test_ranks_that_divide_the_weights_make_the_same_run(tiny_table: Path, tmp_p
     assert load_stage(tmp_path / "whole" / "checkpoints" / "last.ckpt", "coarse", torch.device("cpu")).name == "coarse"
     # The files are those of any run: one rank goes on with what two began.
     shutil.copy(part, tmp_path / "one" / "checkpoints" / "last.ckpt")
-    worker.train(tmp_path / "one")
+    train_run(load_config(tmp_path / "one"))
     one, other = (weights(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("one", "whole"))
     for key, value in one.items():
         torch.testing.assert_close(value, other[key], rtol=1e-4, atol=1e-5)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from medseg.runs import worker
+from medseg.runs.folder import load_config
+from medseg.runs.train_run import train_run
 from medseg.training.module import RAW_WEIGHTS
 
 from .conftest import train
@@ -64,11 +65,12 @@ def history(run_dir: Path) -> list[dict[str, str]]:
     return [{key: row[key] for key in ("step", "loss", "lr", "val_dice", "val_dice_worst")} for row in rows]
 
 
-# A worker that kills itself as soon as it has made the steps that its second argument names.
-KILLED_WORKER = """
+# A run that kills itself as soon as it has made the steps that its second argument names.
+KILLED_RUN = """
 import os, signal, sys
 from pathlib import Path
-from medseg.runs import worker
+from medseg.runs.folder import load_config
+from medseg.runs.train_run import train_run
 from medseg.training.module import SegmentationModule
 
 start = SegmentationModule.on_train_batch_start
@@ -77,7 +79,7 @@ def on_train_batch_start(self, batch, batch_idx):
         os.kill(os.getpid(), signal.SIGKILL)
     start(self, batch, batch_idx)
 SegmentationModule.on_train_batch_start = on_train_batch_start
-worker.train(Path(sys.argv[1]))
+train_run(load_config(Path(sys.argv[1])))
 """
 
 
@@ -87,11 +89,11 @@ def test_a_killed_run_goes_on_bit_by_bit(tiny_table: Path, tmp_path: Path) -> No
     train(whole, tiny_table, *settings)
     run_dir.mkdir()
     shutil.copy(whole / "config.yaml", run_dir)  # the same run, not begun
-    killed = subprocess.run([sys.executable, "-c", KILLED_WORKER, str(run_dir), "5"], check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(run_dir), "5"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
     moved = run_dir.rename(tmp_path / "moved")
-    worker.train(moved)
+    train_run(load_config(moved))
     for name in ("last.ckpt", "best.ckpt"):
         assert_equal_weights(whole / "checkpoints" / name, moved / "checkpoints" / name)
     assert history(moved) == history(whole)
@@ -111,7 +113,7 @@ def test_a_device_map_of_one_device_makes_the_same_run(tiny_table: Path, tmp_pat
     for name in ("plain", "mapped"):
         config = tmp_path / name / "config.yaml"
         config.write_text(config.read_text().replace("steps: 4", "steps: 6"))
-        worker.train(tmp_path / name)
+        train_run(load_config(tmp_path / name))
     assert_equal_weights(*(tmp_path / name / "checkpoints" / "last.ckpt" for name in ("plain", "mapped")))
     assert history(tmp_path / "plain") == history(tmp_path / "mapped")
 

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves first; one whose parent is killed does not live on."""
+"""Signals to a run and its process group, what remains of a killed run, and modules in the working folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+import medseg
 from medseg.io.locks import is_locked
 from medseg.runs.folder import LOCK_FILE
 
@@ -39,30 +42,59 @@ def saved_step(run_dir: Path) -> int:
     return step
 
 
+ENDLESS = ["steps=1000", "stage.validate_every=100000", "checkpoint_every=null", "data.num_workers=2"]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", env=environment, start_new_session=True)
+
+
 @pytest.mark.slow
-def test_signals_reach_the_worker_and_nothing_survives_its_parent(tiny_table: Path, tmp_path: Path) -> None:
-    endless = ["steps=1000", "stage.validate_every=100000", "checkpoint_every=null", "data.num_workers=1"]
-    start = [*command(tiny_table, tmp_path / "run", *endless), "resume=auto"]
+@pytest.mark.parametrize("ranks", [[], ["trainer=ddp", "stage.batch_size=2"]], ids=["one rank", "two ranks"])
+def test_a_signal_to_the_process_group_saves_the_run_and_ends_all_processes(
+    ranks: list[str], tiny_table: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    lock, history = run_dir / LOCK_FILE, run_dir / "history.csv"
+    arguments = [*command(tiny_table, run_dir, *ENDLESS, *ranks), "resume=auto"]
     steps = [0]
-    for ask in (signal.SIGTERM, signal.SIGUSR1):
-        process = subprocess.Popen(start, stderr=subprocess.PIPE, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"})
-        lines = num_lines(history)
-        wait_for(lambda lines=lines: num_lines(history) > lines + (lines == 0), process)
-        process.send_signal(ask)
+    for number in SIGNALS if not ranks else SIGNALS[:1]:
+        lines = num_lines(run_dir / "history.csv")
+        process = start(arguments)
+        wait_for(lambda lines=lines: num_lines(run_dir / "history.csv") > lines + (lines == 0), process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 2, "loader workers, or ranks with theirs"
+        os.killpg(process.pid, number)
         _, said = process.communicate(timeout=120)
         assert process.returncode == 75, said
         assert "Traceback" not in said
         assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+        assert not psutil.wait_procs(children, timeout=30)[1]
         steps.append(saved_step(run_dir))
-    process = subprocess.Popen(start, stderr=subprocess.DEVNULL, encoding="utf-8")
-    lines = num_lines(history)
-    wait_for(lambda: num_lines(history) > lines)
-    assert is_locked(lock)
+    process = start(arguments)
+    lines = num_lines(run_dir / "history.csv")
+    wait_for(lambda: num_lines(run_dir / "history.csv") > lines, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert is_locked(run_dir / LOCK_FILE)
     process.kill()
-    wait_for(lambda: not is_locked(lock), limit_s=60)
-    process.wait()
-    steps.append(saved_step(run_dir))
+    process.communicate()
+    wait_for(lambda: not is_locked(run_dir / LOCK_FILE) and not any(child.is_running() for child in children), limit_s=60)
     assert steps == sorted(set(steps)), "it saved each time"
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "it went on each time"
+
+
+@pytest.mark.slow
+def test_nothing_in_the_working_folder_is_imported(tiny_table: Path, tmp_path: Path) -> None:
+    for name in ("torch", "medseg", "pickle", "signal"):
+        (tmp_path / f"{name}.py").write_text(f"open('imported_{name}', 'w')\nraise SystemExit(99)\n")
+    root = Path(medseg.__file__).parents[1]
+    script = [sys.executable, str(root / "train.py")]
+    for number, also in enumerate(([], ["trainer=ddp", "stage.batch_size=2"], ["seed=1,2"])):
+        _, _, _, _, *arguments = command(tiny_table, tmp_path / str(number), "steps=1", "data.num_workers=1", *also)
+        if "seed=1,2" in also:
+            arguments += [f"hydra.sweep.dir={tmp_path / str(number)}", "-m"]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        result = subprocess.run([*script, *arguments], cwd=tmp_path, capture_output=True, encoding="utf-8", env=environment)
+        assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.glob("imported_*"))

@@ -133,7 +133,7 @@ def hold(path: Path, is_held: object) -> None:
 
 
 def test_a_lock_goes_with_its_holder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medseg.runs.folder.END_S", -4.8)
+    monkeypatch.setattr("medseg.runs.folder.LOCK_WAIT_S", 0.2)
     context = multiprocessing.get_context("spawn")
     is_held = context.Event()
     holder = context.Process(target=hold, args=(run_dir / LOCK_FILE, is_held))

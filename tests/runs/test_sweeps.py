@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from medseg.errors import NotFiniteError, UserError
-from medseg.runs.status import Status, ending_of, exit_code_of, status_of
+from medseg.runs.status import Status, end_of, exit_code_of, status_of
 from medseg.runs.sweeps import SWEEP_FILE, Job, compare, find_job, read_jobs
 
 
@@ -36,7 +36,7 @@ def raised(action: object) -> BaseException:
     ],
 )
 def test_an_error_has_its_status(error: BaseException, status: Status) -> None:
-    assert status_of(ending_of(error)[0]) is status
+    assert status_of(end_of(error)[0]) is status
 
 
 def test_exit_codes_carry_each_end() -> None:

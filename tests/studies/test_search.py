@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import subprocess
@@ -17,11 +18,13 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from medseg.commands.search import main
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig, SweepConfig
 from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
-from medseg.runs import launch
+from medseg.runs import processes
 from medseg.runs.folder import load_config
 from medseg.runs.status import Status
 from medseg.studies import search
@@ -35,22 +38,23 @@ SPACE = {
     "model.width": {"type": "choice", "choices": [8, 16]},
 }
 
-# Trains nothing; its Dice is a function of the learning rate, and a bad one is slow.
-WORKER = """
-import json, sys, time, yaml
+# Entry of a job that trains nothing; its Dice is a function of the learning rate, and a bad one is slow.
+JOB = """
+import json, time
 from pathlib import Path
-run_dir = Path(sys.argv[1])
-config = yaml.safe_load((run_dir / "config.yaml").read_text())
-with (run_dir.parent / "started.txt").open("a") as file:
-    print(run_dir.name, file=file)
-dice = 0.9 - abs(config["optimizer"]["lr"] - 0.003) * 20
-is_slow = dice < 0.88 and (run_dir.parent / "slow").exists()
-with (run_dir / "history.csv").open("w") as file:
-    print("step,val_dice,seconds_per_step", file=file)
-    for step in (10, 20, 30):
-        print(f"{step},{dice * step / 30},0.1", file=file, flush=True)
-        time.sleep(3 if is_slow else 0)
-(run_dir / "summary.json").write_text(json.dumps({"status": "finished", "val_dice_best": dice, "peak_gib": 1.0}))
+def entry(_, config):
+    run_dir = Path(config.run_dir)
+    lr = config.optimizer["lr"]
+    with (run_dir.parent / "started.txt").open("a") as file:
+        print(run_dir.name, file=file)
+    dice = 0.9 - abs(lr - 0.003) * 20
+    is_slow = dice < 0.88 and (run_dir.parent / "slow").exists()
+    with (run_dir / "history.csv").open("w") as file:
+        print("step,val_dice,seconds_per_step", file=file)
+        for step in (10, 20, 30):
+            print(f"{step},{dice * step / 30},0.1", file=file, flush=True)
+            time.sleep(3 if is_slow else 0)
+    (run_dir / "summary.json").write_text(json.dumps({"status": "finished", "val_dice_best": dice, "peak_gib": 1.0}))
 """
 
 
@@ -60,21 +64,22 @@ def space(**parameters: Any) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command in this process, with a worker that trains nothing; returns the exit code."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
+    """The command in this process, with jobs that train nothing; returns the exit code."""
+    (tmp_path / "fake_job.py").write_text(JOB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fake_job", raising=False)
     conf = tmp_path / "conf" / "sweep"
     conf.mkdir(parents=True)
     (conf / "mine.yaml").write_text(space())
-    monkeypatch.setattr(launch, "WORKER", (sys.executable, str(worker)))
-    monkeypatch.setattr(launch, "ASK_S", 0.05)
+    monkeypatch.setattr(processes, "_job", importlib.import_module("fake_job").entry)
+    monkeypatch.setattr(processes, "LOOK_S", 0.05)
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> int:
         given = ["sweep=mine", f"hydra.run.dir={tmp_path / 'a search (1)'}", *arguments]
         monkeypatch.setattr(sys, "argv", ["medseg search", "--config-dir", str(tmp_path / "conf"), *given])
         with pytest.raises(SystemExit) as end:
-            search.main()
+            main()
         return int(end.value.code or 0)
 
     return call
@@ -152,12 +157,13 @@ class Trials:
                 OmegaConf.update(composed, key, yaml.safe_load(value))
             return composed
 
-        def start_workers(run_dir: Path, num_ranks: int, is_enough: Callable[[], bool]) -> int:
+        def run_in_process(config: TrainConfig, is_enough: Callable[[], bool]) -> int:
+            run_dir = Path(config.run_dir)
             self.started.append(int(run_dir.name))
             return work(run_dir)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(search, "start_workers", start_workers)
+            patch.setattr(search, "run_in_process", run_in_process)
             for turn in study.turns():
                 if search.run_trial(study, turn, compose) is Status.interrupted:
                     break
@@ -310,16 +316,18 @@ def test_a_trial_below_the_median_is_ended_early(run: Callable[..., int], tmp_pa
 KILLED_SEARCH = """
 import os, signal, sys
 from medseg.studies import search
-start = search.start_workers
-def start_workers(run_dir, num_ranks, is_enough):
+from pathlib import Path
+start = search.run_in_process
+def run_in_process(config, is_enough):
+    run_dir = Path(config.run_dir)
     def look():
         if run_dir.name == "2" and (run_dir / "checkpoints" / "last.ckpt").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         return is_enough()
-    return start(run_dir, num_ranks, look)
-search.start_workers = start_workers
+    return start(config, look)
+search.run_in_process = run_in_process
 sys.argv[0] = "medseg search"
-search.main()
+main()
 """
 
 
@@ -367,10 +375,12 @@ def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(trials: Trial
 @pytest.mark.slow
 def test_two_searches_in_one_folder_share_its_trials(run: Callable[..., int], tmp_path: Path) -> None:
     folder = tmp_path / "a search (1)"
-    code = "import sys; from medseg.apps import launch, search; launch.WORKER = tuple(sys.argv.pop(1).split('|')); search.main()"
-    worker = f"{sys.executable}|{tmp_path / 'worker.py'}"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import fake_job; from medseg.runs import processes; "
+        "from medseg.commands import search; processes._job = fake_job.entry; search.main()"
+    )
     command = [
-        sys.executable, "-c", code, worker, "--config-dir", str(tmp_path / "conf"), "sweep=mine", "sweep.num_trials=6", "sweep.pruner=none",
+        sys.executable, "-c", code, str(tmp_path), "--config-dir", str(tmp_path / "conf"), "sweep=mine", "sweep.num_trials=6", "sweep.pruner=none",
         f"hydra.run.dir={folder}",
     ]  # fmt: skip
     folder.mkdir()

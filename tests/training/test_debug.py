@@ -17,7 +17,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.runs import folder as runs
-from medseg.runs import worker
+from medseg.runs.train_run import debug_switches, train_run
 
 
 def compose(*overrides: str) -> TrainConfig:
@@ -26,7 +26,7 @@ def compose(*overrides: str) -> TrainConfig:
 
 
 def test_all_are_off_unless_asked() -> None:
-    switches = worker.debug_switches(compose())
+    switches = debug_switches(compose())
     assert set(switches) == set(vars(compose().debug))
     assert not any(switches.values())
 
@@ -34,7 +34,7 @@ def test_all_are_off_unless_asked() -> None:
 @pytest.mark.parametrize("name", ["anomaly", "overfit", "fast", "profile"])
 def test_each_file_turns_on_one_and_no_more(name: str) -> None:
     config = compose(f"debug={name}", "experiment=ct_fine")
-    assert [key for key, is_on in worker.debug_switches(config).items() if is_on] == [name if name != "profile" else "profiler"]
+    assert [key for key, is_on in debug_switches(config).items() if is_on] == [name if name != "profile" else "profiler"]
     assert config.steps == (2 if name == "fast" else 1800)
 
 
@@ -93,7 +93,8 @@ def test_a_fast_run_goes_through_everything_in_two_steps_and_says_so(
     run_dir = tmp_path / "run"
     settings = ["debug=fast", "debug.profiler=simple", "model.width=4", "stage.validate_every=1", f"run_dir='{run_dir}'"]
     config = compose(*data_settings(tiny_table), f"data.cases='{table}'", *settings)
-    summary = worker.train(runs.open_run(config))
+    runs.open_run(config)
+    summary = train_run(config)
     assert (summary["steps"], summary["status"]) == (2, "finished")
     told = capsys.readouterr().err
     assert "debug.fast is on: this run is for finding faults, not for results" in told

@@ -50,7 +50,7 @@ class Climb:
     def __init__(self, callback: LrRange) -> None:
         self.callback, self.groups = callback, [{"lr": 0.0}, {"lr": 0.0}]
         self.trainer: Any = SimpleNamespace(
-            global_step=0, should_stop=False, accumulate_grad_batches=2, callback_metrics={},
+            global_step=0, should_stop=False, accumulate_grad_batches=2,
             optimizers=[SimpleNamespace(param_groups=self.groups)],
         )  # fmt: skip
 
@@ -58,9 +58,9 @@ class Climb:
         for n, loss in enumerate(losses):
             self.callback.on_train_batch_start(self.trainer, None, None, n)  # type: ignore[arg-type]
             rates = [group["lr"] for group in self.groups]
-            self.trainer.callback_metrics["train/loss"] = torch.tensor(loss)
+            module = SimpleNamespace(train_loss=torch.tensor(loss))
             self.trainer.global_step += n == 1
-            self.callback.on_train_batch_end(self.trainer, None, None, None, n)  # type: ignore[arg-type]
+            self.callback.on_train_batch_end(self.trainer, module, None, None, n)  # type: ignore[arg-type]
         return rates
 
 
@@ -69,7 +69,7 @@ def test_each_step_has_its_rate_and_the_mean_loss_of_its_micro_batches() -> None
     rates = [climb.step(2.0, 1.0), climb.step(1.0, 0.5), climb.step(float("nan"), 1.0)]
     assert rates == [pytest.approx([rate, rate]) for rate in (1e-3, 1e-2, 1e-1)]
     assert climb.callback.losses == [1.5, 0.75]
-    assert climb.callback.rates == pytest.approx([1e-3, 1e-2])
+    assert climb.callback.lrs == pytest.approx([1e-3, 1e-2])
     assert climb.trainer.should_stop, "the loss is not finite"
 
 

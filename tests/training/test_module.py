@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.training.callbacks import History
+from medseg.training.history import History
 from medseg.training.module import SegmentationModule
 
 
@@ -102,7 +102,7 @@ class Run:
             self.history.load_state_dict(state)
         self.group = {"lr": 0.0}
         trainer: Any = SimpleNamespace(
-            global_step=start, is_global_zero=True, accumulate_grad_batches=1, callback_metrics={}, loggers=[],
+            global_step=start, is_global_zero=True, accumulate_grad_batches=1, loggers=[],
             optimizers=[SimpleNamespace(param_groups=[self.group])],
         )  # fmt: skip
         module: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -115,7 +115,7 @@ class Run:
             self.history.on_train_batch_start(self.trainer, self.module, None, step - 1)
             self.trainer.global_step = step
             self.group["lr"] = float(step + 1)  # the schedule has moved on
-            self.trainer.callback_metrics["train/loss"] = torch.tensor(1.0 / step)
+            self.module.train_loss = torch.tensor(1.0 / step)
             self.history.on_train_batch_end(self.trainer, self.module, None, None, step - 1)
 
 

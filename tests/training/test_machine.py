@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medseg.training.callbacks import History
-from medseg.training.watch import Watch
+from medseg.training.history import History
+from medseg.training.machine import MachineLoad
 
 SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "optimizer=sgd", "schedule=constant", "stage=fine"]
 
@@ -33,13 +33,13 @@ def make_batch(seed: int) -> dict[str, Any]:
 
 
 def test_memory_and_processor_time_are_those_of_this_process() -> None:
-    watch = Watch()
-    before = watch.look()
+    load = MachineLoad()
+    before = load.read()
     held = np.ones(2**28 // 8)  # a quarter of a GiB, written to
     start_s = time.process_time()
     while time.process_time() - start_s < 0.2:
         held[:1000].sum()
-    seen = watch.look()
+    seen = load.read()
     assert 0.2 < seen["host_gib"] - before["host_gib"] < 0.5
     assert seen["cpu_percent"] > 0
     assert seen.keys() >= {"host_gib", "cpu_percent"}
@@ -47,17 +47,17 @@ def test_memory_and_processor_time_are_those_of_this_process() -> None:
 
 
 def test_workers_are_counted_with_what_they_do_not_share() -> None:
-    watch = Watch()
-    before = watch.look()
+    load = MachineLoad()
+    before = load.read()
     script = "held = b'1' * 2**28; print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
-        during = watch.look()
+        during = load.read()
         worker.communicate(b"\n")
     assert 0.2 < during["host_gib"] - before["host_gib"] < 0.5
     assert during["cpu_percent"] > 0
-    after = watch.look()
+    after = load.read()
     assert abs(after["host_gib"] - before["host_gib"]) < 0.2
 
 
@@ -92,11 +92,11 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypat
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError))
-    seen = Watch().look()
+    seen = MachineLoad().read()
     assert seen["gpu_gib"] == 3
     assert seen.get("gpu_percent") == (37 if answer == "37" else None)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # the extra is not installed
-    assert "gpu_percent" not in Watch().look()
+    assert "gpu_percent" not in MachineLoad().read()
 
 
 class Reads(TorchDispatchMode):
@@ -134,8 +134,8 @@ def test_no_step_waits_for_a_value(region_mode: str, fit: Callable[..., Any], tm
     """Loss, clipping, optimiser, logging and the history: none of them reads from the device but where a line is written."""
     counter, history = CountReads(), History(tmp_path / "history.csv", every=3, steps=6)
     settings = [*SMALL, "steps=6", f"stage.region_mode={region_mode}", "memory.checkpointing=all", "trainer.gradient_clip=1"]
-    fit(settings, [make_batch(n) for n in range(6)], [counter, history])
-    assert counter.counts == [0] * 6
+    fit(settings, [make_batch(n) for n in range(6)], [history, counter])
+    assert [count for count, step in zip(counter.counts, range(1, 7), strict=True) if step % 3] == [0] * 4
     waiting = CountReads()
     change = lambda module: module.loss.register_forward_hook(lambda *args: args[-1] * float(args[-1].detach()))  # noqa: E731
     fit([*SMALL, "steps=1"], [make_batch(0)], [waiting], change)

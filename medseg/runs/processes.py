@@ -1,0 +1,162 @@
+"""Processes of a run: its ranks, the process of its own that each job of a sweep gets, and the signals that stop them."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from medseg.config.schema import TrainConfig
+from medseg.console import say
+from medseg.errors import EXIT_RESUME, require
+from medseg.runs.folder import SUMMARY_FILE, read_summary, write_end
+from medseg.runs.ranks import is_under_torchrun
+from medseg.runs.status import Status, exit_code_of, status_of
+from medseg.runs.train_run import run_rank
+from medseg.training.preemption import SIGNALS
+
+# How often the parent of a job looks at it.
+LOOK_S = 0.5
+# Ranks that were asked to stop may need a long step and a save before they end; after this they are killed.
+STOP_S = 600
+
+
+def check_start(config: TrainConfig) -> None:
+    """Refuse a start that this process cannot make.
+
+    Raises:
+        UserError: With the way to make it.
+    """
+    if config.trainer.num_nodes == 1:
+        return
+    begin = f"trainer.num_nodes={config.trainer.num_nodes}: "
+    require(is_under_torchrun(), f"{begin}this command starts one machine; put torchrun in the place of python, on each machine")
+    require(
+        config.resume is not None,
+        f"{begin}when torchrun starts the ranks again, they must find their run; give hydra.run.dir=<run folder> resume=auto",
+    )
+
+
+def start_ranks(config: TrainConfig) -> int:
+    """Train in this process, or with several ranks on this machine in processes of torchrun's elastic agent.
+
+    Args:
+        config: Configuration of an opened run folder.
+
+    Returns:
+        Exit code of the run, also written as a status to `summary.json`.
+
+    Raises:
+        KeyboardInterrupt: If the ranks were interrupted.
+    """
+    num_ranks = config.trainer.devices
+    if num_ranks == 1 or is_under_torchrun():
+        return run_rank(config)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    run_dir = Path(config.run_dir)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)  # each rank reports its own end
+    with tempfile.TemporaryDirectory() as log_dir:
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            logs_specs=DefaultLogsSpecs(log_dir),
+            run_id=run_dir.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method="spawn",
+            signals_to_handle=",".join(number.name for number in (signal.SIGINT, *SIGNALS)),
+            shutdown_timeout=STOP_S,
+        )
+        try:
+            elastic_launch(launch, _rank)(config)
+        except ChildFailedError as failed:
+            return _note_end(run_dir, next(iter(failed.failures.values())).exitcode)
+        except SignalException as stopped:
+            if stopped.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from stopped
+            return _note_end(run_dir, exit_code_of(Status(read_summary(run_dir).get("status", "interrupted"))))
+    return 0
+
+
+def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
+    """Run a job of a sweep in a process of its own, which may run out of memory or be killed without ending the sweep.
+
+    From here on a signal that asks this process to stop stops the job, waits until it has saved, and ends this process. On Linux the
+    job receives SIGINT when this process dies.
+
+    Args:
+        config: Configuration of an opened run folder.
+        is_enough: Asked about twice a second; when it returns True, the job is asked to stop.
+
+    Returns:
+        Exit code of the job.
+
+    Raises:
+        SystemExit: If this process is asked to stop.
+    """
+    from torch.multiprocessing import spawn
+
+    run_dir = Path(config.run_dir)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    exit_on_signals(_leave)
+    multiprocessing.set_start_method(None, force=True)  # joblib sets its own "loky", which a spawned process does not know
+    is_asked = False
+    try:
+        (process,) = spawn(_job, (config,), nprocs=1, join=False).processes
+        while process.exitcode is None:
+            process.join(LOOK_S)
+            if not is_asked and is_enough():
+                is_asked = True
+                process.terminate()
+    finally:
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
+    return _note_end(run_dir, process.exitcode)
+
+
+def exit_on_signals(leave: Callable[..., Any]) -> None:
+    """Let a function that raises SystemExit handle the signals that ask to stop."""
+    for number in SIGNALS:
+        signal.signal(number, leave)
+
+
+def _leave(*_: Any) -> NoReturn:
+    sys.exit(EXIT_RESUME)
+
+
+def _rank(config: TrainConfig) -> None:
+    """Entry of a rank that the elastic agent starts; an exit code of failure makes the agent stop the other ranks."""
+    if code := run_rank(config):
+        sys.exit(code)
+
+
+def _job(_: int, config: TrainConfig) -> None:
+    """Entry of a job of a sweep."""
+    sys.exit(start_ranks(config))
+
+
+def _note_end(run_dir: Path, code: int) -> int:
+    """Write the `summary.json` that a killed process could not write."""
+    if code and not (run_dir / SUMMARY_FILE).is_file():
+        status = status_of(code)
+        full = ", as the system does to a process when memory is full" if status is Status.out_of_memory else ""
+        message = f"the process was killed by signal {-code}{full}" if code < 0 else f"the process ended with code {code}"
+        write_end(run_dir, status, message)
+        say(message)
+    return code

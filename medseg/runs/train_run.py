@@ -1,0 +1,158 @@
+"""Training of one run: the steps from a checked configuration to `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from medseg.config.rules import notes
+from medseg.config.schema import Profiler, SpacingStrategy, StageName, TrainConfig
+from medseg.config.signature import plain
+from medseg.console import say
+from medseg.errors import EXIT_FAILED, EXIT_USER_ERROR
+from medseg.io.atomic import PART_PREFIX, replace_text
+from medseg.io.locks import locked
+from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, write_end
+from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
+from medseg.runs.status import end_of, status_of
+from medseg.training.preemption import StopRequest
+
+
+def run_rank(config: TrainConfig) -> int:
+    """Train as one rank; whatever ends the training, `summary.json` says so.
+
+    Args:
+        config: Configuration of an opened run folder.
+
+    Returns:
+        Exit code.
+    """
+    run_dir = Path(config.run_dir)
+    stop = StopRequest()
+    stop.install()
+    redirect_output(run_dir)
+    with locked(run_dir / LOCK_FILE, LOCK_WAIT_S) if rank() == 0 else nullcontext(True) as is_ours:
+        if not is_ours:
+            say(f"another process is running {run_dir}")
+            return EXIT_USER_ERROR
+        try:
+            if rank() == 0:
+                (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+            train_run(config, stop)
+        except BaseException as error:
+            stop.is_safe = False  # a signal must not cut the summary off
+            code, message = end_of(error)
+            if code == EXIT_FAILED:
+                traceback.print_exc()  # a defect
+            else:
+                say(message)
+            write_end(run_dir, status_of(code), message)
+            return code
+    return 0
+
+
+def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Build, train and summarise a run; it goes on from `checkpoints/last.ckpt` where there is one.
+
+    Args:
+        config: Configuration of an opened run folder; changed in place to the ranks that were started.
+        stop: Says when the run is asked to stop.
+
+    Returns:
+        The summary that is written to `summary.json`.
+    """
+    run_dir, saved_config = Path(config.run_dir), plain(config)
+    share_among_ranks(config)
+    # Imported after the configuration is known to be right: this takes seconds.
+    import torch
+    from lightning.pytorch.callbacks import LearningRateMonitor
+
+    from medseg.build.data import make_data_module, make_views
+    from medseg.build.metadata import collect_versions, make_metadata
+    from medseg.build.network import load_initial_weights, make_network
+    from medseg.build.trainer import make_module, make_trainer
+    from medseg.training.callbacks import Distortions, ValidationPictures
+    from medseg.training.checkpoints import Checkpoints
+    from medseg.training.history import History
+    from medseg.training.machine import peak_bytes
+    from medseg.weights.checkpoint import load_checkpoint
+
+    _announce(config)
+    torch.manual_seed(config.seed)  # initial weights
+    network = make_network(config)
+    load_initial_weights(network, config)
+
+    history = History(run_dir / "history.csv", every=max(1, min(50, config.steps // 20)), steps=config.steps)
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, stop
+    )
+    callbacks: list[Any] = [history, ValidationPictures(run_dir / "pictures", make_views(config)), checkpoints]
+    if config.spacing.strategy is SpacingStrategy.fixed_size:
+        is_coarse = config.stage.name is StageName.coarse
+        callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions)))
+    if config.logger:
+        callbacks.append(LearningRateMonitor("step"))
+
+    best, last = (run_dir / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
+    start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"] if last.is_file() else 0
+    join_ranks()
+    trainer = make_trainer(config, callbacks, start_step)
+    if trainer.is_global_zero:
+        for pattern in ("*.tmp", f"{PART_PREFIX}*"):  # half-written when the run was killed
+            for part in run_dir.rglob(pattern):
+                part.unlink()
+        _note_start(run_dir, {"seed": config.seed, **collect_versions()})
+    module = make_module(config, network, make_metadata(config, saved_config))
+    data = make_data_module(config)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=str(last) if start_step else None, weights_only=True)
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning makes exit code 1 of it
+            raise KeyboardInterrupt from None
+        raise
+
+    summary = {
+        "status": "finished",
+        "stage": config.stage.name.value,
+        "steps": trainer.global_step,
+        "val_dice_best": checkpoints.best_score,
+        "train_s": round(history.train_s(), 1),
+        "peak_gib": round(peak_bytes() / 2**30, 3),
+        "num_parameters": sum(p.numel() for p in network.parameters()),
+        "checkpoint": str(best if best.is_file() else last),
+        "versions": collect_versions(),
+    }
+    if trainer.is_global_zero:
+        replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
+        print(f"run folder: {run_dir}", flush=True)
+    return summary
+
+
+def debug_switches(config: TrainConfig) -> dict[str, bool]:
+    """Name the debug switches and whether they are on."""
+    return {**vars(config.debug), "profiler": config.debug.profiler is not Profiler.none}
+
+
+def _announce(config: TrainConfig) -> None:
+    """Print what the user should know of a configuration, and silence what libraries print beside it."""
+    for key, is_on in debug_switches(config).items():
+        if is_on:
+            say(f"debug.{key} is on: this run is for finding faults, not for results")
+    for note in notes(config):
+        say(note)
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # greetings and tips
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
+
+
+def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
+    """Add a start of the run, with what its result depends on beside the configuration, to `versions.json`."""
+    path = run_dir / "versions.json"
+    starts = json.loads(path.read_text()) if path.is_file() else []
+    replace_text(path, json.dumps([*starts, start], indent=1))

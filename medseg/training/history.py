@@ -1,0 +1,144 @@
+"""History callback: `history.csv` with losses, learning rates, scores and machine load, and the same lines on a plain console."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from medseg.errors import NotFiniteError
+from medseg.report.tables import read_csv, write_csv
+from medseg.training.machine import MachineLoad, peak_bytes
+
+HISTORY_COLUMNS = (
+    "step", "loss", "lr", "val_dice", "val_dice_worst", "seconds_per_step", "peak_gib", "host_gib", "cpu_percent", "gpu_gib",
+    "gpu_percent",
+)  # fmt: skip
+
+
+class History(pl.Callback):
+    """Writes `history.csv`; a resumed run drops the lines that came after its checkpoint.
+
+    Losses stay on the device until a line is written, so that no step waits for a value.
+
+    Args:
+        path: CSV file.
+        every: Optimiser steps between two lines of training; the loss is their mean.
+        steps: Steps of the whole run, for the lines on the console.
+    """
+
+    def __init__(self, path: Path, every: int, steps: int) -> None:
+        self.path = path
+        self.every = every
+        self.steps = steps
+        self.losses: list[Tensor | float] = []
+        self.num_rows = 0
+        self.rows: list[dict[str, Any]] = []
+        self.device = torch.device("cpu")
+        self.earlier_s, self.start_s = 0.0, time.perf_counter()
+        self.lr = 0.0
+        self.last_step, self.last_time_s = 0, 0.0
+        self.pause_start_s: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of lines written, the losses since the last of them (a checkpoint may fall between two lines), and the time."""
+        return {"losses": self._mean_losses(), "num_rows": self.num_rows, "train_s": self.train_s()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of a checkpoint over."""
+        self.losses, self.num_rows = list(state_dict["losses"]), state_dict["num_rows"]
+        self.earlier_s, self.start_s = state_dict["train_s"], time.perf_counter()
+
+    def train_s(self) -> float:
+        """Time of all steps and validations so far, in all attempts, in s."""
+        return self.earlier_s + time.perf_counter() - self.start_s
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the lines that the checkpoint counts."""
+        self.start_s = self.last_time_s = time.perf_counter()
+        self.last_step = trainer.global_step
+        self.load = MachineLoad()
+        self.device = pl_module.device
+        if trainer.is_global_zero:
+            self.rows = list(read_csv(self.path)[: self.num_rows]) if self.path.is_file() else []
+            write_csv(self.path, self.rows, HISTORY_COLUMNS)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Read the learning rate before the schedule moves on; subtract the time of a validation."""
+        self.lr = trainer.optimizers[0].param_groups[0]["lr"]
+        if self.pause_start_s is not None:
+            self.last_time_s += time.perf_counter() - self.pause_start_s
+            self.pause_start_s = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss on its device; read all of them where a line is written."""
+        # Not `trainer.callback_metrics`, which reads every value of the progress bar from the device.
+        self.losses.append(pl_module.train_loss)  # type: ignore[arg-type]
+        step = trainer.global_step
+        is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if not is_step_done or (step % self.every and step != self.steps):
+            return
+        now_s = time.perf_counter()
+        loss = fmean(self._mean_losses())
+        if not math.isfinite(loss):
+            raise NotFiniteError(
+                f"the loss is not finite by step {step}; lower optimizer.lr, try memory.precision=fp32, or find the cause with debug=anomaly"
+            )
+        load = self.load.read()
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {f"watch/{name}": value for name, value in load.items()}, step - 1
+            )  # Lightning counts from 0 there
+        row = {
+            "step": step,
+            "loss": round(loss, 6),
+            "lr": self.lr,
+            "seconds_per_step": round((now_s - self.last_time_s) / (step - self.last_step), 4),
+            "peak_gib": round(peak_bytes() / 2**30, 3),
+        }
+        self.losses, self.last_step, self.last_time_s = [], step, now_s
+        self._append(trainer, row | {name: round(value, 3) for name, value in load.items()})
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock."""
+        self.pause_start_s = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write a line for the validation."""
+        metrics = trainer.callback_metrics
+        if trainer.sanity_checking or "val/dice" not in metrics:
+            return
+        scores = {column: round(float(metrics[column.replace("_", "/", 1)]), 5) for column in ("val_dice", "val_dice_worst")}
+        self._append(trainer, {"step": trainer.global_step, **scores})
+
+    def _mean_losses(self) -> list[float]:
+        """The losses since the last line, each as the mean over the ranks; all ranks must call this together."""
+        if not self.losses:
+            return []
+        losses = torch.stack([torch.as_tensor(loss, dtype=torch.float32, device=self.device) for loss in self.losses])
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(losses)
+            losses /= torch.distributed.get_world_size()
+        means: list[float] = losses.tolist()
+        return means
+
+    def _append(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+        self.num_rows += 1
+        if not trainer.is_global_zero:
+            return
+        self.rows.append(row)
+        write_csv(self.path, self.rows, HISTORY_COLUMNS)
+        if not sys.stderr.isatty():  # without a terminal there is no progress bar
+            cells = "  ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+            )
+            print(f"[{trainer.global_step}/{self.steps}] {cells}", flush=True)

@@ -1,0 +1,61 @@
+"""Load of the machine: memory and processor time of this process and its loader workers, and of the GPU."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import psutil
+import torch
+
+
+class MachineLoad:
+    """Reads what a run takes of its machine. Nothing here waits for a device: the allocator and the driver keep the numbers."""
+
+    def __init__(self) -> None:
+        self.process = psutil.Process()
+        self.last_s = time.perf_counter()
+        self.cpu_s: dict[int, float] = {}
+        self.read()
+
+    def read(self) -> dict[str, float]:
+        """Read the load, and the processor time since the last reading.
+
+        Returns:
+            `host_gib`, resident memory of this process plus what its workers do not share with it; `cpu_percent`, 100 for each busy
+            core; with a GPU `gpu_gib`, held by torch's allocator, and, where the driver answers (`medseg[gpu]`), `gpu_percent`.
+        """
+        num_bytes, cpu_s = 0, {}
+        for process in (self.process, *self.process.children(recursive=True)):
+            try:
+                times, memory = process.cpu_times(), process.memory_info()
+            except psutil.Error:
+                continue  # a worker that has just ended
+            cpu_s[process.pid] = times.user + times.system
+            num_bytes += memory.rss if process == self.process else max(0, memory.rss - getattr(memory, "shared", 0))
+        now_s = time.perf_counter()
+        busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
+        load = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
+        self.cpu_s, self.last_s = cpu_s, now_s
+        return {**load, **_gpu_load()} if torch.cuda.is_available() else load
+
+
+def peak_bytes() -> int:
+    """Largest memory held so far: allocated on the GPU where there is one, else resident in this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _gpu_load() -> dict[str, float]:
+    load = {"gpu_gib": torch.cuda.memory_reserved() / 2**30}
+    try:
+        from pynvml import NVMLError
+    except ModuleNotFoundError:
+        return load
+    try:
+        return {**load, "gpu_percent": float(torch.cuda.utilization())}
+    except (NVMLError, RuntimeError):
+        return load  # a slice of a GPU, or a driver that does not answer
