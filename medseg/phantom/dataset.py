@@ -1,15 +1,13 @@
-"""A folder of phantoms with its case table."""
+"""Data set of phantoms: a folder per case and their case table."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -22,12 +20,12 @@ from medseg.io.atomic import replace_text
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec, draw_spec
+from medseg.report.tables import write_csv
 
 VERSION = 3
-"""Raised whenever equal specs give other voxels than before; finished cases are then made anew."""
+"""To be raised whenever equal specs give other voxels; finished cases are then made again."""
 
-COLUMNS = ("case", "image", "labels", "organs", "patient", "split", "view", "trust_left_lung", "trust_right_lung")
-_FILES = ("ct.nii.gz", "lungs.nii.gz", "organs.nii.gz")
+_FILES = {"image": "ct.nii.gz", "labels": "lungs.nii.gz", "organs": "organs.nii.gz"}
 
 
 def spec_hash(spec: PhantomSpec) -> str:
@@ -65,42 +63,29 @@ def write_phantoms(
     """
     if splits is not None and sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
-    names = [name for name, count in splits.items() for _ in range(count)] if splits else [""] * num_cases
+    sides = [name for name, count in splits.items() for _ in range(count)] if splits else [""] * num_cases
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, str]] = []
     cases = [f"phantom_{index:03d}" for index in range(num_cases)]
     specs = [draw_spec(seed, index, detail) for index in range(num_cases)]
     with _written([folder / case for case in cases], specs, num_workers) as written:
-        for index, (case, spec, present) in enumerate(zip(cases, specs, written, strict=True)):
-            rows.append(
-                {
-                    "case": case,
-                    **{column: f"{case}/{file}" for column, file in zip(("image", "labels", "organs"), _FILES, strict=True)},
-                    "patient": case,
-                    "split": names[index],
-                    "view": spec.view,
-                    "trust_left_lung": "reference" if present["left_lung"] else "absent",
-                    "trust_right_lung": "reference" if present["right_lung"] else "absent",
-                }
-            )
+        for case, spec, side, present in zip(cases, specs, sides, written, strict=True):
+            files = {column: f"{case}/{file}" for column, file in _FILES.items()}
+            trust = {f"trust_{region}": "reference" if is_there else "absent" for region, is_there in present.items()}
+            rows.append({"case": case, **files, "patient": case, "split": side, "view": spec.view, **trust})
             if progress is not None:
-                progress(index + 1, num_cases, case)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    table = folder / "table.csv"
-    replace_text(table, text.getvalue())
-    return table
+                progress(len(rows), num_cases, case)
+    write_csv(folder / "table.csv", rows)
+    return folder / "table.csv"
 
 
 @contextmanager
 def _written(folders: Sequence[Path], specs: Sequence[PhantomSpec], num_workers: int) -> Iterator[Iterator[dict[str, bool]]]:
-    """Write the cases one by one, or several at a time, and give what `write_case` gives in their order."""
+    """Write the cases, several at a time if asked for, and give the results of `write_case` in their order."""
     if num_workers == 1:
         yield map(write_case, folders, specs)
         return
-    # Spawned, since a forked child of a process whose threads have run may hang.
+    # Spawned: a forked child of a process with threads may hang.
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         try:
             yield pool.map(write_case, folders, specs)
@@ -109,7 +94,7 @@ def _written(folders: Sequence[Path], specs: Sequence[PhantomSpec], num_workers:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is killed: a pool's workers would wait for work for ever."""
+    """End this worker when its parent is killed; it would wait for work for ever."""
     parent = parent_process()
     assert parent is not None, "runs in a worker"
 
@@ -123,7 +108,7 @@ def _end_with_parent() -> None:
 def write_case(folder: Path, spec: PhantomSpec) -> dict[str, bool]:
     """Write one case unless it is there already.
 
-    The JSON file beside the images is written last: with it, the case is finished.
+    The JSON file beside the images is written last; it marks the case as finished.
 
     Args:
         folder: Folder of the case.
@@ -132,21 +117,18 @@ def write_case(folder: Path, spec: PhantomSpec) -> dict[str, bool]:
     Returns:
         Whether `left_lung` and `right_lung` are in the image.
     """
-    note = folder / "phantom.json"
-    fingerprint = spec_hash(spec)
-    if all((folder / name).is_file() for name in _FILES) and note.is_file():
-        try:
+    note, fingerprint = folder / "phantom.json", spec_hash(spec)
+    if all((folder / name).is_file() for name in _FILES.values()):
+        with suppress(FileNotFoundError, json.JSONDecodeError):
             known = json.loads(note.read_text(encoding="utf-8"))
-        except json.JSONDecodeError:
-            known = {}
-        if known.get("hash") == fingerprint:
-            return dict(known["present"])
+            if known.get("hash") == fingerprint:
+                return dict(known["present"])
     folder.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)
     phantom = make_phantom(spec)
     present = {"left_lung": bool(np.any(phantom.labels == 1)), "right_lung": bool(np.any(phantom.labels == 2))}
-    write_image(folder / _FILES[0], phantom.image_hu, phantom.grid)
-    write_labels(folder / _FILES[1], phantom.labels, phantom.grid, None)
-    write_labels(folder / _FILES[2], phantom.organs, phantom.grid, None)
+    write_image(folder / _FILES["image"], phantom.image_hu, phantom.grid)
+    write_labels(folder / _FILES["labels"], phantom.labels, phantom.grid, None)
+    write_labels(folder / _FILES["organs"], phantom.organs, phantom.grid, None)
     replace_text(note, json.dumps({"hash": fingerprint, "present": present, "spec": asdict(spec)}, indent=1))
     return present

@@ -1,8 +1,8 @@
-"""From a spec to a stored scan with labels."""
+"""Synthetic scans: a stored image with exact labels from a specification."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +15,18 @@ from medseg.phantom.spec import PhantomSpec
 from medseg.phantom.tissue import draw_model
 
 _SLICES_AT_ONCE = 32
-_CRUMB_ML = 1.0
+# Smaller pieces of a lung, cut off its thin edges by the voxel grid, are removed.
+_MIN_PIECE_ML = 1.0
 
 
-@dataclass(frozen=True)
-class Phantom:
+class Phantom(NamedTuple):
     """A scan and its exact labels on one grid.
 
     Attributes:
         image_hu: int16 (D, H, W).
         labels: uint8 (D, H, W): 1 left lung, 2 right lung.
         organs: uint8 (D, H, W): 1 left lung, 2 right lung, 3 heart, 4 spine.
-        grid: Where the voxels lie, in storage order.
+        grid: Grid of the voxels, in storage order.
     """
 
     image_hu: NDArray[np.int16]
@@ -47,13 +47,11 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     anatomy = draw_anatomy(spec)
     scan = place_scan(spec, anatomy)
     lattice = scan.lattice(spec.model_spacing_mm, body_bounds_mm(spec, anatomy))
-    model = draw_model(spec, anatomy, lattice)
-    rng = spec.rng("noise")
-    shape = scan.grid.shape
+    model, rng = draw_model(spec, anatomy, lattice), spec.rng("noise")
+    grid, shape = scan.grid, scan.grid.shape
     image = np.empty(shape, dtype=np.int16)
-    labels = np.zeros(shape, dtype=np.uint8)
-    organs = np.zeros(shape, dtype=np.uint8)
-    outside_circle = padding_mask(scan.grid)
+    labels, organs = np.zeros(shape, dtype=np.uint8), np.zeros(shape, dtype=np.uint8)
+    outside_circle = padding_mask(grid)
     support_mm = (122 + 1.1 * spec.fat_mm) if spec.is_prone else (125 + 0.8 * spec.fat_mm)
     for start in range(0, shape[0], _SLICES_AT_ONCE):
         planes = slice(start, min(start + _SLICES_AT_ONCE, shape[0]))
@@ -64,37 +62,26 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         if spec.padding_hu is not None:
             hu[:, outside_circle] = spec.padding_hu
         image[planes] = np.rint(np.clip(hu, -32768, 3071))
-        lungs = sample(model.lungs, lattice, scan, planes, 0)
-        others = sample(model.organs, lattice, scan, planes, 0)
-        if spec.padding_hu is not None:
-            lungs[:, outside_circle] = 0
-            others[:, outside_circle] = 0
-        labels[planes] = np.where(lungs > 50, 1, np.where(lungs < -50, 2, 0))
-        organs[planes] = np.where(others > 50, 3, np.where(others < -50, 4, 0))
+        for target, field, values in ((labels, model.lungs, (1, 2)), (organs, model.organs, (3, 4))):
+            share = sample(field, lattice, scan, planes, 0)
+            if spec.padding_hu is not None:
+                share[:, outside_circle] = 0
+            target[planes] = np.where(share > 50, values[0], np.where(share < -50, values[1], 0))
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
-    organs = np.where(labels > 0, labels, organs).astype(np.uint8)
-    grid = scan.grid
+    np.copyto(organs, labels, where=labels > 0)
     flips = (spec.flips[0] != spec.is_feet_first, spec.flips[1], spec.flips[2])
-    if any(flips):
-        axes = tuple(i for i in range(3) if flips[i])
-        image = np.ascontiguousarray(np.flip(image, axes))
-        labels = np.ascontiguousarray(np.flip(labels, axes))
-        organs = np.ascontiguousarray(np.flip(organs, axes))
-        grid = grid.reoriented((0, 1, 2), flips)
-    return Phantom(image, labels, organs, grid)
+    axes = tuple(axis for axis in range(3) if flips[axis])
+    image, labels, organs = (np.ascontiguousarray(np.flip(one, axes)) for one in (image, labels, organs))
+    return Phantom(image, labels, organs, grid.reoriented((0, 1, 2), flips))
 
 
 def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:
-    """Clear pieces of a lung below 1 ml that the voxel grid has cut off its thin edges, in place."""
+    """Clear the small pieces of each lung in place; the largest piece stays."""
     for value, window in enumerate(ndimage.find_objects(labels, max_label=2), start=1):
-        if window is None:
-            continue
-        part = labels[window]
-        pieces, count = ndimage.label(part == value)
-        if count < 2:
-            continue
-        sizes = np.bincount(pieces.ravel())
-        crumbs = sizes * voxel_mm3 < 1000 * _CRUMB_ML
-        crumbs[0] = False
-        crumbs[np.argmax(sizes[1:]) + 1] = False
-        part[crumbs[pieces]] = 0
+        if window is not None:
+            part = labels[window]
+            pieces, _ = ndimage.label(part == value)
+            sizes = np.bincount(pieces.ravel())
+            is_crumb = sizes * voxel_mm3 < 1000 * _MIN_PIECE_ML
+            is_crumb[[0, int(np.argmax(sizes[1:])) + 1]] = False
+            part[is_crumb[pieces]] = 0
