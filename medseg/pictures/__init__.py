@@ -1,1 +1,1 @@
-"""Pictures that a person looks at."""
+"""Pictures as PNG: overlays of cases, the audit of a data set, plots of measurements."""

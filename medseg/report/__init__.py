@@ -1,1 +1,1 @@
-"""Reports over many runs: what differed, what each difference bought, drawn into one page."""
+"""Reports over many runs as one page, and the tables of all commands."""

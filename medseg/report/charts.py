@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -148,22 +149,30 @@ def draw(
             text = escape(f"{run.name}{label}: {tooltip.format(x=line[-1][0], y=line[-1][1])}")
             for kind, style in (_LINE if is_line else _DOT).items():
                 axes.plot(*zip(*line, strict=True), color=_SETTING, clip_on=False, gid=f"{kind}-{index}", **style)
-                groups[f'<g id="{kind}-{index}">'] = f'<g class="series {kind} s{setting.number}"><title>{text}</title>'
+                groups[f"{kind}-{index}"] = f'<g class="series {kind} s{setting.number}"><title>{text}</title>'
             if run.status != FINISHED:
                 axes.lines[-1].set_linestyle("--")
         _scale(axes, "x", x, is_count=is_line or best_of is not None)
         _scale(axes, "y", y, is_dice=y_title == _DICE_TITLE)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = file.getvalue()
-    for old, new in (_VARIABLES | groups).items():
-        svg = svg.replace(old, new)
-    _, _, drawing = svg.partition("<svg ")  # what stands before it is for files
+    _, _, drawing = file.getvalue().partition("<svg ")  # without the prolog of a file
+    for colour, variable in _VARIABLES.items():
+        drawing = drawing.replace(colour, variable)
+    drawing = re.sub(r'<g id="((?:hit|mark)-\d+)">', lambda group: groups[group[1]], drawing)
     return Markup(f'<svg class="chart" role="img" aria-label="{escape(title)}" {drawing}')
 
 
 def _scale(axes: Axes, name: str, values: Sequence[Any], *, is_dice: bool = False, is_count: bool = False) -> None:
-    """Choose scale and ticks of an axis for names, a Dice near 1, values of several magnitudes, and whole numbers."""
+    """Choose scale and ticks of an axis for names, a Dice near 1, values of several magnitudes, and whole numbers.
+
+    Args:
+        axes: Drawing.
+        name: `x` or `y`.
+        values: Every drawn value of the axis.
+        is_dice: Whether the values are Dice scores.
+        is_count: Whether the axis stays even, since it counts steps or trials.
+    """
     from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator
 
     def bend(dice: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Evaluation from files to files."""
+"""Evaluation of a folder of predictions: scores, statistics, costs, failures, pictures."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_scores_of_awkward_names(world: World) -> None:
     assert not list(world.output.rglob(".*"))
 
 
-def test_what_a_prediction_cost_is_carried_over(world: World) -> None:
+def test_costs_of_predictions_are_reported(world: World) -> None:
     said: list[str] = []
     for name, seconds in (("a", 2.0), ("b", 4.0), ("without a report", 0.0), ("another report", 0.0)):
         world.add(name, _labels(), _labels(), trust=("reference", "reference"))
@@ -173,7 +173,7 @@ def test_infinite_distances_are_counted_apart(world: World) -> None:
     assert (world.output / "overlays" / "nothing there.png").exists()
 
 
-def test_one_bad_case_does_not_stop_the_others(world: World) -> None:
+def test_a_failing_case_does_not_affect_the_others(world: World) -> None:
     moved = VoxelGrid(GRID.shape, GRID.spacing_mm, (-10.0, 20.0, 8.0))
     world.add("moved", _labels(), _labels(), pred_grid=moved)
     world.add("wrong values", _labels() + 2, _labels())
@@ -267,7 +267,7 @@ def test_a_region_that_the_references_do_not_name_is_left_out(world: World) -> N
     assert "right_lung" in summary.warnings[0]
 
 
-def test_a_missing_image_costs_the_picture_only(world: World) -> None:
+def test_a_case_without_its_image_has_scores_but_no_picture(world: World) -> None:
     world.add("a", _labels(), _labels())
     (world.folder / "ct" / "1.nii.gz").unlink()
     summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)

@@ -1,4 +1,4 @@
-"""The picture of a data set: the slices that matter, every case in its place, no page left over."""
+"""Pictures of the audit: choice of slices, colours and sides, number of files."""
 
 from __future__ import annotations
 

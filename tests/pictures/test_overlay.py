@@ -1,4 +1,4 @@
-"""The montage shows the right labels on the right side, and always something."""
+"""Overlay of a case: sides and colours of the labels, proportions, choice of slices, the file."""
 
 from __future__ import annotations
 

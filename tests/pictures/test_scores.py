@@ -1,4 +1,4 @@
-"""The figure of all scores."""
+"""Plot of the scores: colours, order, the fewest rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, made in milliseconds: real configurations, invented curves."""
+"""Made run folders with real configurations and invented curves, without training."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_tables_pictures_and_charts_are_there(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_click_sorts_and_another_turns_it_round(page: Any) -> None:
+def test_a_click_sorts_and_another_reverses_the_order(page: Any) -> None:
     from selenium.webdriver.common.by import By
 
     def runs() -> list[int]:

@@ -1,4 +1,4 @@
-"""Charts: points stand where their values are, on axes that suit the values, with the text of users as text."""
+"""Charts of the report: places of points, scales of axes, escaped text of users."""
 
 from __future__ import annotations
 
@@ -135,3 +135,11 @@ def test_the_best_so_far_never_falls() -> None:
     assert down == sorted(down, reverse=True)
     assert len(set(down)) == 2
     assert progress(compare(runs[:1]), {"objectives": {"val_dice": "maximize"}}) == []
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
+    nan, inf = float("nan"), float("inf")
+    svg = draw_line([(0, 4.0), (10, 2.0), (20, inf), (30, nan)])
+    assert len(line(svg)) == 2
+    assert line(svg)[1][1] > line(svg)[0][1]
+    assert len(marks(draw_line([(0, nan)]))) == 1

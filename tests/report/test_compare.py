@@ -17,7 +17,7 @@ def run(name: str, dice: float | None = None, status: str = "finished", *, peak:
     return Run(name, Path(name), status, settings=flat, summary=summary)
 
 
-def test_only_what_differs_is_a_column_and_an_interpolation_is_none() -> None:
+def test_differing_keys_are_columns_and_an_interpolation_is_none() -> None:
     runs = [
         run("0", 0.9, optimizer__lr=0.1, schedule__max_lr=0.1, steps=10),
         run("1", 0.8, optimizer__lr=0.2, schedule__max_lr=0.2, steps=10),
@@ -39,7 +39,7 @@ def test_two_keys_that_merely_change_together_are_both_shown() -> None:
     assert [column.key for column in comparison.columns] == ["width", "loss"]
 
 
-def test_a_chosen_group_stands_for_the_keys_that_it_brought() -> None:
+def test_a_chosen_group_stands_for_the_keys_that_it_sets() -> None:
     made = [
         Run(str(i), Path(), "finished", settings={"memory.precision": p, "memory.offload": False, "lr": lr}, overrides={"memory": m})
         for i, (m, p, lr) in enumerate([("plain", "fp32", 1), ("amp", "bf16", 1), ("amp", "bf16", 2)])
@@ -52,13 +52,13 @@ def test_a_chosen_group_stands_for_the_keys_that_it_brought() -> None:
     assert "memory.precision" in [column.key for column in compare([*made, other]).columns]
 
 
-def test_a_job_that_never_began_knows_what_it_was_asked_for_and_hides_nothing() -> None:
+def test_a_job_that_never_began_has_its_overrides_and_hides_nothing() -> None:
     refused = Run("2", Path(), "refused", settings={"lr": 2}, has_config=False)
     comparison = compare([run("0", 0.9, lr=1, peak_lr=1), run("1", 0.8, lr=2, peak_lr=2), refused])
     assert [(column.key, column.values) for column in comparison.columns] == [("lr", ("1", "2", "2"))]
 
 
-def test_repeats_have_mean_and_spread_of_what_finished() -> None:
+def test_repeats_have_mean_and_standard_deviation_of_the_finished_runs() -> None:
     dices = (0.90, 0.94, 0.95)
     runs = [run(str(seed), dice, seed=seed, lr=1) for seed, dice in enumerate(dices)]
     runs += [run("3", 0.1, "running", seed=3, lr=1), run("4", 0.92, seed=0, lr=2)]
@@ -95,7 +95,7 @@ def test_not_a_number_is_no_result() -> None:
     assert run_rows(comparison, shown_metrics(comparison))[0].figures[0].text == "–"
 
 
-def test_metrics_that_are_no_merit_are_shown_where_they_differ() -> None:
+def test_metrics_without_a_better_direction_are_shown_where_they_differ() -> None:
     runs = [Run(str(i), Path(), "finished", settings={"lr": i}, summary={"steps": 10, "num_parameters": 5 + i}) for i in range(2)]
     assert [metric.key for metric in shown_metrics(compare(runs))] == ["num_parameters"]
 

@@ -1,4 +1,4 @@
-"""The page needs no other file, and text of users stays text."""
+"""HTML page of the report: well-formed, without other files, with escaped text of users."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def test_a_search_shows_its_space_its_best_trials_and_the_best_so_far(tmp_path: 
     assert "Importance" not in page
 
 
-def test_nothing_finished_is_said(tmp_path: Path) -> None:
+def test_a_page_without_a_finished_run_says_so(tmp_path: Path) -> None:
     page = render(compare([Run("0", tmp_path, "running"), Run("1", tmp_path, "unfinished")]), None, "t", "f", 5, pytest.fail)
     Outline(page)
     assert "No run has finished yet" in page
 
 
-def test_a_damaged_picture_is_said_and_left_out(tmp_path: Path) -> None:
+def test_a_damaged_picture_is_reported_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "step_000001_0.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n half")
     said: list[str] = []

@@ -37,7 +37,7 @@ ROUGH = Strategy(
 )
 
 
-def test_means_are_those_of_a_class_and_leave_out_what_is_not_sure() -> None:
+def test_means_of_a_class_leave_out_regions_without_a_sure_reference() -> None:
     means = means_of(FINE)
     assert list(means) == ["≤ 1.5 mm", "> 3 mm", ALL]
     thin, thick, every = means.values()
@@ -47,7 +47,7 @@ def test_means_are_those_of_a_class_and_leave_out_what_is_not_sure() -> None:
     assert (every.number, every.dice) == (4, 0.75)
 
 
-def test_the_page_says_the_best_of_each_class_what_is_missing_and_what_failed() -> None:
+def test_markdown_names_the_best_of_each_class_missing_cases_and_failures() -> None:
     text = markdown([FINE, Strategy("huge", {}, [], {}, "out of memory"), ROUGH])
     assert "* ≤ 1.5 mm: fine has the best mean Dice, 0.8000 over 3 regions" in text
     assert "* > 3 mm: rough has the best mean Dice, 0.9500 over 1 regions" in text

@@ -1,4 +1,4 @@
-"""Tables come back as they were written, and a printed one lines up."""
+"""Tables as CSV, Markdown and aligned columns."""
 
 from __future__ import annotations
 
