@@ -1,4 +1,4 @@
-"""Dice plus cross-entropy, with the gradient written out so that no full-size copy besides it is made."""
+"""Dice plus cross-entropy, with an explicit gradient that is the only tensor of full size it makes."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Voxels handled at a time: on a CPU few enough to add little to the memory, on a GPU so many that the number of
-# kernel launches does not count.
+# Voxels per slab: few on a CPU, to add little memory; many on a GPU, to launch few kernels.
 SLAB_VOXELS_CPU = 2**18
 SLAB_VOXELS_GPU = 2**22
 
@@ -17,14 +16,13 @@ SLAB_VOXELS_GPU = 2**22
 class DiceCrossEntropyLoss(nn.Module):
     """Weighted sum of one minus the mean soft Dice and the mean cross-entropy.
 
-    Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), p the softmax of the logits, t the
-    reference. A class that is absent from the reference so has a defined Dice, near 1 where it is not predicted and
-    near 0 where it is. Half-precision logits are read in fp32 and every sum is one of fp32 (fp64 for fp64 logits);
-    sums over slabs are carried in fp64.
+    The Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), with the softmax p of the logits and the reference t. For
+    a class that is absent from the reference it is near 1 where the class is not predicted, and near 0 where it is. Half-precision logits
+    are converted to fp32, in which each slab is summed (fp64 for fp64 logits); the sums of all slabs are added in fp64.
 
-    MONAI's `DiceCELoss` is the same function (tested), but makes a float one-hot copy of the target, the softmax and
-    the log-softmax, and keeps several of them for the backward pass. Here the backward pass keeps the logits and the
-    target only, and recomputes the softmax slab by slab; the one tensor of full size that is made is the gradient.
+    MONAI's `DiceCELoss` is the same function (tested), but it makes a float one-hot copy of the target, the softmax and the log-softmax,
+    and saves several of them for the backward pass. Here only the logits and the target are saved; the backward pass recomputes the
+    softmax slab by slab.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class DiceCrossEntropyLoss(nn.Module):
             ce_weight: Weight of the cross-entropy, >= 0; one of the two is positive.
             include_background: Whether class 0 counts in the mean Dice. It always counts in the cross-entropy.
             batch_dice: Whether the samples of a batch are scored as one volume instead of one by one.
-            smooth: Added above and below in the Dice, in voxels, > 0.
+            smooth: Added to numerator and denominator of the Dice, in voxels, > 0.
 
         Raises:
             ValueError: If a weight is negative, both are zero or `smooth` is not positive.
@@ -79,8 +77,7 @@ class DiceCrossEntropyLoss(nn.Module):
             raise ValueError(f"target must hold integers, got {target.dtype}")
         if logits.shape[1] < (1 if self.include_background else 2):
             raise ValueError(f"logits need a foreground class, got {logits.shape[1]} classes")
-        # One pass over the volume gives the few sums that the loss is made of; autograd does the arithmetic between
-        # them.
+        # One pass over the volume gives the sums of the loss; autograd differentiates the arithmetic between them.
         overlaps, predicted, entropy = _Moments.apply(logits, target)
         counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(logits.shape[1])], dim=1)
         voxels = target.numel()
@@ -123,9 +120,10 @@ class _Moments(torch.autograd.Function):
             probs = _log_softmax(logits[sample, :, slab]).exp_()
             labels = target[sample, slab]
             by_overlap, by_predicted, by_entropy = (grad[sample].to(probs.dtype) for grad in grads)
-            # dL/dp_k = a_k + b_k t_k; through the softmax p_k (dL/dp_k - sum_j p_j dL/dp_j); cross-entropy c (p_k -
-            # t_k).
-            reference = torch.zeros_like(probs[0])  # t_k p_k b_k, summed over k: one class per voxel is not zero
+            # With a_k = dL/d(sum p_k), b_k = dL/d(sum p_k t_k) and c = dL/d(entropy), per voxel:
+            #   dL/dp_k = a_k + b_k t_k; through the softmax dL/dlogit_k = p_k (dL/dp_k - sum_j p_j dL/dp_j) + c (p_k - t_k).
+            # t_k p_k b_k, summed over k: for each voxel one class is not zero.
+            reference = torch.zeros_like(probs[0])
             common = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
             for k in range(len(probs)):
                 reference.addcmul_(probs[k] * (labels == k), by_overlap[k])

@@ -1,4 +1,4 @@
-"""Overlap and volume of masks."""
+"""Dice and volume of masks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # scoring files does without torch and its seconds of import
+if TYPE_CHECKING:  # scoring files needs no torch, whose import takes seconds
     import torch
 
 
 def dice(pred_mask: np.ndarray, target_mask: np.ndarray) -> float:
     """Measure the overlap of two masks, twice the intersection over the sum of the sizes.
 
-    Two empty masks agree (1); one empty mask has nothing in common with the other (0).
+    Two empty masks score 1, one empty mask 0.
 
     Args:
         pred_mask: Boolean, any shape.
@@ -42,7 +42,7 @@ def dice_per_label(
 ) -> dict[int, float]:
     """Measure the Dice of several label values, on the device where the labels are.
 
-    Made for validation in training. The empty cases are those of `dice`.
+    Used by validation in training. Empty masks score as in `dice`.
 
     Args:
         pred_labels: Integers, any shape.

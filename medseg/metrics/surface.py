@@ -1,7 +1,7 @@
-"""Surface scores of two masks, every surface element weighted by its area.
+"""Surface scores of two masks (NSD, HD95), with each surface element weighted by its area.
 
-A surface element sits where eight neighbouring voxel centres are neither all inside nor all outside the mask; its area
-is that of the marching-cubes triangles there. Distances run from element to element, in mm.
+A surface element is a corner of voxels whose eight neighbouring voxel centres are neither all inside nor all outside the mask. Its area
+is that of the marching-cubes triangles there. Distances are measured between elements, in mm.
 
 Source: Nikolov et al., Clinically applicable segmentation of head and neck anatomy (2021), and its code,
 google-deepmind/surface-distance (Apache 2.0), whose numbers this module reproduces.
@@ -17,9 +17,9 @@ from scipy.ndimage import distance_transform_edt
 from medseg.geometry.box import VoxelBox
 from medseg.metrics.overlap import dice, volume_ml
 
-# The distinct ways a surface passes between eight voxel centres, up to rotation, reflection and swap of inside and
-# outside: the corners that lie inside (bit 4*z + 2*y + x), and the normals (z, y, x) of the pieces of surface; the
-# length of a normal is the area in eighths of a face of the unit cube.
+# Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation, reflection and swap of inside and outside.
+# First the centres that are inside (bit 4*z + 2*y + x), then the normals (z, y, x) of the surface pieces; the length of a normal is the
+# area of its piece in eighths of a face of the unit cube.
 _PIECES: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = (
     (0b00000001, ((1, 1, 1),)),
     (0b00000011, ((2, 2, 0), (2, 2, 0))),
@@ -36,7 +36,7 @@ _PIECES: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = (
     (0b01101001, ((1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1))),
 )
 
-# Spacings come from float32 headers: an element exactly at the tolerance must not fall out through their rounding.
+# Spacings come from float32 headers; their rounding must not exclude an element exactly at the tolerance.
 _TOLERANCE_SLACK_MM = 1e-5
 
 
@@ -105,9 +105,9 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
 
 
 def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> SurfaceDistances:
-    """Measure how far every surface element of each mask lies from the other mask's surface.
+    """Measure the distance of each surface element of each mask from the other mask's surface.
 
-    A mask that touches the edge of the volume has a surface there too. An empty mask has no elements.
+    A mask that touches the edge of the volume has surface elements there. An empty mask has none.
 
     Args:
         pred_mask: Boolean, (D, H, W).
@@ -134,10 +134,10 @@ def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm
     pred_areas_mm2 = areas_mm2[pred_codes[is_pred]]
     target_areas_mm2 = areas_mm2[target_codes[is_target]]
     del pred_codes, target_codes
-    pred_to_target_mm = _distances_mm(is_pred, is_target, spacing_mm)
-    target_to_pred_mm = _distances_mm(is_target, is_pred, spacing_mm)
-    pred_order = np.argsort(pred_to_target_mm)
-    target_order = np.argsort(target_to_pred_mm)
+    pred_to_target_mm, target_to_pred_mm = (
+        _distances_mm(*pair, spacing_mm) for pair in ((is_pred, is_target), (is_target, is_pred))
+    )
+    pred_order, target_order = np.argsort(pred_to_target_mm), np.argsort(target_to_pred_mm)
     return SurfaceDistances(
         pred_to_target_mm[pred_order],
         pred_areas_mm2[pred_order],
@@ -147,7 +147,7 @@ def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm
 
 
 def nsd(distances: SurfaceDistances, tolerance_mm: float) -> float:
-    """Compute the normalised surface Dice: the share of both surfaces that lies within a tolerance of the other.
+    """Compute the normalised surface Dice: the share of both surfaces within a tolerance of the other.
 
     Two empty masks score 1, one empty mask 0.
 
@@ -174,7 +174,7 @@ def hausdorff_mm(distances: SurfaceDistances, quantile: float = 0.95) -> float:
 
     Args:
         distances: From `surface_distances`.
-        quantile: Share of the surface that lies within the returned distance, in (0, 1].
+        quantile: Share of the surface within the returned distance, in (0, 1].
 
     Returns:
         Distance in mm.
@@ -224,8 +224,8 @@ def _distances_mm(is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[floa
     """Distance from each set voxel of one array, in C order, to the nearest of another; infinite if that is empty."""
     if not is_to.any():
         return np.full(np.count_nonzero(is_from), np.inf)
-    # A k-d tree is several times faster for two similar lungs, but takes many times longer where a prediction is noise
-    # or lies far from the reference. Of the transform only the indices are needed: its map takes more memory.
+    # A k-d tree is several times faster for two similar lungs, but many times slower where a prediction is noise or far from the
+    # reference. The transform returns indices only: its distance map would take more memory.
     nearest = distance_transform_edt(~is_to, sampling=spacing_mm, return_distances=False, return_indices=True)
     squared_mm2 = np.zeros(np.count_nonzero(is_from))
     for index, nearest_index, step_mm in zip(np.nonzero(is_from), nearest, spacing_mm, strict=True):

@@ -1,8 +1,8 @@
-"""The parts of a UNet: norms, convolution units, blocks and the moves between space and channels.
+"""Building blocks of a UNet: norms, convolution units, blocks, space-to-depth and its inverse.
 
-Memory decides three details. A convolution before a norm has no bias, since the norm would subtract it again. The
-activation works in place: a norm saves its input, not its output, so autograd loses nothing. And every unit therefore
-keeps two tensors for the backward pass, the input of its convolution and the input of its norm.
+Three details save memory. A convolution before a norm has no bias, because the norm would subtract it. The activation works in place:
+a norm saves its input, not its output, so autograd needs nothing that is overwritten. Each unit therefore saves two tensors for the
+backward pass: the input of its convolution and the input of its norm.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,17 @@ NEGATIVE_SLOPE = 0.01
 Shape = tuple[int, int, int]
 POINT = (1, 1, 1)
 GROUP_CHANNELS = 8
-# Torch's batch-norm kernel for channels-last tensors on CPU adds voxel by voxel in fp32; above this number the error of
-# the mean exceeds that of bf16.
+# Torch's batch-norm kernel for channels-last tensors on CPU sums voxel by voxel in fp32. Above this number of voxels the error of the
+# mean exceeds that of bf16.
 MAX_CHANNELS_LAST_VOXELS_CPU = 2**21
 
 
 class InstanceNorm(nn.Module):
     """Normalise each channel of each sample over its voxels, then scale and shift.
 
-    The same function as `torch.nn.InstanceNorm3d(affine=True)`, by way of the batch-norm kernel on single samples:
-    that kernel keeps channels-last tensors as they are (torch's instance norm copies them to the contiguous layout
-    and back, four times slower on CPU), reads half precision and sums in fp32. Training and evaluation do the same;
-    there are no running statistics.
+    The same function as `torch.nn.InstanceNorm3d(affine=True)`, computed by the batch-norm kernel on single samples. That kernel keeps
+    the channels-last layout (torch's instance norm copies to the contiguous layout and back, four times slower on CPU), reads half
+    precision and sums in fp32. There are no running statistics: training and evaluation compute the same.
     """
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
@@ -50,7 +49,7 @@ class InstanceNorm(nn.Module):
 class GroupNorm(nn.GroupNorm):
     """Group norm that returns the precision it was given.
 
-    Autocast on CUDA computes it in fp32 and would hand fp32 activations, twice the bytes, to everything that follows.
+    Autocast on CUDA computes group norm in fp32; its output would double the bytes of all following activations.
     """
 
     def forward(self, features: Tensor) -> Tensor:
@@ -76,9 +75,10 @@ def make_activation() -> nn.Module:
 
 
 class Conv3d(nn.Conv3d):
-    """Convolution that leaves bf16 on a CPU where an axis has two voxels or fewer.
+    """Convolution in fp32 on a CPU where an axis has two voxels or fewer.
 
-    There the weight gradient of torch 2.13 reads memory that nobody wrote and may be NaN. Such features are tiny.
+    For such features, in bf16, the weight gradient of torch 2.13 reads uninitialised memory and may be NaN. They are small, so that fp32
+    costs little.
     """
 
     def forward(self, features: Tensor) -> Tensor:
@@ -110,8 +110,7 @@ class ConvNormAct(nn.Sequential):
 class ResidualBlock(nn.Module):
     """Add a branch of units to the input, then activate; (N, C, D, H, W) stays.
 
-    The branch ends with a norm whose scale starts at zero: the block starts as the identity (Goyal et al. 2017,
-    section 5.1).
+    The branch ends with a norm whose scale starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
     """
 
     def __init__(self, *units: ConvNormAct) -> None:
@@ -122,13 +121,12 @@ class ResidualBlock(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Refine features (N, C, D, H, W)."""
-        # In place on the norm's output, which nothing saves; the input is a skip or a convolution's input and must
-        # stay.
+        # In place on the norm's output, which autograd does not save. The input must stay: a skip or a convolution reads it.
         return self.activation(self.branch(features).add_(features))
 
 
 def padding_of(kernel: Shape) -> Shape:
-    """Padding that keeps the size; a kernel of 2 with stride 2 tiles the volume and needs none."""
+    """Compute the padding that keeps the size; a kernel of 2 with stride 2 covers the volume without padding."""
     z, y, x = (size // 2 if size % 2 else 0 for size in kernel)
     return z, y, x
 
@@ -140,8 +138,8 @@ def make_block(block: str, channels: int, *, norm: str, reduction: int = 2, kern
         block: `plain` (one 3x3x3 unit), `residual` (two) or `bottleneck` (1x1x1 reduce, 3x3x3, 1x1x1 expand).
         channels: Channels in and out.
         norm: Name of the norm.
-        reduction: What a bottleneck divides its inner channels by.
-        kernel: What takes the place of 3x3x3 where an axis is coarse, (z, y, x).
+        reduction: Divisor of a bottleneck's inner channels.
+        kernel: Kernel in place of 3x3x3 where an axis is coarse, (z, y, x).
 
     Raises:
         ValueError: If a name is unknown or `reduction` does not divide the channels.
@@ -165,16 +163,17 @@ def make_block(block: str, channels: int, *, norm: str, reduction: int = 2, kern
 
 
 def space_to_depth(image: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
-    """Move each cell of a×b×c voxels into channels: (N, C, aD, bH, cW) to (N, abc·C, D, H, W), nothing lost."""
+    """Move each cell of a×b×c voxels into channels, without loss: (N, C, aD, bH, cW) to (N, abc·C, D, H, W)."""
     batch, channels = image.shape[:2]
     a, b, c = cell
     depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
+    # Split each axis into (cell, position in the cell), then move the three positions behind the channels.
     cells = image.reshape(batch, channels, depth, a, height, b, width, c)
     return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(batch, channels * a * b * c, depth, height, width)
 
 
 def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
-    """Undo `space_to_depth`: (N, abc·C, D, H, W) to (N, C, aD, bH, cW)."""
+    """Invert `space_to_depth`: (N, abc·C, D, H, W) to (N, C, aD, bH, cW)."""
     batch, channels, depth, height, width = features.shape
     a, b, c = cell
     channels //= a * b * c

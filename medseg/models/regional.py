@@ -1,4 +1,4 @@
-"""One model for several regions, and one way of calling it for both stages."""
+"""Network for several regions; both stages call it as `network(image, region)`."""
 
 from collections.abc import Callable
 
@@ -16,15 +16,14 @@ class RegionalNetwork(nn.Module):
     Modes:
 
     * `whole`: one network and no regions (the coarse stage);
-    * `mirrored`: one network for all regions; the caller mirrors the right side so that both sides look alike;
-    * `separate`: one network per region. A step trains only the regions of its batch, so DDP must look for unused
-      parameters;
-    * `side_input`: one network that sees the image twice, as it is and times a number of the region (-1 to +1). The
-      first convolution so has filters of its own for each side. A channel that held the bare number would say
-      nothing: it adds a constant to a whole channel, which the norm subtracts.
+    * `mirrored`: one network for all regions; the caller flips right crops, so that both sides look alike;
+    * `separate`: one network per region. A step trains only the regions of its batch, so DDP must find unused parameters;
+    * `side_input`: one network whose input is the image, and the image times a number of the region (-1 to +1). The first convolution
+      can so have separate filters for each side. A channel with the bare number would have no effect: it adds a constant to a whole
+      channel, which the norm subtracts.
 
     Attributes:
-        divisor: Voxels per axis (z, y, x) of which the image must be a multiple.
+        divisor: Required multiple of the image size, in voxels (z, y, x).
     """
 
     def __init__(
@@ -33,9 +32,9 @@ class RegionalNetwork(nn.Module):
         """Build the networks.
 
         Args:
-            make_network: Makes a network for a number of input channels.
+            make_network: Function of the number of input channels that makes a network.
             in_channels: Channels of the image.
-            num_regions: Regions that the model serves.
+            num_regions: Number of regions.
             mode: One of `MODES`.
 
         Raises:
@@ -53,7 +52,7 @@ class RegionalNetwork(nn.Module):
 
     @property
     def divisor(self) -> tuple[int, int, int]:
-        """Voxels per axis (z, y, x) of which the image must be a multiple."""
+        """Required multiple of the image size, in voxels (z, y, x)."""
         return self._network(0).divisor
 
     def forward(self, image: Tensor, region: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ class RegionalNetwork(nn.Module):
 
         Args:
             image: Normalised image (N, C, D, H, W).
-            region: Index of each sample's region (N,), integer; without effect in the modes `whole` and `mirrored`.
+            region: Index of each sample's region (N,), integer; ignored in the modes `whole` and `mirrored`.
 
         Returns:
             Logits (N, K, D, H, W).
@@ -75,7 +74,7 @@ class RegionalNetwork(nn.Module):
         indices = region.tolist()
         if len(set(indices)) == 1:
             return self.networks[indices[0]](image)
-        # Samples of one region go together, so that a batch norm sees all of them.
+        # Samples of one region go through their network together, so that a batch norm sees all of them.
         parts: dict[int, Tensor] = {}
         for index in sorted(set(indices)):
             rows = [row for row, other in enumerate(indices) if other == index]
@@ -83,7 +82,7 @@ class RegionalNetwork(nn.Module):
         return torch.cat([parts[row] for row in range(len(indices))])
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Name the parts that may be recomputed; with several networks the names begin with the network's number."""
+        """Name the blocks that can be recomputed; with several networks a name begins with the network's number."""
         parts = [self._network(number).blocks() for number in range(len(self.networks))]
         if len(parts) == 1:
             return parts[0]

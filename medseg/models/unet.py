@@ -1,4 +1,4 @@
-"""A 3D UNet whose widest tensors are never made at full resolution unless asked."""
+"""3D UNet that keeps its widest tensors at half resolution, unless its stem is `conv`."""
 
 import math
 from collections import OrderedDict
@@ -38,9 +38,8 @@ class Stem(nn.Module):
 class Up(nn.Module):
     """Bring the deeper features to the channels and the size of a skip and add them to it.
 
-    The channels are cut at the low resolution, where that costs an eighth. Repeating voxels instead of interpolating
-    keeps the backward pass deterministic on a GPU; adding instead of concatenating halves the input of the block that
-    follows.
+    The channels are reduced at the low resolution, where that costs an eighth. Repeating voxels instead of interpolating keeps the
+    backward pass deterministic on a GPU. Adding instead of concatenating halves the input of the next block.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, stride: Shape) -> None:
@@ -49,12 +48,12 @@ class Up(nn.Module):
         self.scale_factor = tuple(map(float, stride))
 
     def forward(self, features: Tensor, skip: Tensor) -> Tensor:
-        """Join features (N, 2C, D, H, W) and skip (N, C, 2D, 2H, 2W) to (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
+        """Add features (N, 2C, D, H, W) to a skip (N, C, 2D, 2H, 2W) to (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
         return F.interpolate(self.unit(features), scale_factor=self.scale_factor, mode="nearest").add_(skip)
 
 
 class Head(nn.Module):
-    """Logits at the resolution of the image: from half resolution each feature voxel predicts its eight voxels."""
+    """Logits at the resolution of the image; at half resolution each feature voxel predicts eight voxels."""
 
     def __init__(self, width: int, num_classes: int, *, cell: Shape) -> None:
         super().__init__()
@@ -63,16 +62,16 @@ class Head(nn.Module):
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
 
     def forward(self, features: Tensor, image: Tensor) -> Tensor:
-        """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is not looked at again."""
+        """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is ignored."""
         logits = self.conv(features)
         return logits if self.cell == POINT else depth_to_space(logits, self.cell)
 
 
 class RefiningHead(nn.Module):
-    """Logits from a few channels at full resolution, where the features of half resolution meet the image again.
+    """Logits from a few channels at full resolution, which combine the features of half resolution with the image.
 
-    Each feature voxel fills its eight voxels, the image adds what it shows around each of them, and a last convolution
-    sees across the borders of the cells. There is no norm: the features come from one, and the image is normalised.
+    Each feature voxel gives the channels of its eight voxels, a convolution of the image is added, and a last convolution crosses the
+    borders of the cells. There is no norm: the features come from one, and the image is normalised.
     """
 
     def __init__(self, in_channels: int, width: int, refine: int, num_classes: int, *, kernel: Shape, cell: Shape) -> None:
@@ -95,13 +94,12 @@ class RefiningHead(nn.Module):
 class UNet(nn.Module):
     """A residual 3D UNet with additive skips.
 
-    Channels are `width` at the first level and double per level up to `max_width`. With the stems `strided` and
-    `space_to_depth` the first level lies at half the image's resolution and the head predicts the eight voxels of
-    each cell, so that no tensor of `width` channels exists at full resolution; with `refine` it does so in a few channels
-    at full resolution that also see the image.
+    The first level has `width` channels; they double per level up to `max_width`. With the stems `strided` and `space_to_depth` the first
+    level is at half the image's resolution and the head predicts the eight voxels of each cell, so that no tensor of `width` channels
+    exists at full resolution. With `refine` the head has a few channels at full resolution, which also see the image.
 
     Attributes:
-        divisor: Voxels per axis (z, y, x) of which the image must be a multiple.
+        divisor: Required multiple of the image size, in voxels (z, y, x).
     """
 
     def __init__(
@@ -131,12 +129,12 @@ class UNet(nn.Module):
             blocks_per_level: Blocks of each encoder level, one number for all or `depth + 1` numbers from the finest
                 level on; a decoder level has one block.
             stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
-            refine: Channels at full resolution in which the head refines what comes from half resolution; 0 = none.
+            refine: Channels at full resolution that refine the result of half resolution; 0 = none.
             norm: `instance`, `group` or `batch`.
-            reduction: What a bottleneck divides its inner channels by.
-            max_width: Channels that no level exceeds.
-            strides: What the stem (where it halves the resolution) and each downsampling divide z, y and x by, 1 or 2
-                (`level_strides`); None = 2 everywhere. While an axis is not divided, no kernel reaches along it.
+            reduction: Divisor of a bottleneck's inner channels.
+            max_width: Largest number of channels of a level.
+            strides: Divisors of z, y and x, 1 or 2, for the stem (where it halves the resolution) and each downsampling
+                (`level_strides`); None = 2 everywhere. Kernels have size 1 along an axis until it is divided.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -165,7 +163,7 @@ class UNet(nn.Module):
         if len(strides) != depth + halves or any(len(one) != 3 or not set(one) <= {1, 2} for one in strides):
             raise ValueError(f"strides must be {depth + halves} times 1 or 2 for z, y and x, got {strides}")
         self.divisor: tuple[int, int, int] = total_strides(strides)
-        # One per resolution, the image's first; at the lowest one all axes count.
+        # One kernel per resolution, the image's first; at the lowest resolution it covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
         cell = strides[0] if halves else POINT
         stem_kernel = kernels[1] if stem == "space_to_depth" else kernels[0]
@@ -175,7 +173,7 @@ class UNet(nn.Module):
         for level, count in enumerate(counts):
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             if level > 0:
-                # 2x2x2 with stride 2 takes a third of the time of 3x3x3 with stride 2; the blocks see the neighbours.
+                # 2x2x2 with stride 2 takes a third of the time of 3x3x3 with stride 2; the blocks mix neighbours.
                 layers["down"] = ConvNormAct(
                     widths[level - 1], widths[level], downs[level - 1], norm=norm, stride=downs[level - 1]
                 )
@@ -193,11 +191,11 @@ class UNet(nn.Module):
             )
             for level in range(depth)
         )
-        self.head: Head | RefiningHead
-        if refine:
-            self.head = RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=cell)
-        else:
-            self.head = Head(width, num_classes, cell=cell)
+        self.head: Head | RefiningHead = (
+            RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=cell)
+            if refine
+            else Head(width, num_classes, cell=cell)
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         """Predict class logits.
@@ -209,7 +207,7 @@ class UNet(nn.Module):
             Logits (N, K, D, H, W).
 
         Raises:
-            ValueError: If the image has another number of channels or a size that is no multiple.
+            ValueError: If the image has another number of channels, or a size that is no multiple of `divisor`.
         """
         if image.ndim != 5 or image.shape[1] != self.in_channels:
             raise ValueError(f"image must be (N, {self.in_channels}, D, H, W), got {tuple(image.shape)}")
@@ -222,16 +220,16 @@ class UNet(nn.Module):
             skips.append(features)
         skips.pop()
         for level in reversed(self.decoder):
-            # Popping frees a skip as soon as it is used, where no gradient keeps it.
+            # Without a gradient, popping frees the skip as soon as it is used.
             features = level["up"](features, skips.pop())  # type: ignore[index]
             features = level["block0"](features)  # type: ignore[index]
         return self.head(features, image)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Name the parts that may be recomputed, those that keep the most bytes first.
+        """Name the blocks that can be recomputed, those that save the most bytes first.
 
-        Together they are the whole network but a head that does not refine, which keeps nothing besides its input. The
-        name's beginning is the level (`encoder.0`, `decoder.0`, …); level 0 is the finest.
+        They are the whole network, except a head that does not refine, which saves only its input. A name begins with its level
+        (`encoder.0`, `decoder.0`, …); level 0 is the finest.
         """
         named: dict[str, nn.Module] = {"head": self.head} if isinstance(self.head, RefiningHead) else {}
         named["stem"] = self.stem
@@ -243,6 +241,6 @@ class UNet(nn.Module):
 
 
 def _kernel(stride: Shape) -> Shape:
-    """The kernel at a resolution: neighbours along an axis that is not divided yet are too far away to be mixed."""
+    """Choose the kernel of a resolution: size 1 along an axis that is not divided yet, whose neighbours are too far away."""
     z, y, x = (3 if step == 2 else 1 for step in stride)
     return z, y, x
