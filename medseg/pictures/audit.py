@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from medseg.pictures.png import shortened
 from medseg.pictures.slices import TEXT, Canvas, colour_of
 
 MAX_SLICE_PX = 256
@@ -130,8 +131,8 @@ def _draw_page(
         left, top = _GAP_PX + number % columns * (_CASE_PX + _GAP_PX), tops[number // columns]
         worst = min((severity for severity, _ in case.findings), key=list(_MARKS).index, default="note")
         canvas.write(left, top, "✓" if worst == "note" else "●", color=TEXT if worst == "note" else _MARKS[worst], fontsize=11)
-        canvas.write(left + 16, top, _shortened(case.title, 46), fontsize=11, fontweight="bold")
-        canvas.write(left + 16, top + 18, _shortened(case.subtitle, 74), color=_MARKS["note"], fontsize=8)
+        canvas.write(left + 16, top, shortened(case.title, 46), fontsize=11, fontweight="bold")
+        canvas.write(left + 16, top + 18, shortened(case.subtitle, 74), color=_MARKS["note"], fontsize=8)
         _draw_slices(canvas, left, top + _TITLE_PX, case.slices, list(label_names), window_hu)
         for line, (colour, words) in enumerate(text):
             canvas.write(left, top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX, words, color=colour, fontsize=8)
@@ -164,7 +165,3 @@ def _wrapped(findings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     if len(lines) <= _MAX_LINES:
         return lines
     return [*lines[: _MAX_LINES - 1], (_MARKS["note"], "… more in audit.csv")]
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"

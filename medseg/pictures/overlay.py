@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from medseg.geometry.box import VoxelBox
+from medseg.pictures.png import shortened
 from medseg.pictures.slices import TEXT, Canvas, colour_of
 
 # Share of the labelled voxels below each slice: every slice shows label, each lung gets a sagittal one.
@@ -155,8 +156,7 @@ def _draw_header(canvas: Canvas, title: str, label_names: Mapping[int, str], has
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    title = title if len(title) <= _MAX_TITLE else f"{title[: _MAX_TITLE - 1]}…"
-    canvas.write(12, _HEADER_PX / 2, title, fontsize=14, fontweight="bold", va="center")
+    canvas.write(12, _HEADER_PX / 2, shortened(title, _MAX_TITLE), fontsize=14, fontweight="bold", va="center")
     keys: list[Any] = [
         Patch(facecolor=colour_of(number), label=name.replace("_", " ")) for number, name in enumerate(label_names.values())
     ]

@@ -51,3 +51,8 @@ def write_png(figure: Figure, path: Path) -> None:
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     with replace_path(path) as part:
         image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(part, "PNG")
+
+
+def shortened(text: str, length: int) -> str:
+    """Cut a text to a number of characters, the last of them an ellipsis."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"

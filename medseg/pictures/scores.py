@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from medseg.pictures.png import new_axes, new_figure, write_png
+from medseg.pictures.png import new_axes, new_figure, shortened, write_png
 
 _COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
 _MAX_NAME = 28
+_BOX = {"color": "#9ca3af"}
 _SURE = ("", "reference")
 
 
@@ -44,9 +45,9 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 widths=0.5,
                 showfliers=False,
                 manage_ticks=False,
-                boxprops={"color": "#9ca3af"},
-                whiskerprops={"color": "#9ca3af"},
-                capprops={"color": "#9ca3af"},
+                boxprops=_BOX,
+                whiskerprops=_BOX,
+                capprops=_BOX,
                 medianprops={"color": "#4b5563", "linewidth": 1.6},
             )
         # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
@@ -54,9 +55,8 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         is_sure = np.array([row["trust"] in _SURE for row in own])
         axes.scatter(number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3)
         axes.scatter(number + offsets[~is_sure], values[~is_sure], s=26, facecolors="white", edgecolors=colour, zorder=3)
-        worst = own[0]["case"] if len(own[0]["case"]) <= _MAX_NAME else f"{own[0]['case'][: _MAX_NAME - 1]}…"
         axes.annotate(
-            f"{worst} {own[0]['dice']:.3f}",
+            f"{shortened(own[0]['case'], _MAX_NAME)} {values[0]:.3f}",
             (number + offsets[0], values[0]),
             xytext=(0, -9),
             textcoords="offset points",
@@ -67,9 +67,8 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             parse_math=False,
         )
     lowest = min(row["dice"] for row in rows)
-    highest = max(row["dice"] for row in rows)
     reach = max(1.0 - lowest, 0.02)
-    axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=(lowest - 0.14 * reach, max(highest, 1.0) + 0.04 * reach), ylabel="Dice")
+    axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=(lowest - 0.14 * reach, 1.0 + 0.04 * reach), ylabel="Dice")
     axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

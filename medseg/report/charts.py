@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DICE_TITLE = "validation Dice"
-_SMALL_SIZE_IN = (4.4, 3.0)
+_SIZE_IN, _SMALL_SIZE_IN = (5.6, 3.3), (4.4, 3.0)
 # With fewer results a chart per key shows nothing that the table does not.
 _MIN_RESULTS = 4
 _MAX_KEYS = 9
@@ -64,30 +64,25 @@ def curves(comparison: Comparison) -> Charts:
 
 def costs(comparison: Comparison) -> Charts:
     """Draw validation Dice over memory and over time, where several settings have a result."""
-    charts = []
-    for metric, heading, x_title in (
-        (PEAK, "Dice for memory", "peak memory in GiB"),
-        (STEP, "Dice for time", "seconds per step"),
-    ):
-        points = _results(comparison, [metric.of(run) for run in comparison.runs])
-        if len({comparison.setting_of[index] for index in points}) > 1 and _differ(points):
-            title = f"{heading}: validation Dice of {len(points)} runs over {x_title}"
-            svg = draw(comparison, points, title, x_title, tooltip=f"{{y:.4g}}, {metric.title}: {{x:.3g}}")
-            charts.append((heading, svg))
-    return charts
+    axes = ((PEAK, "Dice for memory", "peak memory in GiB"), (STEP, "Dice for time", "seconds per step"))
+    return [
+        chart
+        for metric, heading, x_title in axes
+        for chart in _dice_chart(
+            comparison, heading, x_title, [metric.of(run) for run in comparison.runs], f"{{y:.4g}}, {metric.title}: {{x:.3g}}"
+        )
+    ]
 
 
 def by_key(comparison: Comparison) -> Charts:
     """Draw validation Dice over each key that differs; none where only one differs, or few runs have a result."""
-    charts: Charts = []
-    for column in comparison.setting_columns:
-        points = _results(comparison, column.values)
-        if len(points) >= _MIN_RESULTS and _differ(points) and len(charts) < _MAX_KEYS:
-            with suppress(ValueError):  # names: one place each, in the order of their appearance
-                points = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}
-            title = f"Validation Dice of {len(points)} runs over {column.key}"
-            charts.append((column.key, draw(comparison, points, title, column.key, size_in=_SMALL_SIZE_IN)))
-    return charts if len(charts) > 1 else []
+    num_results = sum(len(setting.metrics.get(VAL_DICE.key, ())) for setting in comparison.settings)
+    charts = [
+        chart
+        for column in comparison.setting_columns
+        for chart in _dice_chart(comparison, column.key, column.key, column.values, size_in=_SMALL_SIZE_IN)
+    ]
+    return charts[:_MAX_KEYS] if len(charts) > 1 and num_results >= _MIN_RESULTS else []
 
 
 def progress(comparison: Comparison, study: Study) -> Charts:
@@ -115,7 +110,7 @@ def draw(
     y_title: str = _DICE_TITLE,
     tooltip: str = "{y:.4g}",
     *,
-    size_in: tuple[float, float] = (5.6, 3.3),
+    size_in: tuple[float, float] = _SIZE_IN,
     is_line: bool = False,
     best_of: np.ufunc | None = None,
 ) -> Markup:
@@ -199,15 +194,23 @@ def _scale(axes: Axes, name: str, values: Sequence[Any], *, is_dice: bool = Fals
         axis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
-def _results(comparison: Comparison, values: Sequence[Any]) -> dict[int, list[tuple[Any, float]]]:
-    """One point (value, validation Dice) per finished run that has both, by the index of the run."""
-    return {
+def _dice_chart(
+    comparison: Comparison,
+    heading: str,
+    x_title: str,
+    values: Sequence[Any],
+    tooltip: str = "{y:.4g}",
+    size_in: tuple[float, float] = _SIZE_IN,
+) -> Charts:
+    """Draw validation Dice over one value per run; nothing where the settings or values of the finished runs do not differ."""
+    points = {
         index: [(value, dice)]
         for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True))
         if run.status == FINISHED and value is not None and (dice := VAL_DICE.of(run)) is not None
     }
-
-
-def _differ(points: Mapping[int, Sequence[tuple[Any, float]]]) -> bool:
-    """Whether the first points have more than one x."""
-    return len({line[0][0] for line in points.values()}) > 1
+    if len({comparison.setting_of[index] for index in points}) < 2 or len({x for ((x, _),) in points.values()}) < 2:
+        return []
+    with suppress(ValueError):  # names: one place each, in the order of their appearance
+        points = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}
+    title = f"Validation Dice of {len(points)} runs over {x_title}"
+    return [(heading, draw(comparison, points, title, x_title, tooltip=tooltip, size_in=size_in))]
