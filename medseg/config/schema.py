@@ -28,7 +28,7 @@ StageName = StrEnum("StageName", ["coarse", "fine"])
 RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.regional`
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Side = StrEnum("Side", ["left", "right"])  # of the patient
-SpacingStrategy = StrEnum(  # see docs/SPACING.md
+SpacingStrategy = StrEnum(  # see docs/spacing.md
     "SpacingStrategy",
     [
         "isotropic",
@@ -88,7 +88,7 @@ class SpacingConfig:
         Triple | None, Knob("Voxel spacing; null: that of each scan, or of the training cases.", "(0, inf)", "mm (z, y, x)")
     ]
     # The keys below are absent from older run folders.
-    strategy: Annotated[SpacingStrategy, Knob("How the grid follows the scan, see docs/SPACING.md.")] = SpacingStrategy.isotropic
+    strategy: Annotated[SpacingStrategy, Knob("How the grid follows the scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
     size: Annotated[
         Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")
     ] = None

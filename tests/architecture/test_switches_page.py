@@ -1,4 +1,4 @@
-"""The page of switches names keys that exist, and proofs that exist."""
+"""docs/switches.md names existing keys and existing tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from medseg.config.folder import conf_dir
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "SWITCHES.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "switches.md").read_text(encoding="utf-8")
 
 
 def test_every_proof_is_a_test() -> None:
