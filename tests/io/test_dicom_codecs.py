@@ -267,6 +267,17 @@ def test_a_code_that_ends_early_is_never_completed(tmp_path: Path, syntax: UID, 
             )
 
 
+def test_a_damaged_marker_does_not_end_the_process(tmp_path: Path) -> None:
+    """It announces another kind of JPEG, on which some decoders crash."""
+    stored = (np.random.default_rng(1).integers(0, 40, (3, 64, 64)).cumsum(2) % 4096).astype(np.uint16)
+    for index, values in enumerate(stored):
+        dataset = header(values)
+        place(dataset, (0, 0, 2.5 * index))
+        code = imagecodecs.jpeg_encode(values, lossless=True, bitspersample=16)
+        save_packed(dataset, tmp_path / f"{index}", [code.replace(b"\xff\xc4", b"\xff\xc5", 1)], JPEGLosslessSV1)
+    assert "cannot be decoded; it is damaged" in said(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_enhanced", [False, True])

@@ -1,154 +1,150 @@
-"""What the header of a DICOM file says: its slices, or what it is instead."""
+"""DICOM headers: the slices of a file, or the reason why it gives none."""
 
 from __future__ import annotations
 
 import math
 import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-from pydicom import dcmread
+import numpy as np
+from pydicom import Dataset, FileDataset, config, dcmread, uid
 from pydicom.dataelem import RawDataElement
-from pydicom.dataset import Dataset, FileDataset
-from pydicom.uid import (
-    HTJ2K,
-    JPEG2000,
-    UID,
-    DeflatedExplicitVRLittleEndian,
-    ExplicitVRLittleEndian,
-    ImplicitVRLittleEndian,
-    JPEGBaseline8Bit,
-    JPEGExtended12Bit,
-    JPEGLSNearLossless,
-    MediaStorageDirectoryStorage,
-)
+from pydicom.multival import MultiValue
+from pydicom.tag import Tag
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.checks import shown
-from medseg.io.dicom.fields import items_of, numbers_of, pixel_value_of, plain, tag_of, text_of, value_of, whole_of
+
+Item = TypeVar("Item")
+
+MAX_PLAIN = 100
+"""Longer texts are cut in messages; those of the standard are shorter."""
 
 MAX_SLICE_PIXELS = 2**26
-"""More (8192 × 8192) is a damaged header, for which no memory is asked."""
+"""A header with more pixels per slice (8192 × 8192) is damaged."""
 
-SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
 NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
-"""Modalities whose objects are no images of a scanner."""
+"""Modalities whose objects are not images of a scanner."""
 
-NO_GROUP = Dataset()
+NO_PIXELS = "object without an image"
 
-PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
-"""Pixel Data, little and big endian."""
-
-UNDEFINED = 2**32 - 1
-"""Length of pixels that are compressed."""
-
-NO_RESCALE = "slices without rescale slope and intercept: their values are taken for HU"
-
-RESCALE_TYPES = frozenset({"", "HU", "HU_MOD", "US"})
-"""What the rescaled values of a CT may be called; US is "unspecified"."""
-
-LOSSY = frozenset({JPEGBaseline8Bit, JPEGExtended12Bit, JPEGLSNearLossless})
-PERHAPS_LOSSY = frozenset({JPEG2000, HTJ2K})
-"""Encodings that have lossless codes as well."""
+MACROS = {
+    "ImagePositionPatient": "PlanePositionSequence",
+    "ImageOrientationPatient": "PlaneOrientationSequence",
+    "PixelSpacing": "PixelMeasuresSequence",
+    "RescaleSlope": "PixelValueTransformationSequence",
+    "RescaleIntercept": "PixelValueTransformationSequence",
+    "RescaleType": "PixelValueTransformationSequence",
+    "FrameType": "CTImageFrameTypeSequence",
+    "FrameAcquisitionNumber": "FrameContentSequence",
+    "TemporalPositionIndex": "FrameContentSequence",
+    "NominalPercentageOfCardiacPhase": "CardiacSynchronizationSequence",
+    "StackID": "FrameContentSequence",
+    "ConvolutionKernel": "CTReconstructionSequence",
+    "KVP": "CTXRayDetailsSequence",
+    "FrameAcquisitionDateTime": "FrameContentSequence",
+}
+"""Fields of a frame in an enhanced (multi-frame) file, and the sequence that holds each."""
 
 PHASES = (
-    ("acquisition", "AcquisitionNumber", "FrameContentSequence", "FrameAcquisitionNumber"),
-    ("time point", "TemporalPositionIdentifier", "FrameContentSequence", "TemporalPositionIndex"),
-    ("phase", "NominalPercentageOfCardiacPhase", "CardiacSynchronizationSequence", "NominalPercentageOfCardiacPhase"),
-    ("stack", "StackID", "FrameContentSequence", "StackID"),
-    ("kernel", "ConvolutionKernel", "CTReconstructionSequence", "ConvolutionKernel"),
-    ("kVp", "KVP", "CTXRayDetailsSequence", "KVP"),
-    ("image type", "ImageType", "CTImageFrameTypeSequence", "FrameType"),
-    ("time", "AcquisitionTime", "FrameContentSequence", "FrameAcquisitionDateTime"),
+    ("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
+    ("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
+    ("phase", "NominalPercentageOfCardiacPhase", "NominalPercentageOfCardiacPhase"),
+    ("stack", "StackID", "StackID"),
+    ("kernel", "ConvolutionKernel", "ConvolutionKernel"),
+    ("kVp", "KVP", "KVP"),
+    ("image type", "ImageType", "FrameType"),
+    ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
-"""What may tell volumes of one series apart: name, field of a file, sequence and field of a frame."""
+"""Properties that distinguish the volumes of one series: name, field of a file, field of a frame."""
 
-FIELDS = (
-    "SOPClassUID", "Modality", "ImageType", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
+FIELDS = [
+    Tag(keyword)
+    for keyword in (
+    "SOPClassUID", "Modality", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
     "Rows", "Columns", "NumberOfFrames", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
     "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation",
-    "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression",
-    "PixelSpacing", "ImagePositionPatient", "ImageOrientationPatient",
-    "RescaleSlope", "RescaleIntercept", "RescaleType", "ModalityLUTSequence",
-    *(keyword for _, keyword, _, _ in PHASES),
-)  # fmt: skip
-"""All that is read of a header."""
+    "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression", "ModalityLUTSequence",
+    *MACROS, *(keyword for _, keyword, _ in PHASES),
+    )
+]  # fmt: skip
+"""Tags of all fields that are read of a header."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """The series that an image belongs to.
+    """The series of an image.
 
     Attributes:
-        uid: Series Instance UID.
+        uid: Series Instance UID; "" where it cannot be read.
         number: Series Number, or "".
         description: Series Description, or "".
     """
 
-    uid: str
-    number: str
-    description: str
+    uid: str = ""
+    number: str = ""
+    description: str = ""
 
     def __str__(self) -> str:
         name = f"series {plain(self.number or self.uid)}" if self.number or self.uid else "unknown series"
         return name + (f" {shown(self.description)}" if self.description else "")
 
 
-UNKNOWN_SERIES = Series("", "", "")
-
-
 @dataclass(frozen=True)
 class PixelFormat:
-    """How a file stores its pixels.
+    """Storage of the pixels of a file.
 
     Attributes:
+        shape: Rows and columns of a slice.
         transfer_syntax: UID of the encoding.
-        offset: First byte of pixels that lie in the file as they are, little endian; None if they must be decoded.
-        bits_allocated: 8, 16 or 32.
-        bits_stored: At most that.
-        is_signed: Whether they are two's complement.
-        padding: Smallest and largest stored value that mean "no pixel", as the header says, or None.
+        offset: First byte of uncompressed little-endian pixels; None if they must be decoded.
+        dtype: Type of the stored values, little endian.
+        bits_stored: Bits that are used of each value.
+        padding: Smallest and largest stored value that mean "no pixel" by the header, or None.
     """
 
-    transfer_syntax: str
+    shape: tuple[int, int]
+    transfer_syntax: uid.UID
     offset: int | None
-    bits_allocated: int
+    dtype: np.dtype[Any]
     bits_stored: int
-    is_signed: bool
     padding: tuple[int, int] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Frame:
-    """One slice; its pixels are not read yet.
+    """One slice whose pixels have not been read.
 
     Attributes:
         path: File.
         index: Number of the slice within its file, from 0.
-        series: What it belongs to.
-        shape: Rows and columns.
+        series: Its series.
+        pixels: Storage of its pixels.
         spacing_mm: Distance of rows, then of columns.
         position_xyz_mm: Centre of the first pixel, LPS.
-        axes: Direction of a row, then of a column: two LPS unit vectors.
+        axes: LPS unit vectors (2, 3) along a row and along a column.
         slope: Factor from stored value to HU.
-        intercept: Added after it.
-        pixels: How they are stored.
+        intercept: Added after the slope, in HU.
+        has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
-        remarks: What the user should know of it.
+        remarks: Sentences for the user.
     """
 
     path: Path
     index: int
     series: Series
-    shape: tuple[int, int]
-    spacing_mm: tuple[float, float]
+    pixels: PixelFormat
+    spacing_mm: tuple[float, ...]
     position_xyz_mm: tuple[float, ...]
-    axes: tuple[float, ...]
+    axes: np.ndarray
     slope: float
     intercept: float
-    pixels: PixelFormat
+    has_rescale: bool
     phases: tuple[str, ...]
     remarks: tuple[str, ...]
 
@@ -157,226 +153,257 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """An image that is no slice of a CT scan.
+class NoSlice:
+    """A file, or a frame of it, that gives no slice.
 
     Attributes:
         path: File.
-        series: What it belongs to.
-        reason: What it is instead.
+        series: Its series.
+        reason: What it is instead; for an unreadable file the message that refuses it, without the path.
+        is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused only with its series.
     """
 
     path: Path
     series: Series
     reason: str
+    is_unreadable: bool = False
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A file that may hold slices of a CT scan and cannot be read; it is refused only with its series.
+def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Collect items of equal key, in their order."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
-    Attributes:
-        path: File.
-        series: What it belongs to; `UNKNOWN_SERIES` where that cannot be read either.
-        says: The sentence that refuses it, without the path.
+
+def plain(text: str) -> str:
+    """Prepare a text of a header for a message: quoted only where it is long or would act on a terminal."""
+    return text if text.isprintable() and len(text) <= MAX_PLAIN else shown(text)
+
+
+def some(names: Sequence[object]) -> str:
+    """Name the first of several things and count the others."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else str(names[0])
+
+
+def _text(value: Any) -> str:
+    """Write the value of a field on one line; "" where it is missing."""
+    values = value if isinstance(value, MultiValue) else [value]
+    texts = ("" if one is None else f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+    return "\\".join(" ".join(text.split()) for text in texts)
+
+
+def _whole(header: Dataset, keyword: str, default: int) -> int:
+    """Read a field that is a whole number.
+
+    Raises:
+        ValueError: If it is not.
     """
-
-    path: Path
-    series: Series
-    says: str
+    value = header.get(keyword)
+    return default if value in (None, "") else int(value)
 
 
-Image = Frame | LeftOut | Unreadable
+def _find(places: tuple[Dataset, ...], keyword: str) -> Any:
+    """Find the value of a field in the group of a frame, in the group of all frames, else in the header of the file."""
+    items = [item for group in places[:-1] for item in (group.get(MACROS[keyword]) or [])[:1] if keyword in item]
+    return (items or places[-1:])[0].get(keyword)
 
 
-def _damage(error: Exception) -> str:
-    """Say in one sentence, without the path, what a damaged file made pydicom raise."""
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    return f"the DICOM file cannot be read ({plain(reason)}); it is damaged, copy or export it again."
+def _numbers(places: tuple[Dataset, ...], keyword: str, count: int) -> tuple[float, ...] | None:
+    """Read a field of `count` numbers; None where it is missing or empty.
+
+    Raises:
+        ValueError: If there are not as many, or one is not finite.
+    """
+    value = _find(places, keyword)
+    if value in (None, ""):
+        return None
+    numbers = tuple(float(one) for one in (value if isinstance(value, MultiValue) else [value]))
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{keyword} should hold {count} numbers and holds {value}")
+    return numbers
 
 
-def read_frames(path: Path) -> list[Image]:
+def read_frames(path: Path) -> list[Frame | NoSlice]:
     """Read the header of a file.
 
+    Values that break the form of the standard are accepted: those that are used are checked here.
+
     Returns:
-        Its slices, or what it is instead; nothing for a table of contents (DICOMDIR).
+        Its slices, or the reasons why there are none; nothing for a table of contents (DICOMDIR).
     """
-    series = UNKNOWN_SERIES
+    series = Series()
     try:
-        with path.open("rb") as file:
-            # Forced: files without preamble are known by `is_dicom_file`.
-            header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=[tag_of(keyword) for keyword in FIELDS])
-            if value_of(header.file_meta, "MediaStorageSOPClassUID") == MediaStorageDirectoryStorage:
+        with path.open("rb") as file, config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+            # Forced, because `is_dicom_file` also finds files without preamble.
+            header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
+            # First of all: access to a value replaces its raw bytes.
+            elements = [*header.file_meta.values(), *header.values()]
+            is_cut = any(isinstance(one, RawDataElement) and len(one.value or b"") < one.length for one in elements)
+            if header.file_meta.get("MediaStorageSOPClassUID") == uid.MediaStorageDirectoryStorage:
                 return []
-            is_cut = _is_cut(header)
-            # The description alone depends on the file's character set. A UID may be what the file was cut in, unless a number follows.
-            description = "" if is_cut else " ".join(str(header.get("SeriesDescription") or "").split())
-            if not is_cut or text_of(header, "SeriesNumber"):
-                series = Series(text_of(header, "SeriesInstanceUID"), text_of(header, "SeriesNumber"), description)
-            if is_cut:
-                raise UserError("the DICOM file is truncated: it ends within its header; copy or export it again.")
+            number = _text(header.get("SeriesNumber"))
+            # Where the file ends within its series, only a number after the UID proves that the UID is whole.
+            if number or not is_cut:
+                description = "" if is_cut else _text(header.get("SeriesDescription"))
+                series = Series(_text(header.get("SeriesInstanceUID")), number, description)
+            require(not is_cut, "the DICOM file is truncated: it ends within its header; copy or export it again.")
             reason = _other_kind(header)
             if reason:
-                return [LeftOut(path, series, reason)]
+                return [NoSlice(path, series, reason)]
             pixels = _pixel_format(file, header)
-        num_frames = whole_of(header, "NumberOfFrames", 1)
-        shared, *_ = items_of(header, "SharedFunctionalGroupsSequence") or [NO_GROUP]
-        groups = items_of(header, "PerFrameFunctionalGroupsSequence") or [NO_GROUP]
-        if len(groups) != num_frames:
-            return [LeftOut(path, series, "multi-frame image without a position for each frame")]
-        return [_slice(path, index, (group, shared, header), series, pixels) for index, group in enumerate(groups)]
+            shared, *_ = header.get("SharedFunctionalGroupsSequence") or [Dataset()]
+            groups = header.get("PerFrameFunctionalGroupsSequence") or [Dataset()]
+            if len(groups) != _whole(header, "NumberOfFrames", 1):
+                return [NoSlice(path, series, "multi-frame image without a position for each frame")]
+            return [_slice(path, index, (group, shared, header), series, pixels) for index, group in enumerate(groups)]
     except MemoryError:
         raise
     except Exception as error:
-        return [Unreadable(path, series, str(error) if isinstance(error, UserError) else _damage(error))]
-
-
-def _find(places: tuple[Dataset, ...], sequence: str, keyword: str) -> Dataset:
-    """Find the dataset that holds a field: the frame's group, the group of all frames, else the file's header."""
-    for place in places[:-1]:
-        for item in items_of(place, sequence)[:1]:
-            if tag_of(keyword) in item:
-                return item
-    return places[-1]
+        why = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        # All but refusals of this module is what a damaged file makes pydicom raise.
+        is_refusal = isinstance(error, UserError)
+        says = why if is_refusal else f"the DICOM file cannot be read ({plain(why)}); it is damaged, copy or export it again."
+        return [NoSlice(path, series, says, is_unreadable=True)]
 
 
 def _other_kind(header: FileDataset) -> str:
-    """Say what an object is that holds no CT slice; "" for CT.
+    """Name an object that holds no CT slice; "" for CT.
 
     Raises:
-        UserError: If it is a CT image, or nothing says what it is, and no image is there; without the path.
+        UserError: If no image is there, and the object is a CT image or of unknown kind; without the path.
     """
-    modality, sop_class = text_of(header, "Modality"), text_of(header, "SOPClassUID")
-    if modality in NO_IMAGES:
-        return f"{modality} object"
-    if sop_class.startswith(SECONDARY_CAPTURE):
-        return "secondary capture"
-    if not whole_of(header, "Rows", 0) or not whole_of(header, "Columns", 0):
-        known_class = sop_class or text_of(header.file_meta, "MediaStorageSOPClassUID")
-        words = UID(known_class).name.split()
-        if not known_class or ("CT" in words and words[-2:] == ["Image", "Storage"]):
-            raise UserError("the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.")
-        return "object without an image"
-    if modality and modality != "CT":
-        return f"{plain(modality)} image"
-    if not modality and "CT" not in UID(sop_class).name.split():
-        return "image of unknown modality"
-    if whole_of(header, "SamplesPerPixel", 1) != 1 or text_of(header, "PhotometricInterpretation") == "PALETTE COLOR":
-        return "colour image"
-    return ""
+    modality, sop_class = _text(header.get("Modality")), _text(header.get("SOPClassUID"))
+    words = uid.UID(sop_class or _text(header.file_meta.get("MediaStorageSOPClassUID"))).name.split()
+    kinds = {
+        f"{modality} object": modality in NO_IMAGES,
+        "secondary capture": sop_class.startswith(uid.SecondaryCaptureImageStorage),
+        NO_PIXELS: not _whole(header, "Rows", 0) or not _whole(header, "Columns", 0),
+        f"{plain(modality)} image": modality not in ("", "CT"),
+        "image of unknown modality": not modality and "CT" not in words,
+        "colour image": _whole(header, "SamplesPerPixel", 1) != 1
+        or _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR",
+    }
+    kind = next((kind for kind, applies in kinds.items() if applies), "")
+    may_be_ct = not words or ("CT" in words and words[-2:] == ["Image", "Storage"])
+    require(
+        kind != NO_PIXELS or not may_be_ct,
+        "the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.",
+    )
+    return kind
 
 
-def _is_cut(header: FileDataset) -> bool:
-    """Whether a value is shorter than it should be, because the file ends there."""
-    elements = [*header.file_meta.values(), *header.values()]
-    return any(isinstance(one, RawDataElement) and len(one.value or b"") < one.length for one in elements)
-
-
-def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, pixels: PixelFormat) -> Frame | LeftOut:
-    """One slice from its own fields, those that it shares with other frames, and those of the file.
+def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, pixels: PixelFormat) -> Frame | NoSlice:
+    """Make one slice from the fields of its own group, of the group of all frames and of the file.
 
     Raises:
-        UserError: If it has no place, or values that are not HU; without the path.
+        UserError: If it has no position, or values that are not HU; without the path.
     """
     header = places[-1]
-    image_types = [text_of(header, "ImageType"), text_of(_find(places, "CTImageFrameTypeSequence", "FrameType"), "FrameType")]
-    if any("LOCALIZER" in image_type.upper().split("\\") for image_type in image_types):
-        return LeftOut(path, series, "localiser")
-
-    def numbers(sequence: str, keyword: str, count: int) -> tuple[float, ...] | None:
-        return numbers_of(_find(places, sequence, keyword), keyword, count)
-
-    position = numbers("PlanePositionSequence", "ImagePositionPatient", 3)
-    axes = numbers("PlaneOrientationSequence", "ImageOrientationPatient", 6)
-    if position is None or axes is None:
-        return LeftOut(path, series, "image without a position and an orientation")
-    spacing_mm = numbers("PixelMeasuresSequence", "PixelSpacing", 2)
-    if spacing_mm is None or min(spacing_mm) <= 0:
-        raise UserError(f"expected two positive numbers in PixelSpacing, got {spacing_mm}; export the series again.")
-    lengths = math.hypot(*axes[:3]), math.hypot(*axes[3:])
-    if min(lengths) == 0 or not math.isfinite(max(lengths)):
-        raise UserError(f"expected two directions in ImageOrientationPatient, got {axes}; export the series again.")
-    axes = tuple(value / lengths[place // 3] for place, value in enumerate(axes))
-    if abs(sum(along * across for along, across in zip(axes[:3], axes[3:], strict=True))) > DIRECTION_TOLERANCE:
-        raise UserError(
-            "expected rows and columns at right angles, but ImageOrientationPatient is "
-            f"{tuple(round(value, 6) for value in axes)}; export the DICOM series again."
-        )
-
-    remarks = []
-    slope = numbers("PixelValueTransformationSequence", "RescaleSlope", 1)
-    intercept = numbers("PixelValueTransformationSequence", "RescaleIntercept", 1)
-    rescale_type = text_of(_find(places, "PixelValueTransformationSequence", "RescaleType"), "RescaleType")
-    has_table = bool(items_of(header, "ModalityLUTSequence"))
-    if has_table or rescale_type.upper() not in RESCALE_TYPES or (slope and slope[0] == 0):
-        raise UserError(
-            "expected a rescale slope and intercept to HU, but the slices have "
-            f"{'a table of values' if 'ModalityLUTSequence' in header else 'a slope of 0' if slope == (0,) else plain(rescale_type)}; "
-            "choose or export a series in HU."
-        )
-    if slope is None or intercept is None:
-        remarks.append(NO_RESCALE)
-    lossy = text_of(header, "LossyImageCompression")
-    if lossy == "01" or pixels.transfer_syntax in LOSSY:
-        remarks.append("the slices were compressed with loss")
-    elif not lossy and pixels.transfer_syntax in PERHAPS_LOSSY:
-        remarks.append("the slices may have been compressed with loss: their encoding permits it, and the header does not say")
+    if any("LOCALIZER" in _text(value).upper().split("\\") for value in (header.get("ImageType"), _find(places, "FrameType"))):
+        return NoSlice(path, series, "localiser")
+    position = _numbers(places, "ImagePositionPatient", 3)
+    orientation = _numbers(places, "ImageOrientationPatient", 6)
+    if position is None or orientation is None:
+        return NoSlice(path, series, "image without a position and an orientation")
+    spacing_mm = _numbers(places, "PixelSpacing", 2) or ()
+    require(
+        bool(spacing_mm) and min(spacing_mm) > 0,
+        f"expected two positive numbers in PixelSpacing, got {spacing_mm or None}; export the series again.",
+    )
+    axes = np.reshape(orientation, (2, 3))
+    lengths = np.array([math.hypot(*axis) for axis in axes])
+    require(
+        lengths.min() > 0 and math.isfinite(lengths.max()),
+        f"expected two directions in ImageOrientationPatient, got {orientation}; export the series again.",
+    )
+    axes = axes / lengths[:, None]
+    require(
+        abs(axes[0] @ axes[1]) <= DIRECTION_TOLERANCE,
+        f"expected rows and columns at right angles, but ImageOrientationPatient is {tuple(axes.round(6).ravel().tolist())}; "
+        "export the DICOM series again.",
+    )
+    slope, intercept = (_numbers(places, keyword, 1) for keyword in ("RescaleSlope", "RescaleIntercept"))
+    rescale_type = _text(_find(places, "RescaleType"))
+    # US means unspecified.
+    what = "a slope of 0" if slope == (0,) else "" if rescale_type.upper() in ("", "HU", "HU_MOD", "US") else plain(rescale_type)
+    what = "a table of values" if header.get("ModalityLUTSequence") else what
+    require(
+        not what, f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
+    )
+    lossy = _text(header.get("LossyImageCompression"))
+    remarks = {
+        "slices without rescale slope and intercept: their values are taken for HU": slope is None or intercept is None,
+        "the slices were compressed with loss": lossy == "01"
+        or pixels.transfer_syntax in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless),
+        "the slices may have been compressed with loss: their encoding permits it, and the header does not say": (
+            not lossy and pixels.transfer_syntax in (uid.JPEG2000, uid.HTJ2K)
+        ),
+    }
     return Frame(
         path,
         index,
         series,
-        (whole_of(header, "Rows", 0), whole_of(header, "Columns", 0)),
-        (spacing_mm[0], spacing_mm[1]),
+        pixels,
+        spacing_mm,
         position,
         axes,
         slope[0] if slope else 1.0,
         intercept[0] if intercept else 0.0,
-        pixels,
-        tuple(
-            text_of(header, keyword) or text_of(_find(places, sequence, frame_keyword), frame_keyword)
-            for _, keyword, sequence, frame_keyword in PHASES
-        ),
-        tuple(remarks),
+        slope is not None and intercept is not None,
+        tuple(_text(header.get(keyword)) or _text(_find(places, frame_keyword)) for _, keyword, frame_keyword in PHASES),
+        tuple(remark for remark, applies in remarks.items() if applies),
     )
 
 
 def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
-    """Read how pixels are stored; the file stands at their element.
+    """Read the storage of the pixels.
+
+    Args:
+        file: Open at the element of the pixels.
+        header: What precedes it.
 
     Raises:
-        UserError: If they are of a kind that we do not read, or fewer than the header says; without the path.
+        UserError: If the pixels are of an unknown kind, or fewer than the header says; without the path.
     """
-    rows, columns, num_frames = (whole_of(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames"))
-    bits = whole_of(header, "BitsAllocated", 16)
-    stored = whole_of(header, "BitsStored", bits)
-    high_bit = whole_of(header, "HighBit", stored - 1)
-    if bits not in (8, 16, 32) or not 1 <= stored <= bits or high_bit != stored - 1 or rows * columns > MAX_SLICE_PIXELS:
-        raise UserError(
-            f"expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} "
-            f"bits with {stored} used up to bit {high_bit}; export the DICOM series again."
-        )
-    is_signed = whole_of(header, "PixelRepresentation", 0) == 1
-    syntax = value_of(header.file_meta, "TransferSyntaxUID") or (
-        ImplicitVRLittleEndian if header.original_encoding[0] else ExplicitVRLittleEndian
+    rows, columns, num_frames = (_whole(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames"))
+    bits = _whole(header, "BitsAllocated", 16)
+    stored = _whole(header, "BitsStored", bits)
+    high_bit = _whole(header, "HighBit", stored - 1)
+    require(
+        bits in (8, 16, 32) and 1 <= stored <= bits and high_bit == stored - 1 and rows * columns <= MAX_SLICE_PIXELS,
+        f"expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} bits with {stored} "
+        f"used up to bit {high_bit}; export the DICOM series again.",
     )
-    offset = None
-    element = file.read(8 if header.original_encoding[0] else 12)
-    is_plain = syntax in (ImplicitVRLittleEndian, ExplicitVRLittleEndian)
+    is_implicit, is_little_endian = header.original_encoding
+    assumed = uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian
+    syntax = uid.UID(header.file_meta.get("TransferSyntaxUID") or assumed)
+    is_plain = syntax in (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
     num_bytes = rows * columns * num_frames * bits // 8
-    # A deflated file was read to its end, and is refused where it has none.
-    is_missing = element[:4] not in PIXEL_TAGS and syntax != DeflatedExplicitVRLittleEndian
+    element = file.read(8 if is_implicit else 12)  # tag, length; explicit: tag, type, length
     length = int.from_bytes(element[-4:], "little")
-    if is_plain and length == UNDEFINED:
-        raise UserError("its pixels are compressed, but the header does not say how; export the series again.")
-    if is_missing or (is_plain and length < num_bytes):
-        raise UserError(
-            f"the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of {bits} bits; copy or "
-            "export it again."
-        )
-    if is_plain:
-        offset = file.tell()
-        if os.fstat(file.fileno()).st_size < offset + num_bytes:
-            raise UserError("the DICOM file is truncated: it ends within its pixels; copy or export it again.")
-    ends = [pixel_value_of(header, keyword, is_signed) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit")]
-    padding = [end for end in ends if end is not None]
-    return PixelFormat(str(syntax), offset, bits, stored, is_signed, (min(padding), max(padding)) if padding else None)
+    require(
+        not is_plain or length != 2**32 - 1,  # the undefined length of compressed pixels
+        "its pixels are compressed, but the header does not say how; export the series again.",
+    )
+    # The tag of the pixels, little or big endian. A deflated file has been read to its end, and is refused where it has none.
+    is_there = element[:4] in (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10") or syntax == uid.DeflatedExplicitVRLittleEndian
+    require(
+        is_there and (not is_plain or length >= num_bytes),
+        f"the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of {bits} bits; copy or export it "
+        "again.",
+    )
+    require(
+        not is_plain or os.fstat(file.fileno()).st_size >= file.tell() + num_bytes,
+        "the DICOM file is truncated: it ends within its pixels; copy or export it again.",
+    )
+    dtype = np.dtype(f"<{'i' if _whole(header, 'PixelRepresentation', 0) == 1 else 'u'}{bits // 8}")
+    # Writers do not agree on the type of padding values: their bytes are read as a pixel.
+    padding = [
+        int.from_bytes(end.value, "little" if is_little_endian else "big", signed=dtype.kind == "i")
+        for end in (header.get_item(keyword) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"))
+        if isinstance(end, RawDataElement) and end.value
+    ]
+    limits = (min(padding), max(padding)) if padding else None
+    return PixelFormat((rows, columns), syntax, file.tell() if is_plain else None, dtype, stored, limits)

@@ -1,109 +1,152 @@
-"""The pixels of one slice in HU."""
+"""Pixels of one slice: stored values, decoded where they are compressed, and converted to HU.
+
+imagecodecs decodes the JPEG family; `README.md` gives the measurement. The sizes that a codestream declares are compared with the
+header before memory is allocated.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 
+import imagecodecs
 import numpy as np
-from pydicom import dcmread
-from pydicom.dataset import FileDataset
-from pydicom.uid import UID
+from pydicom import FileDataset, config, dcmread, uid
+from pydicom.encaps import get_frame
+from pydicom.pixels import get_decoder
+from pydicom.pixels.utils import _get_jpg_parameters, get_j2k_parameters
 
 from medseg.errors import UserError
-from medseg.io.dicom.codecs import decode
-from medseg.io.dicom.fields import plain
-from medseg.io.dicom.frames import Frame
+from medseg.io.dicom.frames import Frame, plain
 from medseg.io.volume import AIR_HU
 
 DENSEST_HU = 3071
-"""The largest value of a 12-bit CT. Padding between air and this is no padding: tissue has such values too."""
+"""The largest value of a 12-bit CT. Tissue has values between air and this, so that such padding counts as tissue."""
 
 MAX_PADDING = 4096
-"""Padding of unsigned pixels lies so near to the end of their range."""
+"""Largest distance of the padding of unsigned pixels from the end of their range."""
 
 MAX_INT16 = 2**15 - 1
 
+# Not `jpeg_decode`: where libjpeg-turbo refuses a code it tries another decoder, which can end the process.
+DECODERS = {
+    **dict.fromkeys(uid.JPEGTransferSyntaxes, imagecodecs.jpeg8_decode),
+    **dict.fromkeys(uid.JPEGLSTransferSyntaxes, imagecodecs.jpegls_decode),
+    **dict.fromkeys(uid.JPEG2000TransferSyntaxes, imagecodecs.jpeg2k_decode),
+}
+"""Decoders of imagecodecs by transfer syntax."""
+
+JPEG_TAIL_BYTES = 10
+"""Some writers append bytes to the end of a code, not always zeros."""
+
 
 class PixelReader:
-    """Read slices; the file that was decoded last is kept, for its other frames."""
+    """Reads slices; keeps the file that was decoded last, for its other frames."""
 
     def __init__(self) -> None:
-        self._path: Path | None = None
-        self._dataset = FileDataset("", {})
+        self._read_file = lru_cache(maxsize=1)(partial(dcmread, force=True))
 
     def hu(self, frame: Frame) -> np.ndarray:
-        """HU (H, W) of a slice: int32 where slope and intercept are whole numbers, else float32.
+        """Read the HU (H, W) of a slice: int32 where slope and intercept are whole numbers, else float32.
 
         Raises:
-            UserError: If the pixels are damaged, too few, or compressed in a way that nothing here reads.
+            UserError: If the pixels are damaged, too few, or compressed in an unknown way.
         """
         try:
-            stored = self._stored(frame)
+            with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+                return to_hu(_stored_values(frame, self._read_file), frame)
         except (UserError, MemoryError, OSError):
             raise
         except Exception as error:
             raise UserError(
-                f"{frame.path}: its pixels, encoded as {plain(UID(frame.pixels.transfer_syntax).name)}, cannot be decoded; it is damaged, "
-                "copy or export it again."
+                f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, cannot be decoded; it is "
+                "damaged, copy or export it again."
             ) from error
-        return to_hu(stored, frame)
 
-    def _stored(self, frame: Frame) -> np.ndarray:
-        """Stored values (H, W) as they are."""
-        pixels = frame.pixels
-        if pixels.offset is None:
-            return self._decoded(frame)
-        dtype = np.dtype(f"<{'i' if pixels.is_signed else 'u'}{pixels.bits_allocated // 8}")
-        count = frame.shape[0] * frame.shape[1]
-        values = np.fromfile(frame.path, dtype, count, offset=pixels.offset + frame.index * count * dtype.itemsize)
-        return values.reshape(frame.shape)
 
-    def _decoded(self, frame: Frame) -> np.ndarray:
-        if self._path != frame.path:
-            self._dataset, self._path = dcmread(frame.path, force=True), frame.path
-        return decode(self._dataset, frame)
+def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np.ndarray:
+    """Read the stored values (H, W) of a slice, and decode them where necessary.
+
+    Raises:
+        UserError: If no decoder reads its encoding.
+        Exception: Whatever a decoder raises on damaged data.
+    """
+    pixels, syntax = frame.pixels, frame.pixels.transfer_syntax
+    if pixels.offset is not None:
+        count = pixels.shape[0] * pixels.shape[1]
+        offset = pixels.offset + frame.index * count * pixels.dtype.itemsize
+        return np.fromfile(frame.path, pixels.dtype, count, offset=offset).reshape(pixels.shape)
+    try:
+        decoder = get_decoder(syntax)
+    except NotImplementedError:
+        raise UserError(
+            f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which is not read here; export the series without "
+            "compression."
+        ) from None
+    if syntax not in DECODERS:
+        # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed.
+        options: dict[str, bool] = {"correct_unused_bits": False}
+        return decoder.as_array(read_file(frame.path), index=frame.index, raw=True, decoding_plugin="pydicom", **options)[0]  # type: ignore[arg-type]
+    dataset = read_file(frame.path)
+    offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
+    code = get_frame(
+        dataset.PixelData,
+        frame.index,
+        extended_offsets=None if None in offsets else offsets,
+        number_of_frames=int(dataset.get("NumberOfFrames") or 1),
+    )
+    is_j2k = syntax in uid.JPEG2000TransferSyntaxes
+    # The decoder of JPEG invents missing pixels; that of JPEG-LS may search for them without end.
+    is_whole_jpeg = code.startswith(b"\xff\xd8\xff") and b"\xff\xd9" in code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
+    if not is_j2k and not is_whole_jpeg:
+        raise ValueError("the code does not start or end as it should")
+    bits = (get_j2k_parameters(code) if is_j2k else _get_jpg_parameters(code))["precision"]
+    values = np.empty(pixels.shape, np.uint8 if bits <= 8 else np.uint16)
+    # Raises before it decodes where the code has another shape or more than 16 bits.
+    DECODERS[syntax](code, out=values)
+    # The header decides on the sign: codes without one hold the lower bits, and some have a wrong one.
+    stored = values.astype(np.int32) & ((1 << bits) - 1)
+    return np.where(stored >> (bits - 1), stored - (1 << bits), stored) if pixels.dtype.kind == "i" else stored
 
 
 def is_whole(frame: Frame) -> bool:
     """Whether the HU of a slice are whole numbers of 32 bits."""
-    return frame.pixels.bits_allocated <= 16 and all(
+    return frame.pixels.dtype.itemsize <= 2 and all(
         value == round(value) and abs(value) <= MAX_INT16 for value in (frame.slope, frame.intercept)
     )
 
 
 def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
-    """Turn the stored values of a slice into HU: int32 where slope and intercept are whole numbers, else float32."""
+    """Convert the stored values of a slice to HU: int32 where slope and intercept are whole numbers, else float32."""
     values = _with_sign(stored, frame)
     if is_whole(frame):
-        hu = values.astype(np.int32)
-        if frame.slope != 1:
-            hu *= int(frame.slope)
-        hu += int(frame.intercept)
+        hu = values.astype(np.int32) * int(frame.slope) + int(frame.intercept)
     else:
         hu = (values.astype(np.float64) * frame.slope + frame.intercept).astype(np.float32)
     if frame.pixels.padding is not None:
-        low, high = (int(end) for end in _with_sign(np.array(frame.pixels.padding), frame))
-        # Padding below air is left for the clipping that every image gets.
+        low, high = sorted(_with_sign(np.array(frame.pixels.padding), frame).tolist())
+        # Padding below air stays: every image is clipped later.
         if max(low * frame.slope, high * frame.slope) + frame.intercept > DENSEST_HU:
-            hu[(values >= min(low, high)) & (values <= max(low, high))] = AIR_HU
+            hu[(values >= low) & (values <= high)] = AIR_HU
     return hu
 
 
 def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
-    """Give stored values the sign that they have in practice, and clear old overlays.
+    """Correct the sign of stored values where writers break the standard, and clear old overlays.
 
-    * Unsigned values that can only be negative ones are: padding of -2000 comes as 63536. They reach into unused bits, or lie
-      at the end of the range and beyond all HU. Other unused bits are overlays.
-    * Signed values that lack their sign bits (none is negative, though the file stores HU as such) get them.
+    * Unsigned values that can only be negative become so, such as padding of -2000 that was written as 63536. Such values extend
+      into unused bits, or lie at the end of the range and beyond all HU. Other unused bits are overlays.
+    * Signed values without sign bits (none is negative although the file stores HU) get them.
     """
     pixels = frame.pixels
-    stop, limit = 1 << pixels.bits_allocated, 1 << pixels.bits_stored
-    if pixels.is_signed:
-        if limit < stop and frame.intercept > AIR_HU / 2 and stored.min() >= 0 and limit // 2 <= stored.max() < limit:
-            return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored)
-        return stored
-    first_negative = stop - limit if limit < stop else max(limit // 2, stop - MAX_PADDING)
+    stop, limit = 1 << 8 * pixels.dtype.itemsize, 1 << pixels.bits_stored
     highest = int(stored.max())
+    if pixels.dtype.kind == "i":
+        lacks_sign = limit < stop and frame.intercept > AIR_HU / 2 and stored.min() >= 0 and limit // 2 <= highest < limit
+        return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored) if lacks_sign else stored
+    first_negative = stop - limit if limit < stop else max(limit // 2, stop - MAX_PADDING)
     if highest < min(limit, first_negative) or (limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16):
         return stored
     return np.where(stored >= first_negative, stored.astype(np.int64) - stop, stored & (limit - 1))

@@ -1,65 +1,51 @@
-"""Read one CT series of DICOM files, slice by slice: no second copy of the volume is ever made."""
+"""Reader of one CT series: its slices on a regular grid, duplicates dropped, gaps filled, a tilted stack made rectangular.
+
+The rules, which docs/DICOM.md repeats:
+
+* Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
+* Other slices are interpolated linearly along the normal onto the even grid of their usual distance, if no two neighbours are
+  farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE` of the slices (one at least) is missing; slices on that grid stay
+  as they are. All other stacks are refused.
+* A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that holds all of them. The result
+  lies on that grid; a pixel of a tilted slice finds its label at its own world point.
+"""
 
 from __future__ import annotations
 
-import re
-import warnings
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from pydicom import config
 
-from medseg.io.dicom.frames import UNKNOWN_SERIES, Frame, Image, Unreadable, read_frames
+from medseg.errors import UserError, require
+from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.checks import grid_from_columns
+from medseg.io.dicom.frames import Frame, some
 from medseg.io.dicom.pixels import PixelReader, is_whole
-from medseg.io.dicom.series import choose_stack
-from medseg.io.dicom.stack import Plan, make_plan
-from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
+from medseg.io.dicom.series import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of
 from medseg.io.lazy import LazyVolume
 from medseg.io.volume import AIR_HU
 
+JITTER_TOLERANCE_MM = 0.1
+"""Largest distance of a slice from its position on an even, straight stack: positions are rounded decimals."""
 
-@contextmanager
-def _lenient() -> Iterator[None]:
-    """Let pydicom read values that break the standard's form: what we need of them we check ourselves."""
-    with config.disable_value_validation(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+MAX_GAP_MM = 10.0
+"""Wider gaps are not interpolated: a lobe may end in between."""
 
+MAX_FILLED_SHARE = 0.1
+"""Largest share of missing slices that are interpolated."""
 
-def _looks(path: Path) -> str:
-    """What names of slices share: a suffix of DICOM, else all but their numbers, which may have letters for digits.
+MAX_TILT_DEG = 45.0
+"""Gantries tilt by 30° at most."""
 
-    Example:
-        >>> _looks(Path("IM.0012")), _looks(Path("IM.00001Z")), _looks(Path("1.dcm"))
-        ('im.#', 'im.#', '.dcm')
-    """
-    name = path.name.lower()
-    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
-
-
-def _broken_copies(files: list[Path], images: list[Image]) -> Iterator[Unreadable]:
-    """Find files that are named like the slices beside them and are no DICOM, such as copies that never got a byte."""
-    names: dict[Path, set[str]] = {}
-    for image in images:
-        if isinstance(image, Frame):
-            names.setdefault(image.path.parent, set()).add(_looks(image.path))
-    known = set(files)
-    for folder in names:
-        for entry in sorted(folder.iterdir()):
-            is_hidden = entry.name.startswith(".")
-            if _looks(entry) in names[folder] and entry not in known and not is_hidden and not entry.is_dir():
-                num_bytes = entry.stat().st_size if entry.is_file() else 0
-                says = (
-                    f"expected a slice, as its name is like those of the slices beside it, but its {num_bytes} bytes are no DICOM; "
-                    "copy it again or remove it."
-                )
-                yield Unreadable(entry, UNKNOWN_SERIES, says)
+ACQUISITION = 0
+"""Index of the acquisition in `Frame.phases`."""
 
 
 def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
-    """Read the headers of a CT series.
+    """Read the headers of a CT series and lay a regular grid over its slices.
 
     Args:
         path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of a series, which stands for
@@ -67,83 +53,170 @@ def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
         series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
 
     Raises:
-        UserError: If it is not exactly one regular stack of CT slices.
+        UserError: If it is not exactly one stack of CT slices, or the slices do not make a regular volume by the rules above.
     """
-    is_folder = path.is_dir() or is_dicomdir(path)
-    folder = path.parent if path.is_file() else path
-    with _lenient():
-        images: list[Image] = []
-        files = list(dicom_files(folder, is_deep=is_folder))
-        for file in files:
-            images += read_frames(file)
-        images += _broken_copies(files, images)
-        stack, remarks = choose_stack(path, images, series, None if is_folder else path)
-        plan = make_plan(path, stack, PixelReader().hu)
-    remarks += dict.fromkeys(remark for frame in plan.frames for remark in frame.remarks)
-    dtype = np.dtype(np.int32 if all(is_whole(frame) for frame in plan.frames) else np.float32)
-    return LazyVolume(path, plan.grid, dtype, SliceReader(plan, dtype).slabs, remarks=(*remarks, *plan.remarks))
+    stack, remarks = choose_stack(path, series)
+    without = [frame for frame in stack.frames if not frame.has_rescale]
+    if 0 < len(without) < len(stack.frames):
+        raise UserError(
+            f"{path}: expected rescale slope and intercept in every slice or in none, but {some(without)} lack them; export the "
+            "series again."
+        )
+    frames, heights_mm, repairs = _without_duplicates(path, stack)
+    planes, step_mm, filled = _even(path, frames, heights_mm)
+    shifts_mm, slant, tilt = _straight(path, frames, heights_mm)
+    first = frames[0]
+    low_mm = shifts_mm.min(axis=0)
+    shifts_px = (shifts_mm - low_mm) / first.spacing_mm
+    # Rounding noise must not add a pixel.
+    more = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
+    require(
+        (more <= first.pixels.shape).all(),
+        f"{path}: expected slices above each other, but they lie up to {np.ptp(shifts_mm, axis=0).max():.0f} mm beside each other; "
+        "give one stack per folder.",
+    )
+    shape = (len(planes), *(first.pixels.shape + more))
+    row, column = first.axes
+    # A slant within the rounding of decimals is kept, so that no corner moves.
+    along = normal_of(first) + slant[0] * column + slant[1] * row
+    columns = np.stack([row * first.spacing_mm[1], column * first.spacing_mm[0], along * step_mm], axis=1)
+    grid = grid_from_columns(path, shape, columns, list(first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row))
+    dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
+
+    def slabs() -> Iterator[np.ndarray]:
+        reader = PixelReader()
+
+        @lru_cache(maxsize=2)  # two neighbours, for the planes between them
+        def placed(index: int) -> np.ndarray:
+            """Read one slice and move it to its position on the grid."""
+            # Padding far below air would blur into its neighbours.
+            image_hu = np.maximum(reader.hu(frames[index]), AIR_HU).astype(np.float32)
+            return shifted(image_hu, shifts_px[index], shape[1:]) if tilt else image_hu
+
+        for below, weight in planes:
+            image_hu = placed(below) if filled or tilt else reader.hu(frames[below])
+            if weight:
+                image_hu = image_hu + np.float32(weight) * (placed(below + 1) - image_hu)
+            # HU stay whole numbers where the slices have them.
+            yield (image_hu if image_hu.dtype == dtype else np.rint(image_hu)).astype(dtype)[None]
+
+    losses = dict.fromkeys(remark for frame in frames for remark in frame.remarks)
+    return LazyVolume(path, grid, dtype, slabs, remarks=(*remarks, *losses, *repairs, *filled, *tilt))
 
 
-class SliceReader:
-    """The voxels of a planned volume, made when they are asked for."""
-
-    def __init__(self, plan: Plan, dtype: np.dtype) -> None:
-        self._plan = plan
-        self._dtype = dtype
-        self._reader = PixelReader()
-        self._cached: dict[int, np.ndarray] = {}
-
-    def slabs(self) -> Iterator[np.ndarray]:
-        """Yield one slice (1, H, W) after the other."""
-        for below, weight in self._plan.sources:
-            with _lenient():
-                values = self._slice(below, weight)
-            yield values.astype(self._dtype)[None]
-
-    def _slice(self, below: int, weight: float) -> np.ndarray:
-        if not self._plan.is_interpolated:
-            return self._reader.hu(self._plan.frames[below])
-        values = self._placed(below)
-        if weight:
-            values = values + np.float32(weight) * (self._placed(below + 1) - values)
-        # HU stay whole numbers where the slices have them.
-        return np.rint(values) if self._dtype.kind == "i" else values
-
-    def _placed(self, index: int) -> np.ndarray:
-        """One slice of the stack on the grid's pixels; the last two are kept, for the slices between them."""
-        if index not in self._cached:
-            self._cached = {known: values for known, values in self._cached.items() if known == index - 1}
-            # Padding far below air would bleed into its neighbours.
-            values = np.maximum(self._reader.hu(self._plan.frames[index]), AIR_HU).astype(np.float32)
-            if self._plan.shifts_px is not None:
-                values = shifted(values, self._plan.shifts_px[index], self._plan.grid.shape[1:])
-            self._cached[index] = values
-        return self._cached[index]
-
-
-def shifted(image: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Move a slice on a larger canvas of air by linear interpolation.
 
     Args:
-        image: Values (H, W) float32.
-        shift_px: Place of its first pixel on the canvas (y, x), each >= 0.
+        image_hu: Values (H, W) float32.
+        shift_px: Position of its first pixel on the canvas (y, x), each >= 0.
         shape: Size of the canvas.
 
     Example:
         >>> shifted(np.array([[0.0, 100.0]], np.float32), np.array([0.0, 0.25]), (1, 3)).tolist()
         [[-256.0, 75.0, -743.0]]
     """
-    for axis in range(2):
-        first = int(shift_px[axis])
-        part = np.float32(shift_px[axis] - first)
-        length = image.shape[axis]
-        sizes = list(image.shape)
-        sizes[axis] = shape[axis] + 1
-        canvas = np.full(sizes, AIR_HU, np.float32)
-        end = min(first + length, shape[axis])
-        taken = np.take(image, range(end - first), axis)
-        # One row of air before the first makes every pixel a mean of two.
-        np.moveaxis(canvas, axis, 0)[first + 1 : end + 1] = np.moveaxis(taken, axis, 0)
-        upper, lower = np.moveaxis(canvas, axis, 0)[1:], np.moveaxis(canvas, axis, 0)[:-1]
-        image = np.moveaxis(upper + part * (lower - upper), 0, axis)
-    return image
+    from scipy.ndimage import shift
+
+    canvas = np.full(shape, AIR_HU, np.float32)
+    canvas[: image_hu.shape[0], : image_hu.shape[1]] = image_hu
+    return np.asarray(shift(canvas, shift_px, order=1, mode="grid-constant", cval=AIR_HU))
+
+
+def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np.ndarray, list[str]]:
+    """Keep one slice at each position: of equal ones the first, of two acquisitions that of the earlier.
+
+    Returns:
+        The slices, their heights in mm, remarks.
+    """
+    kept: list[tuple[Frame, float]] = []
+    dropped: dict[str, list[Frame]] = {}
+    read_hu = PixelReader().hu
+    for frame, height_mm in zip(stack.frames, stack.heights_mm.tolist(), strict=True):
+        if not kept or height_mm - kept[-1][1] > SAME_POSITION_MM:
+            kept.append((frame, height_mm))
+            continue
+        other = kept[-1][0]
+        is_beside = np.abs(np.subtract(frame.position_xyz_mm, other.position_xyz_mm)).max() > SAME_POSITION_MM
+        why = "doubles of equal slices were dropped: "
+        if is_beside or not np.array_equal(read_hu(frame), read_hu(other)):
+            why = "acquisitions meet at one place, where the slice of the earlier one was kept: without "
+            number, other_number = frame.phases[ACQUISITION], other.phases[ACQUISITION]
+            require(
+                number != other_number,
+                f"{path}: expected one slice at each place, but {other} and {frame} lie at the same one and differ; remove one of "
+                "them.",
+            )
+            if natural(number)[0] < natural(other_number)[0]:
+                kept[-1], frame = (frame, height_mm), other
+        dropped.setdefault(why, []).append(frame)
+    frames, heights_mm = zip(*kept, strict=True)
+    return frames, np.array(heights_mm), [why + some(dropped[why]) for why in sorted(dropped, reverse=True)]
+
+
+def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[list[tuple[int, float]], float, list[str]]:
+    """Lay evenly spaced planes across the normal.
+
+    Returns:
+        For each plane the frame below and the weight of the next frame; the distance of the planes in mm; remarks.
+    """
+    length_mm, num_frames = float(heights_mm[-1] - heights_mm[0]), len(frames)
+    step_mm = length_mm / (num_frames - 1)
+    if np.abs(heights_mm - heights_mm[0] - np.arange(num_frames) * step_mm).max() <= JITTER_TOLERANCE_MM:
+        return [(index, 0.0) for index in range(num_frames)], step_mm, []
+    gaps_mm = np.diff(heights_mm)
+    usual_mm = float(np.quantile(gaps_mm, 0.5, method="lower"))
+    num_steps = round(length_mm / usual_mm)
+    num_missing = num_steps + 1 - num_frames
+    is_too_near = gaps_mm.min() < 0.5 * usual_mm
+    worst = int(gaps_mm.argmin() if is_too_near else gaps_mm.argmax())
+    require(
+        not is_too_near
+        and gaps_mm[worst] <= MAX_GAP_MM + JITTER_TOLERANCE_MM
+        and 0 <= num_missing <= max(1, MAX_FILLED_SHARE * num_frames),
+        f"{path}: expected evenly spaced slices, but {frames[worst]} and {frames[worst + 1]} are {gaps_mm[worst]:.3f} mm apart "
+        f"where {usual_mm:.3f} mm are usual ({max(num_missing, 0)} of {num_steps + 1} slices missing); gaps are filled up to "
+        f"{MAX_GAP_MM:g} mm and {MAX_FILLED_SHARE:.0%} of the slices: export the series again.",
+    )
+    step_mm = length_mm / num_steps
+    planes_mm = heights_mm[0] + np.arange(num_steps + 1) * step_mm
+    nearest = np.abs(heights_mm - planes_mm[:, None]).argmin(axis=1)
+    is_slice = np.abs(heights_mm[nearest] - planes_mm) <= JITTER_TOLERANCE_MM
+    # The first and the last plane are slices: clipping changes none that is interpolated.
+    below = (np.searchsorted(heights_mm, planes_mm) - 1).clip(0, num_frames - 2)
+    weights = np.where(is_slice, 0.0, (planes_mm - heights_mm[below]) / gaps_mm[below])
+    num_filled = int(np.count_nonzero(weights))
+    remark = (
+        f"the slices lie {gaps_mm.min():.2f} to {gaps_mm.max():.2f} mm apart: {num_filled} of {num_steps + 1} were interpolated "
+        f"linearly onto an even grid of {step_mm:.2f} mm"
+    )
+    if num_filled == num_missing:
+        remark = (
+            f"slices missing: {num_missing} of {num_steps + 1}, such as between {frames[worst]} and {frames[worst + 1]}; they were "
+            "interpolated linearly"
+        )
+    return list(zip(np.where(is_slice, nearest, below).tolist(), weights.tolist(), strict=True)), step_mm, [remark]
+
+
+def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Measure how far slices lie beside the first.
+
+    Returns:
+        The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the slant (y, x) of such a stack in mm
+        per mm, else 0; remarks.
+    """
+    shifts_mm = np.subtract([frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm) @ frames[0].axes[::-1].T
+    rise_mm = heights_mm - heights_mm[0]
+    slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
+    is_line = np.abs(shifts_mm - rise_mm[:, None] * slant).max() <= JITTER_TOLERANCE_MM
+    if np.linalg.norm(slant) <= DIRECTION_TOLERANCE and is_line:
+        return np.zeros_like(shifts_mm), slant, []
+    tilt_deg = math.degrees(math.atan(np.linalg.norm(slant)))
+    require(
+        tilt_deg <= MAX_TILT_DEG,
+        f"{path}: expected slices stacked along their normal, but they drift {tilt_deg:.0f}° away from it; such a stack is no CT of a "
+        "tilted gantry (30° at most).",
+    )
+    found = f"the slices lie up to {np.abs(shifts_mm).max():.1f} mm beside a straight stack: they"
+    found = f"the gantry was tilted by {tilt_deg:.1f}°: the slices" if is_line else found
+    return shifts_mm, np.zeros(2), [f"{found} were resampled to a rectangular grid, on which results lie"]

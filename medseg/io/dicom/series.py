@@ -1,40 +1,39 @@
-"""Which slices belong to one stack, and which stack is meant."""
+"""Choice of one stack of slices among the DICOM files of a folder."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.checks import shown
-from medseg.io.dicom.fields import plain
-from medseg.io.dicom.frames import PHASES, Frame, Image, LeftOut, Series, Unreadable
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, group_by, plain, read_frames, some
+from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
 
-SAME_PLACE_MM = 0.01
-"""Slices nearer than this lie at one place: the thinnest CT slices are ten times as far apart."""
+SAME_POSITION_MM = 0.01
+"""Slices nearer than this have one position: the thinnest CT slices are ten times as far apart."""
 
 SAME_SPACING = 1e-3
-"""Pixel spacings that differ by a smaller part are one: headers store rounded decimals."""
+"""Pixel spacings with a smaller relative difference are equal: headers store rounded decimals."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Parallel slices of one size, at two places at least, that may be one volume.
+    """Parallel slices of one size, at two positions at least, that may be one volume.
 
     Attributes:
-        series: What they belong to.
         part: Number of the stack within its series, from 1; 0 where it is the only one.
-        phase: What tells it from the other parts, or "".
+        phase: What distinguishes it from the other parts, or "".
         frames: Its slices, sorted along the normal.
-        heights_mm: Where they lie along the normal, ascending.
+        heights_mm: Their positions along the normal, ascending.
     """
 
-    series: Series
     part: int
     phase: str
     frames: tuple[Frame, ...]
@@ -42,116 +41,122 @@ class Stack:
 
 
 def normal_of(frame: Frame) -> np.ndarray:
-    """Unit vector across a slice, LPS, right-handed with its row and column."""
-    normal = np.cross(frame.axes[:3], frame.axes[3:])
+    """Compute the LPS unit vector across a slice, right-handed with its row and column."""
+    normal = np.cross(*frame.axes)
     return np.asarray(normal / np.linalg.norm(normal))
 
 
-def _by_plane(frames: Sequence[Frame]) -> list[list[Frame]]:
-    """Part slices by size, pixel spacing and orientation."""
-    planes: list[list[Frame]] = []
-    for frame in frames:
-        for plane in planes:
-            first = plane[0]
-            if (
-                frame.shape == first.shape
-                and max(abs(a - b) for a, b in zip(frame.axes, first.axes, strict=True)) <= DIRECTION_TOLERANCE
-                and max(abs(a / b - 1) for a, b in zip(frame.spacing_mm, first.spacing_mm, strict=True)) <= SAME_SPACING
-            ):
-                plane.append(frame)
-                break
-        else:
-            planes.append([frame])
-    return planes
-
-
-def _sorted(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
-    """Sort slices along the normal of the first; those at one place by file and number."""
-    normal = normal_of(frames[0])
-    heights_mm = np.array([frame.position_xyz_mm for frame in frames]) @ normal
-    order = sorted(range(len(frames)), key=lambda i: (round(heights_mm[i] / SAME_PLACE_MM), frames[i].path, frames[i].index))
-    return [frames[i] for i in order], heights_mm[order]
-
-
-def num_places(heights_mm: np.ndarray) -> int:
-    """Count the places at which sorted slices lie."""
-    return 1 + int((np.diff(heights_mm) > SAME_PLACE_MM).sum())
-
-
-def _natural(value: str) -> tuple[float, str]:
-    """Sort key that puts 2 before 10."""
+def natural(value: str) -> tuple[float, str]:
+    """Sort key that puts 2 before 10, and both before text."""
     try:
         return float(value), value
     except ValueError:
         return float("inf"), value
 
 
-def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, list[Frame]]]:
-    """Part parallel slices that fill the same place more than once: acquisitions, time points, kernels.
+def _is_parallel(frame: Frame, other: Frame) -> bool:
+    """Whether size, pixel spacing and orientation of two slices agree."""
+    return (
+        frame.pixels.shape == other.pixels.shape
+        and np.abs(frame.axes - other.axes).max() <= DIRECTION_TOLERANCE
+        and np.abs(np.divide(frame.spacing_mm, other.spacing_mm) - 1).max() <= SAME_SPACING
+    )
+
+
+def heights_of(frames: Sequence[Frame], normal: np.ndarray) -> np.ndarray:
+    """Compute the positions of slices along a normal, in mm."""
+    return np.array([frame.position_xyz_mm for frame in frames]) @ normal
+
+
+def num_positions(heights_mm: np.ndarray) -> int:
+    """Count the positions of sorted slices."""
+    return 1 + int((np.diff(heights_mm) > SAME_POSITION_MM).sum())
+
+
+def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
+    """Divide parallel slices that fill the same space more than once: acquisitions, time points, kernels.
 
     Values that follow each other along the normal (the rotations of one scan) are one stack, also where they share a slice.
 
     Returns:
-        Pairs (what tells the stack from the others, its slices).
+        Pairs (what distinguishes the stack, its slices).
     """
     for key in range(first_key, len(PHASES)):
-        groups: dict[str, list[Frame]] = {}
-        for frame in frames:
-            groups.setdefault(frame.phases[key], []).append(frame)
-        # A value of its own for nearly every slice, as their times are, tells slices apart and not volumes.
-        if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values()), normal_of(frames[0])):
+        groups = group_by(frames, lambda frame, key=key: frame.phases[key])  # type: ignore[misc]
+        # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+        if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values())):
             return [
                 (", ".join(filter(None, (f"{PHASES[key][0]} {plain(value) or 'unknown'}", rest))), part)
-                for value in sorted(groups, key=_natural)
+                for value in sorted(groups, key=natural)
                 for rest, part in _by_phase(groups[value], key + 1)
             ]
-    return [("", list(frames))]
+    return [("", frames)]
 
 
-def _overlap(groups: list[list[Frame]], normal: np.ndarray) -> bool:
-    """Whether two groups of slices share more than one place along the normal."""
-    heights_mm = [np.sort([np.dot(frame.position_xyz_mm, normal) for frame in group]) for group in groups]
-    places = np.sort(np.concatenate(heights_mm))
-    steps = np.diff(places)
-    step_mm = float(np.median(steps[steps > SAME_PLACE_MM])) if (steps > SAME_PLACE_MM).any() else 0.0
-    ends = sorted((float(group[0]), float(group[-1])) for group in heights_mm)
-    reach = -np.inf
-    for low, high in ends:
-        if reach - low > 0.5 * step_mm:
-            return True
-        reach = max(reach, high)
-    return False
+def _overlap(groups: list[list[Frame]]) -> bool:
+    """Whether two groups of parallel slices share more than one position along the normal."""
+    heights_mm = [heights_of(group, normal_of(groups[0][0])) for group in groups]
+    steps_mm = np.diff(np.sort(np.concatenate(heights_mm)))
+    steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
+    step_mm = np.median(steps_mm) if steps_mm.size else 0.0
+    starts_mm, stops_mm = np.array(sorted((heights.min(), heights.max()) for heights in heights_mm)).T
+    return bool((np.maximum.accumulate(stops_mm)[:-1] - starts_mm[1:] > 0.5 * step_mm).any())
 
 
-def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[LeftOut]]:
-    """Part the slices of one series into stacks; slices that are alone in their plane or place are left out."""
-    found: list[tuple[str, list[Frame], np.ndarray]] = []
-    left_out: list[LeftOut] = []
-    for plane in _by_plane(frames):
-        for phase, part in _by_phase(plane):
-            ordered, heights_mm = _sorted(part)
-            if num_places(heights_mm) > 1:
-                found.append((phase, ordered, heights_mm))
-            else:
-                left_out += [LeftOut(frame.path, frame.series, "slice alone at its place") for frame in ordered]
-    stacks = [
-        Stack(frames[0].series, number if len(found) > 1 else 0, phase, tuple(ordered), heights_mm)
-        for number, (phase, ordered, heights_mm) in enumerate(found, start=1)
-    ]
-    return stacks, left_out
+def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
+    """Divide the slices of one series into stacks, and list the slices without a second one in their plane or at another position."""
+    found: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
+    alone: list[NoSlice] = []
+    planes = group_by(frames, lambda frame: next(first for first in frames if _is_parallel(frame, first)))
+    for phase, part in [stack for plane in planes.values() for stack in _by_phase(plane)]:
+        heights_mm = heights_of(part, normal_of(part[0]))
+        keys = [
+            (round(height_mm / SAME_POSITION_MM), frame.path, frame.index)
+            for height_mm, frame in zip(heights_mm, part, strict=True)
+        ]
+        order = sorted(range(len(part)), key=keys.__getitem__)
+        if num_positions(heights_mm[order]) > 1:
+            found.append((phase, tuple(part[index] for index in order), heights_mm[order]))
+        else:
+            alone += [NoSlice(frame.path, frame.series, "slice alone at its place") for frame in part]
+    return [Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)], alone
 
 
-def choose_stack(path: Path, images: Sequence[Image], wanted: str | None, only_file: Path | None) -> tuple[Stack, list[str]]:
-    """Find the one stack that is meant.
+def _name_pattern(path: Path) -> str:
+    """Reduce a name to what names of slices share: a suffix of DICOM, else all but their numbers, which may have letters for digits.
 
-    Files that cannot be read are refused with their series: other series stay readable beside them. A series of nothing
-    else is left out, as what is no CT is, where there is one other to read.
+    Example:
+        >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z")), _name_pattern(Path("1.dcm"))
+        ('im.#', 'im.#', '.dcm')
+    """
+    name = path.name.lower()
+    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
+
+
+def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Iterator[NoSlice]:
+    """Find files that are named like the slices beside them and are no DICOM, such as copies that never got a byte."""
+    slices = {image.path for image in images if isinstance(image, Frame)}
+    for folder, neighbours in group_by(slices, lambda path: path.parent).items():
+        patterns = set(map(_name_pattern, neighbours))
+        for entry in sorted(folder.iterdir()):
+            if _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "." and not entry.is_dir():
+                num_bytes = entry.stat().st_size if entry.is_file() else 0
+                reason = (
+                    f"expected a slice, as its name is like those of the slices beside it, but its {num_bytes} bytes are no DICOM; "
+                    "copy it again or remove it."
+                )
+                yield NoSlice(entry, Series(), reason, is_unreadable=True)
+
+
+def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
+    """Read the headers of all files and find the one stack that is meant.
+
+    Unreadable files are refused with their series: other series stay readable beside them. A series of unreadable files alone is
+    left out, like an object that is no CT, where there is one other to read.
 
     Args:
-        path: What the user gave, for messages.
-        images: All that was found there.
+        path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
         wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
-        only_file: Only stacks that hold a slice of this file.
 
     Returns:
         The stack, and remarks on what was left out.
@@ -159,110 +164,81 @@ def choose_stack(path: Path, images: Sequence[Image], wanted: str | None, only_f
     Raises:
         UserError: If there is none, or more than one, or a file of it cannot be read.
     """
-    by_series: dict[str, list[Frame]] = {}
-    left_out: list[LeftOut] = []
-    unreadable: list[Unreadable] = []
-    for image in images:
-        if isinstance(image, LeftOut):
-            left_out.append(image)
-        elif isinstance(image, Unreadable):
-            unreadable.append(image)
-        else:
-            by_series.setdefault(image.series.uid, []).append(image)
+    is_folder = path.is_dir() or is_dicomdir(path)
+    files = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_folder))
+    images = [image for file in files for image in read_frames(file)]
+    images += _broken_copies(set(files), images)
+    only_file = None if is_folder else path
     stacks: list[Stack] = []
-    for frames in by_series.values():
-        its_stacks, alone = find_stacks(frames)
+    left_out = [image for image in images if isinstance(image, NoSlice) and not image.is_unreadable]
+    unreadable = [image for image in images if isinstance(image, NoSlice) and image.is_unreadable]
+    frames = [image for image in images if isinstance(image, Frame)]
+    for same_series in group_by(frames, lambda frame: frame.series.uid).values():
+        its_stacks, alone = find_stacks(same_series)
         stacks += its_stacks
         left_out += alone
-    stacks.sort(key=lambda stack: (_natural(stack.series.number), stack.series.uid, stack.part))
-
+    stacks.sort(key=lambda stack: (natural(stack.frames[0].series.number), stack.frames[0].series.uid, stack.part))
     in_file = [stack for stack in stacks if only_file is None or any(frame.path == only_file for frame in stack.frames)]
-    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.series, stack.part)]
-    names = _names(stacks)
-    if len(chosen) > 1:
-        raise UserError(
-            f"{path}: expected one CT series, but it holds {len(chosen)}: {'; '.join(names[id(stack)] for stack in chosen)}; "
-            "choose one with series=, or in the column series of a case table."
-        )
-    uids = {stack.series.uid for stack in chosen} or {
+    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part)]
+    require(
+        len(chosen) <= 1,
+        f"{path}: expected one CT series, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
+        "column series of a case table.",
+    )
+    uids = {stack.frames[0].series.uid for stack in chosen} or {
         image.series.uid
         for image in images
         if only_file in (None, image.path) and (wanted is None or not in_file or _is_meant(wanted, image.series))
     }
-    in_folder: dict[Path, set[str]] = {}
-    for image in images:
-        in_folder.setdefault(image.path.parent, set()).add(image.series.uid)
+    in_folder = group_by(images, lambda image: image.path.parent)
     broken = [image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])]
     if broken:
-        raise UserError(f"{broken[0].path}{_and_more(broken)}: {broken[0].says}")
-    if not (wanted is None and only_file is None):
-        left_out = [image for image in left_out if image.series.uid in uids]
-    if not in_file:
-        raise UserError(
-            f"{path}: expected a CT series of at least two slices, but found only {_summary(left_out) or 'no image'}; give the "
-            "folder of a CT series."
-        )
-    if not chosen:
-        raise UserError(
-            f"{path}: there is no series={wanted} among {'; '.join(names[id(stack)] for stack in in_file)}; give one of them."
-        )
-    remarks = [f"left out, being no slices of the scan: {_summary(left_out)}"] if left_out else []
-    if wanted is None and only_file is None:
-        remarks += _unreadable_series(unreadable)
+        raise UserError(f"{some([image.path for image in broken])}: {broken[0].reason}")
+    is_any = wanted is None and only_file is None
+    listed = Counter((str(image.series), image.reason) for image in left_out if is_any or image.series.uid in uids)
+    summary = ", ".join(f"{count} x {reason} ({series})" for (series, reason), count in listed.items())
+    require(
+        bool(in_file),
+        f"{path}: expected a CT series of at least two slices, but found only {summary or 'no image'}; give the folder of a CT "
+        "series.",
+    )
+    require(bool(chosen), f"{path}: there is no series={wanted} among {_list(in_file, stacks)}; give one of them.")
+    remarks = [f"left out, being no slices of the scan: {summary}"] if summary else []
+    for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
+        names = some([f"'{image.path.name}'" for image in lost])
+        remarks.append(f"{series} was left out, since it cannot be read: {names}: {lost[0].reason.rstrip('.')}")
     return chosen[0], remarks
 
 
 def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
-    """Whether `series=` names a series, and where it names a part, this one; `part` 0 stands for all of them."""
+    """Whether `series=` names a series, and this part where it names one; `part` 0 means all parts."""
     uid_or_number, _, wanted_part = wanted.partition("/")
     return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
 
 
-def _may_belong(image: Unreadable, uids: set[str], in_folder: set[str]) -> bool:
+def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:
     """Whether a file may belong to one of these series.
 
     Where its own cannot be read, it may be any of the series in its folder; where the folder holds nothing else, any at all.
     """
     if image.series.uid:
         return image.series.uid in uids
-    neighbours = in_folder - {""}
-    return not neighbours or not neighbours.isdisjoint(uids) or "" in uids
+    near = {neighbour.series.uid for neighbour in neighbours} - {""}
+    return not near or not near.isdisjoint(uids) or "" in uids
 
 
-def _and_more(images: Sequence[Unreadable]) -> str:
-    return f" and {len(images) - 1} more" if len(images) > 1 else ""
-
-
-def _unreadable_series(unreadable: Sequence[Unreadable]) -> list[str]:
-    """Say which series were left out because nothing of them can be read, and why."""
-    by_series: dict[Series, list[Unreadable]] = {}
-    for image in unreadable:
-        by_series.setdefault(image.series, []).append(image)
-    return [
-        f"{series} was left out, since it cannot be read: '{images[0].path.name}'{_and_more(images)}: {images[0].says.rstrip('.')}"
-        for series, images in by_series.items()
-    ]
-
-
-def _names(stacks: Sequence[Stack]) -> dict[int, str]:
-    """Describe each stack by what `series=` takes, its description, its slices and its spacing (z, y, x)."""
-    uids_of_number: dict[str, set[str]] = {}
+def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
+    """List stacks by the value that `series=` takes, their description, number of slices and spacing (z, y, x)."""
+    uids = group_by(
+        {(stack.frames[0].series.number, stack.frames[0].series.uid) for stack in all_stacks}, lambda series: series[0]
+    )
+    names = []
     for stack in stacks:
-        uids_of_number.setdefault(stack.series.number, set()).add(stack.series.uid)
-    names = {}
-    for stack in stacks:
-        series = stack.series
-        is_unique = bool(series.number) and len(uids_of_number[series.number]) == 1
+        first, series = stack.frames[0], stack.frames[0].series
+        is_unique = bool(series.number) and len(uids[series.number]) == 1
         key = plain(series.number if is_unique else series.uid) + (f"/{stack.part}" if stack.part else "")
-        says = ", ".join(filter(None, (shown(series.description) if series.description else "", stack.phase)))
-        places = num_places(stack.heights_mm)
-        step_mm = (stack.heights_mm[-1] - stack.heights_mm[0]) / (places - 1)
-        spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *stack.frames[0].spacing_mm))
-        names[id(stack)] = f"series={key} {says + ' ' if says else ''}({len(stack.frames)} slices, {spacing} mm)"
-    return names
-
-
-def _summary(left_out: Sequence[LeftOut]) -> str:
-    """Count what was left out, by series and reason."""
-    counts = Counter((str(image.series), image.reason) for image in left_out)
-    return ", ".join(f"{count} x {reason} ({series})" for (series, reason), count in counts.items())
+        about = ", ".join(filter(None, (shown(series.description) if series.description else "", stack.phase)))
+        step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
+        spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *first.spacing_mm))
+        names.append(f"series={key} {about + ' ' if about else ''}({len(stack.frames)} slices, {spacing} mm)")
+    return "; ".join(names)
