@@ -1,11 +1,11 @@
-"""Which scans a path stands for, and what they are called."""
+"""Input paths: the scans that a path stands for, and their case names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 
 SUFFIXES = {
     ".nii.gz": "nifti",
@@ -28,9 +28,9 @@ def volume_suffix(path: Path) -> str | None:
 
 
 def is_dicom_file(path: Path) -> bool:
-    """Whether a file is DICOM, by its first bytes: names and suffixes say nothing.
+    """Whether a file is DICOM, by its first bytes; names and suffixes are no evidence.
 
-    That is the mark at byte 128, or, in files without a preamble, a first field of the groups that every object begins with.
+    These are the mark at byte 128 or, in files without a preamble, a first field of the groups with which every object begins.
     """
     if not path.is_file():
         return False
@@ -39,12 +39,12 @@ def is_dicom_file(path: Path) -> bool:
     if head[128:] == b"DICM":
         return True
     # (0002,00xx) or (0008,00xx), little endian; then two letters, or a length below 64 KiB.
-    is_group = head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
-    return is_group and len(head) == 132 and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0")
+    is_group = len(head) == 132 and head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
+    return is_group and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0")
 
 
 def is_dicomdir(path: Path) -> bool:
-    """Whether a file is a medium's table of contents, which stands for its folder."""
+    """Whether a file is the table of contents of a medium (DICOMDIR), which stands for its folder."""
     return path.name.upper() == "DICOMDIR" and is_dicom_file(path)
 
 
@@ -101,13 +101,12 @@ def case_name(path: Path) -> str:
 
 
 def input_format(path: Path) -> str:
-    """Tell `nifti`, `nrrd`, `metaimage` or `dicom` from the name, and DICOM from the content.
+    """Find the format of an input, `nifti`, `nrrd` or `metaimage` by its name and `dicom` by its content.
 
     Raises:
         UserError: If the path does not exist or is none of them.
     """
-    if not path.exists():
-        raise UserError(f"{path}: this file or folder does not exist; check the path.")
+    require(path.exists(), f"{path}: this file or folder does not exist; check the path.")
     suffix = volume_suffix(path)
     if suffix is not None and path.is_file():
         return SUFFIXES[suffix]
@@ -122,8 +121,7 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
 
     A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself, beside which its own label map may lie. Another
     folder gives its volume files and those of its subfolders that hold DICOM files at any depth, one scan each, sorted by name. Other
-    files (tables, notes) and hidden ones are ignored. A subfolder that may not be looked into counts as a scan, which then fails
-    alone.
+    files (tables, notes) and hidden ones are ignored. A subfolder that cannot be searched counts as a scan, whose reading then fails.
 
     Args:
         path: File or folder.
@@ -132,8 +130,8 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
         Pairs (case name, path).
 
     Raises:
-        UserError: If there is no scan, two scans would have the same name, volume files lie beside DICOM files, or the path cannot
-            be looked into.
+        UserError: If there is no scan, two scans would have the same name, volume files are beside DICOM files, or the path cannot
+            be searched.
     """
     try:
         return _list_inputs(path)
@@ -150,18 +148,17 @@ def _list_inputs(path: Path) -> list[tuple[str, Path]]:
     found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
     if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
         others = [entry.name for entry in found if case_name(entry) != case_name(path)]
-        if others:
-            raise UserError(
-                f"{path}: holds DICOM files beside {len(others)} volume files such as '{others[0]}'; give one of these files, choose the "
-                "series with series=, or move either kind into a folder of its own."
-            )
+        require(
+            not others,
+            f"{path}: holds DICOM files beside {len(others)} volume files such as '{min(others, default='')}'; give one of these files, "
+            "choose the series with series=, or move either kind into a folder of its own.",
+        )
         return [(case_name(path), path)]
     found += [entry for entry in entries if entry.is_dir() and _may_hold_dicom(entry)]
-    if not found:
-        raise UserError(
-            f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder "
-            "holds none; check the path."
-        )
+    require(
+        bool(found),
+        f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder holds none; check the path.",
+    )
     cases: dict[str, Path] = {}
     for entry in sorted(found):
         name = case_name(entry)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.checks import describe, shown
 from medseg.io.streams import expected_bytes, num_bytes, open_stream, read_slabs, skip, surplus
 from medseg.io.volume import AIR_HU
-
-if TYPE_CHECKING:
-    from nibabel.nifti1 import Nifti1Header
 
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
 """Largest factor by which bytes of an encoding grow when they are decoded; a header that promises more is damaged."""
@@ -42,7 +39,7 @@ class LazyVolume:
         slope: Factor from stored value to HU or label.
         intercept: Added after the slope.
         remarks: Sentences for the user; see `Volume.remarks`.
-        header: Header of a NIfTI file; None for other formats.
+        header: nibabel header of a NIfTI file; None for other formats.
         packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel bytes is known.
     """
 
@@ -53,7 +50,7 @@ class LazyVolume:
     slope: float = 1.0
     intercept: float = 0.0
     remarks: tuple[str, ...] = ()
-    header: Nifti1Header | None = None
+    header: Any = None
     packed_bytes: int | None = None
 
 

@@ -9,31 +9,29 @@ from typing import TypeVar
 import numpy as np
 from isal.igzip_lib import IsalError
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
 from medseg.io.lazy import LazyVolume, load_image, load_labels
+from medseg.io.nifti import open_nifti
+from medseg.io.textheader import open_text_volume
 from medseg.io.volume import Volume
 
 Result = TypeVar("Result")
 
 
 def _open(path: Path, series: str | None = None) -> LazyVolume:
-    """Read the header with the format's own module, which is imported only now."""
+    """Read the header; the library of the format is imported only now."""
     kind = input_format(path)
     if kind == "dicom":
         from medseg.io.dicom.read import open_dicom
 
         return open_dicom(path, series)
-    if series is not None:
-        raise UserError(f"{path}: series={series} chooses among DICOM series, but this is a {kind} file; leave series out.")
-    if kind == "nifti":
-        from medseg.io.nifti import open_nifti
-
-        return open_nifti(path)
-    from medseg.io.textheader import open_text_volume
-
-    return open_text_volume(path)
+    require(
+        series is None,
+        f"{path}: series={series} chooses among DICOM series, but this is a {kind} file; leave series out.",
+    )
+    return open_nifti(path) if kind == "nifti" else open_text_volume(path)
 
 
 def _explained(path: Path, read: Callable[[Path], Result]) -> Result:

@@ -1,13 +1,14 @@
-"""Bridge to SimpleITK: grids of its images and file headers, images in and out."""
+"""Bridge to SimpleITK: grids of its images and file headers, images in and out, and its writer."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from medseg.errors import require
+from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.checks import check_shape, grid_from_columns
 from medseg.io.lazy import LazyVolume, load_image
@@ -73,12 +74,26 @@ def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     return result
 
 
-def image_on(array: np.ndarray, grid: VoxelGrid) -> Any:
-    """Make an image of voxels (D, H, W) on a grid."""
+def save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid) -> None:
+    """Write voxels (D, H, W) to a compressed file whose suffix chooses the format.
+
+    Args:
+        path: Final name, for messages.
+        part: Temporary name, which is written.
+        array: Voxels of a type that the format has.
+        grid: Their position.
+
+    Raises:
+        UserError: If SimpleITK cannot write the file.
+    """
     import SimpleITK
 
     image = SimpleITK.GetImageFromArray(array)
     image.SetSpacing(grid.spacing_mm[::-1])
     image.SetOrigin(grid.origin_xyz_mm)
     image.SetDirection(np.ravel(grid.direction).tolist())
-    return image
+    try:
+        SimpleITK.WriteImage(image, str(part), True)
+    except RuntimeError as error:
+        reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
+        raise UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.") from error

@@ -32,7 +32,8 @@ class ChunkStream:
         """Return the next `size` bytes, fewer at the end."""
         while len(self._rest) < size and (chunk := next(self._chunks, None)) is not None:
             self._rest += chunk
-        data, self._rest = self._rest[:size], self._rest[size:]
+        data = self._rest[:size]
+        del self._rest[:size]
         return data
 
 

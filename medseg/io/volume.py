@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from medseg.geometry.grid import VoxelGrid
-
-if TYPE_CHECKING:
-    from nibabel.nifti1 import Nifti1Header
 
 AIR_HU = -1024
 """HU of air outside the patient; a voxel without a value gets it too."""
@@ -23,13 +20,13 @@ class Volume:
     Attributes:
         array: Voxels (D, H, W): int16 or float32 HU of an image, integers of a label map.
         grid: Position of the voxels, LPS.
-        header: Header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and unit; None for other formats.
+        header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and unit; None for other formats.
         remarks: Sentences on what the reader left out, assumed or repaired; the caller shows them to the user.
     """
 
     array: np.ndarray
     grid: VoxelGrid
-    header: Nifti1Header | None = None
+    header: Any = None
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

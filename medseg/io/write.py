@@ -10,26 +10,24 @@ import tempfile
 import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+from isal import igzip
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import PART_PREFIX, replace_bytes, replace_path
-from medseg.io.inputs import SUFFIXES, WRITTEN_SUFFIXES, volume_suffix
+from medseg.io.inputs import WRITTEN_SUFFIXES, volume_suffix
 from medseg.io.lazy import LABEL_DTYPES
-
-if TYPE_CHECKING:
-    from nibabel.nifti1 import Nifti1Header
+from medseg.io.simpleitk import save
+from medseg.io.textheader import read_header
 
 GZIP_LEVEL = 2
 """Of ISA-L, whose levels end at 3: label maps become smaller than with zlib's level 1, in an eighth of its time."""
 
 
-def _write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None) -> None:
-    from isal import igzip
-
+def _write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Any) -> None:
     from medseg.io.nifti import grid_of_header, new_header
 
     if like is not None and not grid_of_header(path, like)[0].is_close(grid):
@@ -45,42 +43,24 @@ def _write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Hea
             target.write(np.ascontiguousarray(plane, header.get_data_dtype()).tobytes())
 
 
-def _save(image: Any, path: Path, part: Path) -> None:
-    """Write an image by SimpleITK under a temporary name.
-
-    Raises:
-        UserError: If it cannot be written.
-    """
-    import SimpleITK
-
-    try:
-        SimpleITK.WriteImage(image, str(part), True)
-    except RuntimeError as error:
-        reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
-        raise UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.") from error
-
-
-def _voxel_paths(path: Path) -> tuple[Path, Path | None]:
-    """Find a free name for the voxels of a .mhd, and the voxel file of the header that it replaces.
+def _voxel_paths(path: Path) -> tuple[Path, list[Path]]:
+    """Find a free name for the voxels of a .mhd, and the voxel files of the header that it replaces.
 
     Until the new header is in place, the old pair of files is whole.
     """
-    from medseg.io.textheader import read_header
-
     # MetaImage gives `%` and a leading LIST or LOCAL a meaning of their own.
     stem = path.name[:-4]
     if "%" in stem or stem.upper().startswith(("LIST", "LOCAL")):
         stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
     names = itertools.chain([f"{stem}.zraw"], (f"{stem}-{count}.zraw" for count in itertools.count(2)))
-    new = next(new for name in names if not os.path.lexists(new := path.with_name(name)))
-    old = None
+    old: list[Path] = []
     with suppress(OSError, UserError):
-        old = read_header(path).files[0]
-    is_ours = old is not None and old.parent == path.parent and re.fullmatch(re.escape(stem) + r"(-\d+)?\.zraw", old.name)
-    return new, old if is_ours else None
+        is_ours = re.compile(re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw").fullmatch
+        old = [file for file in read_header(path).files if is_ours(str(file))]
+    return next(new for name in names if not os.path.lexists(new := path.with_name(name))), old
 
 
-def _write_pair(path: Path, image: Any) -> None:
+def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
     """Write a .mhd and its voxels beside it, replacing an old pair as one."""
     path = Path(os.path.realpath(path))
     voxels, old_voxels = _voxel_paths(path)
@@ -88,7 +68,7 @@ def _write_pair(path: Path, image: Any) -> None:
         with replace_path(voxels) as part, tempfile.TemporaryDirectory(prefix=PART_PREFIX, dir=part.parent) as folder:
             # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one file, which is divided here.
             whole = Path(folder) / "both.mha"
-            _save(image, path, whole)
+            save(path, whole, array, grid)
             with whole.open("rb") as source, part.open("xb") as target:
                 lines = list(iter(source.readline, b"ElementDataFile = LOCAL\n"))
                 shutil.copyfileobj(source, target)
@@ -98,31 +78,30 @@ def _write_pair(path: Path, image: Any) -> None:
         with suppress(OSError):
             voxels.unlink()
         raise
-    if old_voxels is not None:
-        old_voxels.unlink(missing_ok=True)
+    for file in old_voxels:
+        file.unlink(missing_ok=True)
 
 
-def _write(path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None) -> None:
+def _write(path: Path, array: np.ndarray, grid: VoxelGrid, like: Any) -> None:
     """Write voxels of a type that the formats have."""
     path = Path(path)
     suffix = volume_suffix(path)
-    if suffix not in WRITTEN_SUFFIXES:
-        raise UserError(f"{path}: expected an output name that ends in {', '.join(WRITTEN_SUFFIXES)}; choose one of them.")
+    require(
+        suffix in WRITTEN_SUFFIXES,
+        f"{path}: expected an output name that ends in {', '.join(WRITTEN_SUFFIXES)}; choose one of them.",
+    )
     if array.shape != grid.shape:
         raise ValueError(f"array {array.shape} and grid {grid.shape} differ in shape")
-    if SUFFIXES[suffix] == "nifti":
-        return _write_nifti(path, array, grid, like)
-    from medseg.io.simpleitk import image_on
-
-    image = image_on(array, grid)
-    if suffix == ".mhd":
-        return _write_pair(path, image)
-    with replace_path(path) as part:
-        _save(image, path, part)
-    return None
+    if suffix in (".nii", ".nii.gz"):
+        _write_nifti(path, array, grid, like)
+    elif suffix == ".mhd":
+        _write_pair(path, array, grid)
+    else:
+        with replace_path(path) as part:
+            save(path, part, array, grid)
 
 
-def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None = None) -> None:
+def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:
     """Write a label map whole or not at all; missing folders are made.
 
     The corners of the written grid agree with `grid` within 0.001 mm.
@@ -131,7 +110,7 @@ def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Nifti1He
         path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha or .mhd (with .zraw beside it).
         labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean and 64-bit types are narrowed.
         grid: Position of the voxels.
-        like: Header of the input, if that is NIfTI: a NIfTI result keeps its version, byte order, sform, qform and unit.
+        like: `Volume.header` of the input; if that is NIfTI, a NIfTI result keeps its version, byte order, sform, qform and unit.
 
     Raises:
         UserError: If the suffix is unknown or the folder cannot be written.
@@ -148,7 +127,7 @@ def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Nifti1He
     _write(path, labels, grid, like)
 
 
-def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None = None) -> None:
+def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:
     """Write a scan whole or not at all; missing folders are made.
 
     Args:
