@@ -84,6 +84,39 @@ def test_a_signal_to_the_process_group_saves_the_run_and_ends_all_processes(
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "it went on each time"
 
 
+def job_status(job_dir: Path) -> str:
+    path = job_dir / "job.json"
+    return str(json.loads(path.read_text())["status"]) if path.is_file() else "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "to_group", "when"),
+    [
+        pytest.param("basic", False, "job.json", id="as a job starts"),
+        pytest.param("basic", True, "history.csv", id="to the group, in a job"),
+        pytest.param("joblib", False, "history.csv", id="joblib, in a job"),
+    ],
+)
+def test_a_signal_to_a_sweep_saves_its_job_and_ends_the_sweep(
+    launcher: str, to_group: bool, when: str, tiny_table: Path, tmp_path: Path
+) -> None:
+    sweep_dir = tmp_path / "sweep"
+    arguments = [*command(tiny_table, tmp_path, *ENDLESS, "seed=1,2"), f"hydra.sweep.dir={sweep_dir}"]
+    arguments += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=1"] if launcher == "joblib" else []
+    process = start([*arguments, "-m"])
+    first = sweep_dir / "0"
+    wait_for(lambda: num_lines(first / when) > (when == "history.csv"), process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGTERM) if to_group else process.terminate()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    assert job_status(first) == "interrupted"
+    assert when == "job.json" or saved_step(first) > 0
+    assert not (sweep_dir / "1").exists(), "the next job does not begin"
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
 @pytest.mark.slow
 def test_nothing_in_the_working_folder_is_imported(tiny_table: Path, tmp_path: Path) -> None:
     for name in ("torch", "medseg", "pickle", "signal"):
