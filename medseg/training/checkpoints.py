@@ -1,4 +1,4 @@
-"""What a run goes on from, the best that it has seen, and when it ends before its last step."""
+"""Checkpoint callback: last and best weights, early stopping, preemption."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from medseg.training.preemption import Preempted, StopRequest
 
 
 class Checkpoints(Checkpoint):
-    """Write `last.ckpt`, from which a run goes on, and `best.ckpt`, the weights of the best validation.
+    """Writes `last.ckpt`, from which a run resumes, and `best.ckpt`, the weights of the best validation.
 
-    `last.ckpt` is written at the end of optimiser steps only: every so many, before and after each validation, and when the run is
-    asked to stop. A run that was interrupted in a validation begins with that validation. A last validation follows the last step.
-    Without validation cases there is no `best.ckpt`. A file is replaced whole: a killed run leaves the one before.
+    `last.ckpt` is written only at the end of optimiser steps: every `checkpoint_every` steps, before and after each validation, and when
+    the run is asked to stop. A run that was interrupted in a validation starts with that validation. A last validation follows the
+    last step. Without validation cases there is no `best.ckpt`. Files are replaced whole: a killed run leaves the previous one.
 
     Args:
-        folder: Where the checkpoints go; a run that was moved goes on in its new place.
+        folder: Folder of the checkpoints; a run that was moved continues in its new place.
         validate_every: Optimiser steps between two validations.
-        save_every: Optimiser steps between two writings; None = at validations only.
+        checkpoint_every: Optimiser steps between two writings; None = at validations only.
         patience: Validations without a better one after which the run ends; None = never.
         stop: Says when the run is asked to stop.
     """
@@ -32,13 +32,13 @@ class Checkpoints(Checkpoint):
         self,
         folder: Path,
         validate_every: int,
-        save_every: int | None = None,
+        checkpoint_every: int | None = None,
         patience: int | None = None,
         stop: StopRequest | None = None,
     ) -> None:
         self.folder = folder
         self.validate_every = validate_every
-        self.save_every = save_every
+        self.checkpoint_every = checkpoint_every
         self.patience = patience
         self.stop = stop or StopRequest()
         self.best_score: float | None = None
@@ -46,23 +46,18 @@ class Checkpoints(Checkpoint):
         self.owes_validation = False
         self.is_leaving = False
         self.has_saved = False
-        self.hosts: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The score to beat, how long it stands, and whether a validation comes first."""
+        """Best score, number of validations since, and whether a validation comes first."""
         return {"best_score": self.best_score, "num_worse": self.num_worse, "owes_validation": self.owes_validation}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them over."""
-        self.best_score = state_dict["best_score"]
-        self.num_worse = state_dict["num_worse"]
-        self.owes_validation = state_dict["owes_validation"]
+        """Take the state of a checkpoint over."""
+        vars(self).update(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over from Lightning, which would stop between two micro-batches; make up for a validation."""
+        """Handle the signals in place of Lightning, which would stop between two micro-batches; run a validation that is owed."""
         self.stop.install()
-        if trainer.world_size > 1:
-            self.hosts = torch.distributed.new_group(backend="gloo")  # asking each other must not wait for the devices
         if self.owes_validation:
             validation = trainer.fit_loop.epoch_loop.val_loop
             validation.restarting = False
@@ -72,10 +67,9 @@ class Checkpoints(Checkpoint):
         self._end_if_worse(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave before the next step, when the loggers have the last one; of that they knew nothing when it was saved."""
-        if self.has_saved and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.save()
+        """Leave before the next step. Only now have the loggers received the step that was saved."""
+        if self.has_saved:
+            self._flush_loggers(trainer)
         self.has_saved = False
         self._leave_if_asked()
         self.stop.is_safe = False
@@ -86,28 +80,28 @@ class Checkpoints(Checkpoint):
         """Save where it is time to; ask for the last validation."""
         step, is_step_done = trainer.global_step, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         is_last = step == trainer.max_steps
-        # A trainer that is asked to stop validates once more, whatever its interval.
+        # A trainer that should stop validates once more, whatever its interval.
         trainer.should_stop = trainer.should_stop or is_last
         if not is_step_done:
             return
-        is_validation_step, validates = step % self.validate_every == 0, bool(sum(trainer.num_val_batches))
+        is_validation_step, has_cases = step % self.validate_every == 0, bool(sum(trainer.num_val_batches))
         if is_last:
-            # A run that goes on from its last step makes no validation: it must not be saved before.
-            if not validates:
+            # A run that resumes from its last step makes no validation, so with cases it is saved after the validation.
+            if not has_cases:
                 self._save(trainer, "last.ckpt", weights_only=False)
             return
-        self.is_leaving = self._is_asked(trainer)
-        self.owes_validation = is_validation_step and validates
-        if self.is_leaving or is_validation_step or (self.save_every and step % self.save_every == 0):
+        self.is_leaving = self._is_any_rank_asked(trainer)
+        self.owes_validation = is_validation_step and has_cases
+        if self.is_leaving or is_validation_step or (self.checkpoint_every and step % self.checkpoint_every == 0):
             self._save(trainer, "last.ckpt", weights_only=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Nothing is lost when the run ends in a validation that it owes."""
+        """Allow to end at once in a validation that the saved state owes: nothing would be lost."""
         self._leave_if_asked()
         self.stop.is_safe = self.owes_validation
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the best first: `last.ckpt` knows its score."""
+        """Write the best first: `last.ckpt` holds its score."""
         if trainer.sanity_checking:
             return
         self.stop.is_safe = self.owes_validation = False
@@ -120,18 +114,18 @@ class Checkpoints(Checkpoint):
         self._end_if_worse(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What is left to do is done in a moment."""
+        """Let the run finish: the rest takes a moment."""
         self.is_leaving = False
 
     def _end_if_worse(self, trainer: pl.Trainer) -> None:
         trainer.should_stop = trainer.should_stop or (self.patience is not None and self.num_worse >= self.patience)
 
-    def _is_asked(self, trainer: pl.Trainer) -> bool:
+    def _is_any_rank_asked(self, trainer: pl.Trainer) -> bool:
         """Whether any rank is asked to stop: all of them must save and leave at the same step."""
-        if self.hosts is None:
+        if trainer.world_size == 1:
             return self.stop.is_asked
-        asked = torch.tensor(int(self.stop.is_asked))
-        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, group=self.hosts)
+        asked = torch.tensor(int(self.stop.is_asked))  # on the host, so that no rank waits for its device
+        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
         return bool(asked)
 
     def _leave_if_asked(self) -> None:
@@ -141,8 +135,12 @@ class Checkpoints(Checkpoint):
     def _save(self, trainer: pl.Trainer, name: str, *, weights_only: bool) -> None:
         self.has_saved = True
         temporary = self.folder / f"{name}.tmp"
-        trainer.save_checkpoint(temporary, weights_only=weights_only)  # by all ranks: they wait for each other
+        trainer.save_checkpoint(temporary, weights_only=weights_only)  # called by all ranks, which wait for each other
+        self._flush_loggers(trainer)  # a run that resumes has all lines up to here
+        if trainer.is_global_zero:
+            os.replace(temporary, self.folder / name)
+
+    def _flush_loggers(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.save()  # a run that goes on has all lines up to here
-            os.replace(temporary, self.folder / name)
+                logger.save()

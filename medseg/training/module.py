@@ -1,4 +1,4 @@
-"""One training step and one validation of a stage, as a Lightning module."""
+"""Lightning module of a stage: training step, validation by whole cases, content of its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ RAW_WEIGHTS = "raw_weights"
 
 
 class SegmentationModule(pl.LightningModule):
-    """Train a network on patches or whole crops and score it on whole cases.
+    """Trains a network on patches or whole crops and scores it on whole cases.
 
     Args:
-        network: Called as `network(image, region)`, gives logits; a `divisor` says of what its input is a multiple.
+        network: Called as `network(image, region)`, returns logits; its `divisor` is the required multiple of the input size.
         loss: Called as `loss(logits, target)`.
         make_optimizer: From parameters to an optimiser.
         make_schedule: From an optimiser to a schedule that is stepped once per optimiser step.
-        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout is a function of them.
+        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout depends on nothing else.
         accumulate: Micro-batches per optimiser step.
         tile_size: Sliding window of the validation, voxels (D, H, W); None = the whole crop.
-        overlap: Share of a tile that neighbours have in common.
+        overlap: Share of a tile that it has in common with its neighbour.
         ema_decay: Validate and save the exponential moving average of the weights; None = the weights themselves.
-        metadata: What a checkpoint tells about itself; plain types only, so that it loads with `weights_only=True`.
+        metadata: Checkpoint metadata; plain types only, so that it loads with `weights_only=True`.
     """
 
     def __init__(
@@ -64,27 +64,27 @@ class SegmentationModule(pl.LightningModule):
         self.overlap = overlap
         self.average = WeightAverage(network, ema_decay) if ema_decay is not None else None
         self.metadata = metadata
-        # Dice by case, region and label: a case that two ranks score counts once.
         self.train_loss: Tensor | None = None
+        # Dice by case, region and label: a case that two ranks score counts once.
         self.val_scores: dict[tuple[str, int, int], float] = {}
 
     def configure_model(self) -> None:
-        """Divide the network among the ranks where Lightning has laid out a mesh for that (`trainer=fsdp`)."""
+        """Shard the network among the ranks where Lightning has made a device mesh (`trainer=fsdp`)."""
         if self.device_mesh is not None:
             shard_network(self.network, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
-        """Schedules count optimiser steps, whatever is accumulated."""
+        """Make optimiser and schedule; the schedule counts optimiser steps, not micro-batches."""
         optimizer = self.make_optimizer(self.network.parameters())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"}}
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Make what torch draws in this micro-batch a function of its place in the run."""
+        """Seed torch by the place of the micro-batch in the run."""
         part = (batch_idx % self.accumulate) * self.trainer.world_size + self.global_rank
         torch.manual_seed(torch_seed(self.seed, self.global_step, part))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean loss of one micro-batch; Lightning divides it by the number of micro-batches."""
+        """Compute the mean loss of one micro-batch; Lightning divides it by the number of micro-batches."""
         loss: Tensor = self.loss(self.network(batch["image"], batch["region"]), batch["target"])
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()
@@ -92,13 +92,13 @@ class SegmentationModule(pl.LightningModule):
         return loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the step, then let the average know of it."""
+        """Take the step, then update the average of the weights."""
         super().optimizer_step(*args, **kwargs)
         if self.average is not None:
             self.average.update()
 
     def on_validation_epoch_start(self) -> None:
-        """What is scored is what is saved."""
+        """Validate the average of the weights, which is what is saved."""
         if self.average is not None:
             self.average.exchange()
 
@@ -115,47 +115,43 @@ class SegmentationModule(pl.LightningModule):
         return most_probable(probs)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Dice of each label of one whole case, where the scan is; a label that neither side has scores 1."""
+        """Compute the Dice of each label of one whole case, inside the scan; a label absent from both sides scores 1."""
         labels = self.predict_labels(batch["image"], batch["region"])
-        # Prediction drops what lies beyond the scan when it pastes the crop back.
+        # Prediction drops voxels beyond the scan when it pastes the crop back.
         inside = tuple(slice(int(start), int(stop)) for start, stop in batch["inside"][0])
         kept = torch.zeros_like(labels)
         kept[inside] = labels[inside]
-        labels, target = kept, batch["target"][0]
-        values = range(1, int(self.metadata["num_classes"]))
-        scores = dice_per_label(labels, target, tuple(values))
+        scores = dice_per_label(kept, batch["target"][0], tuple(range(1, int(self.metadata["num_classes"]))))
         case, region = batch["case"][0], int(batch["region"][0])
         self.val_scores |= {(case, region, value): score for value, score in scores.items()}
-        return labels
+        return kept
 
     def on_validation_epoch_end(self) -> None:
-        """Average over all cases of all ranks, whatever number each rank had; go on with the weights of the last step."""
+        """Average the scores of all cases of all ranks; go on with the weights of the last step."""
         if self.average is not None:
             self.average.exchange()
-        parts: list[Any] = [None] * self.trainer.world_size
+        scores, self.val_scores = self.val_scores, {}
         if self.trainer.world_size > 1:
-            torch.distributed.all_gather_object(parts, self.val_scores)
-        else:
-            parts = [self.val_scores]
-        scores = {key: score for part in parts for key, score in part.items()}
-        self.val_scores = {}
+            parts: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, scores)
+            scores = {key: score for part in parts for key, score in part.items()}
         if scores:
-            # `fmean` rounds once, so that the order of ranks and cases changes no bit.
+            # `fmean` rounds once, so the order of ranks and cases changes no bit.
             self.log("val/dice", fmean(scores.values()), prog_bar=True, rank_zero_only=False)
             self.log("val/dice_worst", min(scores.values()), rank_zero_only=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the metadata beside the weights: a checkpoint is all that prediction needs. Its network is the average, where there is one."""
+        """Add the metadata that prediction needs, and put the average of the weights, where there is one, in place of the weights."""
         checkpoint["medseg"] = {**self.metadata, "step": self.global_step}
         if self.average is not None:
-            if "optimizer_states" in checkpoint:  # a run goes on from it
+            if "optimizer_states" in checkpoint:  # a run resumes from it
                 checkpoint[RAW_WEIGHTS] = checkpoint["state_dict"]
             averaged = {f"{PREFIX}{name}": value for name, value in self.average.values().items()}
             checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the average back, and hand the weights of the last step to Lightning; count micro-batches as this run makes them."""
-        # A step may have another number of them now, and Lightning tells by their count where a step ends.
+        """Load the average, hand the weights of the last step to Lightning, and count micro-batches as this run makes them."""
+        # A step may have another number of micro-batches now; Lightning finds the end of a step by their count.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             shift = checkpoint["global_step"] * self.accumulate - counts["processed"]

@@ -156,11 +156,11 @@ def test_a_run_goes_on_with_the_next_sample_and_the_next_validation(tmp_path: Pa
     ],
 )
 def test_a_run_that_saves_often_loses_little_and_nothing_else(hook: str, step: int, accumulate: int, tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", 12, 4, accumulate, save_every=3)
-    first = fit(tmp_path / "run", 12, 4, accumulate, save_every=3, kill=(hook, step))
+    whole = fit(tmp_path / "whole", 12, 4, accumulate, checkpoint_every=3)
+    first = fit(tmp_path / "run", 12, 4, accumulate, checkpoint_every=3, kill=(hook, step))
     saved = weight(tmp_path / "run" / "last.ckpt")[0]
     assert saved == max(n for n in (3, 4, 6, 8, 9) if n <= step)
-    rest = fit(tmp_path / "run", 12, 4, accumulate, save_every=3)
+    rest = fit(tmp_path / "run", 12, 4, accumulate, checkpoint_every=3)
     assert first.seen[: saved * 2] + rest.seen == whole.seen == list(range(24))
     assert sorted({*first.validated, *rest.validated}) == [4, 8, 12]
     for name in ("best.ckpt", "last.ckpt"):

@@ -1,4 +1,4 @@
-"""What the data module refuses before a step is taken."""
+"""Data module: what it refuses before a step is taken, and loader workers that start by spawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.splits import CaseSource, Split
@@ -27,10 +28,10 @@ INPUT = StageInput(
 )  # fmt: skip
 
 
-def set_up(train: Case, val: Case, cache_dir: Path) -> CasesDataModule:
+def set_up(train: Case, val: Case, cache_dir: Path, stage_input: StageInput = INPUT) -> CasesDataModule:
     source = CaseSource(Split((train,), (val,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
     data = CasesDataModule(
-        [source], TASK, INPUT, cache_dir=cache_dir, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
+        [source], TASK, stage_input, cache_dir=cache_dir, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
         num_workers=0, overfit=False,
     )  # fmt: skip
     data.prepare_data()
@@ -47,3 +48,16 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Pa
     assert len(set_up(first, replace(twin, ignore_findings=frozenset({"duplicate_image"})), tmp_path).val_cases) == 1
     assert len(set_up(first, second, tmp_path).val_cases) == 1
     assert len(set_up(first, first, tmp_path).val_cases) == 1, "a case may be watched while it is learnt"
+
+
+@pytest.mark.parametrize("is_coarse", [True, False])
+def test_loader_workers_that_start_by_spawn_make_the_same_batches(is_coarse: bool, tiny_table: Path, tmp_path: Path) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    data = set_up(first, second, tmp_path, replace(INPUT, is_coarse=is_coarse, box_jitter_mm=5.0))
+    (expected,) = data.train_batches()
+    data.num_workers = 1
+    loader = data.train_batches()
+    loader.multiprocessing_context = "spawn"
+    (batch,) = loader
+    assert torch.equal(batch["image"], expected["image"])
+    assert batch["case"] == expected["case"]
