@@ -114,8 +114,9 @@ def turned_warnings(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: V
         if not {left.name, right.name} <= boxes.keys():
             continue
         pair = boxes[left.name], boxes[right.name]
-        both = pair[0].union(pair[1])
-        (low_z, low_y, _), (high_z, high_y, _) = both.start, both.stop
+        # Box that holds both.
+        low_z, low_y, _ = (min(ends) for ends in zip(*(box.start for box in pair), strict=True))
+        high_z, high_y, _ = (max(ends) for ends in zip(*(box.stop for box in pair), strict=True))
         middle_x = sum(box.start[2] + box.stop[2] for box in pair) / 4
         reach = SPINE_REACH_MM / grid.spacing_mm[2]
         columns = slice(max(0, round(middle_x - reach)), round(middle_x + reach))
