@@ -1,6 +1,6 @@
 """Augmentation of one CT sample: one affine resampling, then scanner effects in place.
 
-Everything works on an image in [-1, 1] with -1 as air and draws from a numpy generator only, so that a sample is a
+All effects work on an image in [-1, 1] with -1 as air and draw from a numpy generator only, so that a sample is a
 function of its number.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,11 @@ from torch import Tensor
 
 from medseg.preprocess.intensity import AIR
 
-# Slices that are resampled at once: the coordinates of a few slices stay in the processor's cache.
+# Slices that are resampled at once; their coordinates fit into the processor's cache.
 SLAB_SLICES = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Warp:
+class Warp(NamedTuple):
     """An affine map from a patch to the crop it is sampled from; the centres of both correspond.
 
     Attributes:
@@ -36,7 +36,7 @@ class Warp:
         """Count the voxels (z, y, x) by which a source must exceed the patch on each side to cover it."""
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
-        # The slices below and above a point are read where the tilted line pierces them (`_resample_affine`).
+        # The slices below and above a point are read where the tilted line crosses them (`_resample_affine`).
         reach[1:] += np.abs(self.matrix[1:, 0] / self.matrix[0, 0])
         z, y, x = (max(0, math.ceil(excess)) for excess in reach - half)
         return (z, y, x)
@@ -52,7 +52,7 @@ class Warp:
         Returns:
             Image (1, *shape) and labels (*shape) of the patch.
         """
-        # grid_sample pads with zeros; seen from air, zero is air.
+        # grid_sample pads with zeros, so air is shifted to zero and back.
         new_image = _resample_affine(image[0] - AIR, self.matrix, self.shift_voxels, shape, "bilinear")
         new_labels = _resample_affine(labels.float(), self.matrix, self.shift_voxels, shape, "nearest")
         return new_image.add_(AIR)[None], new_labels.to(labels.dtype)
@@ -60,21 +60,21 @@ class Warp:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What may happen to a training sample. Each effect fires with its own probability; ranges are drawn uniformly.
+    """Random changes of a training sample. Each effect has its own probability; ranges are drawn uniformly.
 
     Attributes:
-        flip_axes: Array axes (0 = z, 1 = y, 2 = x) that may be flipped, each with probability 0.5. The caller names
-            them: never x where sides mean something.
+        flip_axes: Array axes (0 = z, 1 = y, 2 = x) that may be flipped, each with probability 0.5; never x for a
+            task with sides.
         affine_probability: Of rotating, scaling, shearing and shifting, in one resampling.
         rotation_deg: Largest angle about the axes z, y and x.
-        scale_range: Factor on the size of what is seen, one for all axes.
+        scale_range: Factor on the size of the anatomy, one for all axes.
         shear_max: Largest shear of each pair of axes.
         translation_mm: Largest shift along z, y and x.
         blur_probability: Of a Gaussian blur along all axes.
         blur_sigma_mm: Its standard deviation.
         low_resolution_probability: Of averaging over thick slices and interpolating back.
-        low_resolution_mm: The slice thickness that is imitated; an axis that is coarser already stays as it is.
-        low_resolution_all_axes_probability: That it hits all axes (a coarse scan) and not z alone (thick slices).
+        low_resolution_mm: The simulated slice thickness; an axis that is coarser already stays as it is.
+        low_resolution_all_axes_probability: Of applying it to all axes (a coarse scan) instead of z alone (thick slices).
         noise_probability: Of white Gaussian noise.
         noise_sd: Its standard deviation, as a part of [-1, 1].
         contrast_probability: Of a factor about the middle of the window.
@@ -126,13 +126,13 @@ class Augmentation:
         rng: np.random.Generator,
         spacing_mm: tuple[float, float, float],
     ) -> tuple[Tensor, Tensor]:
-        """Augment a whole volume on its own shape; what the warp brings in from outside is air.
+        """Augment a whole volume on its own shape; beyond its border there is air.
 
         Args:
             image: (1, D, H, W) float32 in [-1, 1]; may be overwritten.
             labels: (D, H, W) uint8; may be overwritten.
             rng: Generator of this sample.
-            spacing_mm: Voxel spacing, (z, y, x): angles and lengths hold in the world, not in voxels.
+            spacing_mm: Voxel spacing, (z, y, x); angles and lengths apply to world coordinates, not to voxels.
 
         Returns:
             New image and labels, same shapes and ranges.
@@ -144,21 +144,20 @@ class Augmentation:
         return self.alter(image, labels, rng, spacing_mm)
 
     def draw_window(self, rng: np.random.Generator, window_hu: tuple[float, float]) -> tuple[float, float]:
-        """Shift the HU window of a sample: a scanner that is out of calibration by some HU."""
+        """Shift the HU window of a sample, as a scanner with a wrong calibration does."""
         shift_hu = rng.uniform(-self.window_shift_hu, self.window_shift_hu)
         return (window_hu[0] + shift_hu, window_hu[1] + shift_hu)
 
     def draw_warp(self, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Warp | None:
-        """Draw the affine resampling of a sample, or None when it does not fire."""
+        """Draw the affine resampling of a sample; None without one."""
         if rng.random() >= self.affine_probability:
             return None
-        # A larger thing is seen when a smaller part of the source fills the patch.
+        # The anatomy becomes larger when a smaller part of the source fills the patch.
         matrix = np.eye(3) / rng.uniform(*self.scale_range)
         shear = rng.uniform(-self.shear_max, self.shear_max, size=3)
         matrix = np.array([[1, shear[0], shear[1]], [0, 1, shear[2]], [0, 0, 1]]) @ matrix
         for axis, limit_deg in enumerate(self.rotation_deg):
-            angle = math.radians(rng.uniform(-limit_deg, limit_deg))
-            matrix = _rotation(axis, angle) @ matrix
+            matrix = _rotation(axis, math.radians(rng.uniform(-limit_deg, limit_deg))) @ matrix
         shift_mm = rng.uniform(-1.0, 1.0, size=3) * self.translation_mm
         spacing = np.array(spacing_mm)
         return Warp(matrix * spacing / spacing[:, None], shift_mm / spacing)
@@ -170,7 +169,7 @@ class Augmentation:
         rng: np.random.Generator,
         spacing_mm: tuple[float, float, float],
     ) -> tuple[Tensor, Tensor]:
-        """Do all but the warp, in the order in which a scanner does it; arguments as for a call."""
+        """Apply all effects but the warp, in the order of a scanner; arguments as for a call."""
         axes = [axis for axis in self.flip_axes if rng.random() < 0.5]
         if axes:
             image, labels = image.flip([axis + 1 for axis in axes]), labels.flip(axes)
@@ -183,31 +182,29 @@ class Augmentation:
         return image, labels
 
     def _change_resolution(self, image: Tensor, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Tensor:
-        """Blur and imitate coarse slices: both are linear along each axis, so one matrix per axis does both."""
-        matrices: list[np.ndarray | None] = [None, None, None]
+        """Blur and simulate coarse slices: both are linear along each axis, so one matrix per axis does both."""
+        matrices: dict[int, np.ndarray] = {}
         sizes = image.shape[1:]
         if rng.random() < self.low_resolution_probability:
             slice_mm, phase = rng.uniform(*self.low_resolution_mm), rng.random()
-            all_axes = rng.random() < self.low_resolution_all_axes_probability
-            for axis in range(3 if all_axes else 1):
+            for axis in range(3 if rng.random() < self.low_resolution_all_axes_probability else 1):
                 if slice_mm > spacing_mm[axis]:
                     matrices[axis] = thick_slice_matrix(sizes[axis], slice_mm / spacing_mm[axis], phase)
         if rng.random() < self.blur_probability:
             sigma_mm = rng.uniform(*self.blur_sigma_mm)
-            for axis, matrix in enumerate(matrices):
+            for axis in range(3):
                 blur = gaussian_matrix(sizes[axis], sigma_mm / spacing_mm[axis])
-                matrices[axis] = blur if matrix is None else blur @ matrix
-        for axis, matrix in enumerate(matrices):
-            if matrix is not None:
-                image = _apply_along(image, torch.from_numpy(matrix.astype(np.float32)), axis)
+                matrices[axis] = blur @ matrices[axis] if axis in matrices else blur
+        for axis in sorted(matrices):
+            image = _apply_along(image, torch.from_numpy(matrices[axis].astype(np.float32)), axis)
         return image
 
     def _change_intensity(self, image: Tensor, rng: np.random.Generator) -> None:
+        """Change contrast and brightness, clip, and apply a power law."""
         factor = rng.uniform(*self.contrast_range) if rng.random() < self.contrast_probability else 1.0
-        offset = 0.0
-        if rng.random() < self.brightness_probability:
-            offset = rng.uniform(-self.brightness_max, self.brightness_max)
-        if factor != 1.0 or offset != 0.0:
+        limit = self.brightness_max
+        offset = rng.uniform(-limit, limit) if rng.random() < self.brightness_probability else 0.0
+        if (factor, offset) != (1.0, 0.0):
             image.mul_(factor).add_(offset)
         image.clamp_(-1.0, 1.0)  # noise, contrast and brightness may have left the range
         if rng.random() < self.gamma_probability:
@@ -221,43 +218,44 @@ class Augmentation:
         rng: np.random.Generator,
         spacing_mm: tuple[float, float, float],
     ) -> None:
+        """Cut off an end along z, a side in plane, or the outside of a circle."""
         depth, height, width = labels.shape
         if rng.random() < self.truncate_probability:
             num_slices = int(depth * rng.uniform(0.0, self.truncate_max_fraction))
-            if rng.random() < 0.5:
-                gone, last = slice(0, num_slices), num_slices
-            else:
-                gone, last = slice(depth - num_slices, depth), depth - num_slices - 1
-            # Beyond the end of a scan its last slice goes on, as in `crop_padded`.
+            is_low_end = rng.random() < 0.5
+            gone = slice(0, num_slices) if is_low_end else slice(depth - num_slices, depth)
+            last = num_slices if is_low_end else depth - num_slices - 1
+            # Beyond the end of a scan its last slice is repeated, as in `crop_padded`.
             image[:, gone] = image[:, last, None].clone()
             labels[gone] = labels[last, None].clone()
         if rng.random() < self.narrow_probability:
             axis, at_low_end = (2, 1)[int(rng.random() < 0.5)], rng.random() < 0.5
-            size = labels.shape[axis]
-            length = int(size * rng.uniform(0.0, self.narrow_max_fraction))
-            start = 0 if at_low_end else size - length
+            length = int(labels.shape[axis] * rng.uniform(0.0, self.narrow_max_fraction))
+            start = 0 if at_low_end else labels.shape[axis] - length
             image.narrow(axis + 1, start, length).fill_(AIR)
             labels.narrow(axis, start, length).zero_()
         if rng.random() < self.circle_probability:
             extent_mm = (height * spacing_mm[1], width * spacing_mm[2])
             radius_mm = rng.uniform(*self.circle_radius_range) * max(extent_mm) / 2
             centre_mm = [0.1 * rng.uniform(-length, length) / 2 for length in extent_mm]
-            y_mm = (torch.arange(height) - (height - 1) / 2) * spacing_mm[1] - centre_mm[0]
-            x_mm = (torch.arange(width) - (width - 1) / 2) * spacing_mm[2] - centre_mm[1]
+            y_mm, x_mm = (
+                (torch.arange(size) - (size - 1) / 2) * step_mm - middle_mm
+                for size, step_mm, middle_mm in zip((height, width), spacing_mm[1:], centre_mm, strict=True)
+            )
             outside = (y_mm**2)[:, None] + x_mm**2 > radius_mm**2
             image.masked_fill_(outside, AIR)
             labels.masked_fill_(outside, 0)
 
 
 def gaussian_matrix(size: int, sigma_voxels: float) -> np.ndarray:
-    """Write a Gaussian blur of one axis as a matrix (size, size) whose rows add up to one."""
+    """Make the matrix (size, size) of a Gaussian blur of one axis; its rows add up to one."""
     index = np.arange(size)
     weights = np.exp(-0.5 * ((index[:, None] - index) / max(sigma_voxels, 1e-6)) ** 2)
     return weights / weights.sum(axis=1, keepdims=True)
 
 
 def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarray:
-    """Write "average over thick slices, then interpolate linearly" of one axis as a matrix (size, size).
+    """Make the matrix (size, size) that averages one axis over thick slices, then interpolates linearly.
 
     Args:
         size: Voxels of the axis.
@@ -275,31 +273,29 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     down = np.maximum(down, 0.0)
     down = down[down.sum(axis=1) > 1e-9]
     down /= down.sum(axis=1, keepdims=True)
-    # The centre of mass of a slice that the edge has cut is not its middle.
+    # Slices that are cut by the border have their centre of mass beside their middle.
     centres = down @ (left + 0.5)
     up = np.stack([np.interp(left + 0.5, centres, unit) for unit in np.eye(len(centres))], axis=1)
     return up @ down
 
 
 def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """Multiply each line of (1, D, H, W) along an axis by a matrix: three large products beat any convolution."""
+    """Multiply each line of (1, D, H, W) along an axis by a matrix; one large product is faster than a convolution."""
     if axis == 0:
         return (matrix @ image.flatten(2)[0]).view(image.shape)
-    if axis == 1:
-        return matrix @ image
-    return image @ matrix.T
+    return matrix @ image if axis == 1 else image @ matrix.T
 
 
 def _resample_affine(source: Tensor, matrix: np.ndarray, shift: np.ndarray, shape: tuple[int, int, int], mode: str) -> Tensor:
     """Sample (D, H, W) at `matrix @ offset + shift` about its centre, zero outside.
 
-    In two passes of the two-dimensional kernel, which is vectorised and seven times as fast as the three-dimensional
-    one: first every source slice is resampled in its plane, then each line along z. No axis is interpolated twice; the
-    result differs from the single pass only in which four of the eight neighbours are read with which neighbour in z.
+    Two passes of the two-dimensional kernel, which is vectorised and seven times as fast as the three-dimensional one:
+    first every source slice is resampled in its plane, then each line along z. No axis is interpolated twice. In a
+    tilted map, the neighbours in plane are those of the point where the line crosses each slice.
     """
     depth = source.shape[0]
     row_z = matrix[0] / matrix[0, 0]
-    # Where line (y, x) of the patch pierces source slice z: affine in (z of the source, y, x of the patch).
+    # Point where line (y, x) of the patch crosses source slice z: affine in (z of the source, y, x of the patch).
     in_plane = np.empty((2, 3))
     in_plane[:, 0] = matrix[1:, 0] / matrix[0, 0]
     in_plane[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * row_z[1:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,8 +71,11 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     np.copyto(organs, labels, where=labels > 0)
     flips = (spec.flips[0] != spec.is_feet_first, spec.flips[1], spec.flips[2])
     axes = tuple(axis for axis in range(3) if flips[axis])
-    image, labels, organs = (np.ascontiguousarray(np.flip(one, axes)) for one in (image, labels, organs))
-    return Phantom(image, labels, organs, grid.reoriented((0, 1, 2), flips))
+
+    def stored(array: NDArray[Any]) -> NDArray[Any]:
+        return np.ascontiguousarray(np.flip(array, axes))
+
+    return Phantom(stored(image), stored(labels), stored(organs), grid.reoriented((0, 1, 2), flips))
 
 
 def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:

@@ -1,7 +1,7 @@
-"""Cut a box out of a volume, also one that reaches outside.
+"""Crops of a volume; a crop may reach outside the volume.
 
-Along z a scan ends in the middle of the body: beyond it the last slice goes on, since air there would look like a border of
-the lung. In plane it ends beside the body: beyond it there is air.
+Along z a scan ends inside the body. Beyond that end the last slice is repeated, since air there would look like a border of
+the lung. In plane a scan ends beside the body; beyond that end there is air.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.resample import ANTIALIASED, resample_image
 
-# Half way between air and soft tissue; half a unit below, so that images in whole HU and not yet rounded ones agree.
+# Half way between air and soft tissue; the half unit makes images in whole HU and unrounded ones agree.
 BODY_HU = -500.5
 BODY_MARGIN_MM = 10.0
 
 
 def body_box(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
-    """Find the box of the body, with a margin: all that is denser than air, table and clothes included.
+    """Find the box of the body, with a margin: all voxels denser than air, table and clothes included.
 
-    A scan of 700 mm for a chest of 400 is two thirds air, which costs memory and shifts the network's norms.
+    A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts the network's norms.
 
     Args:
         image_hu: Volume (D, H, W) in HU.
         spacing_mm: Its spacing, (z, y, x).
 
     Returns:
-        Box inside the volume; the whole volume where nothing is denser than air.
+        Box inside the volume; the whole volume if nothing is denser than air.
     """
     full = VoxelBox.full((image_hu.shape[0], image_hu.shape[1], image_hu.shape[2]))
     box = VoxelBox.from_mask(image_hu > BODY_HU)
@@ -44,12 +44,12 @@ def body_box(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> Vo
 
 
 def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
-    """Cut a box out of a volume; beyond its ends the first and the last slice go on, beyond their edges lies one value.
+    """Cut a box out of a volume; the first and the last slice are repeated beyond the ends, one value fills the rest.
 
     Args:
         array: Volume (D, H, W); a memory map is read only inside the box.
-        box: Box in voxels of the volume; may reach outside or lie outside altogether.
-        outside: Value for what lies beyond the edges of the slices.
+        box: Box in voxels of the volume; may reach outside or lie outside completely.
+        outside: Value beyond the edges of the slices.
 
     Returns:
         New array of the box' shape and the volume's type.
@@ -72,7 +72,7 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
 
 
 def cut(image: Tensor, grid: VoxelGrid, crop: Crop, outside: float, resampling: str = ANTIALIASED) -> Tensor:
-    """Take a crop out of a volume (D, H, W): a view where it lies on the volume's grid and inside, else resampled."""
+    """Take a crop out of a volume (D, H, W): a view if it is on the volume's grid and inside, else resampled."""
     if crop.lattice == grid and VoxelBox.full(grid.shape).contains(crop.box):
         return image[crop.box.slices()]
     return resample_image(image, grid, crop.grid, outside, resampling=resampling, slices_go_on=True)
@@ -88,14 +88,14 @@ def resample_crop(
     *,
     limits: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Bring a volume to a crop: at once where the crop lies on the lattice, else from the lattice, as training does with the cache.
+    """Resample a volume to a crop: directly if the crop is on the lattice, else via the lattice, as training does with the cache.
 
     Args:
         image: Volume (D, H, W).
         source: Its grid.
         lattice: The stage's lattice for it; the source's own grid, or that at another spacing.
-        crop: Crop on the lattice, or on a grid that was laid anew.
-        outside: Value for what lies beyond the edges of the slices; beyond the ends the first and the last slice go on.
+        crop: Crop on the lattice, or on another grid.
+        outside: Value beyond the edges of the slices; beyond the ends the first and the last slice are repeated.
         resampling: The filter, see `medseg.preprocess.resample`.
         limits: See `resample_image`.
 
@@ -104,7 +104,7 @@ def resample_crop(
     """
     if lattice in (source, crop.lattice):
         return resample_image(image, source, crop.grid, outside, resampling=resampling, slices_go_on=True, limits=limits)
-    # Only what the filter reads of the lattice is made: a triangle reaches one voxel of the coarser grid, a cubic two of the source.
+    # Only the part of the lattice that the filter reads is made: a triangle reaches one voxel of the coarser grid, a cubic two.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
     part = resample_image(image, source, lattice.crop(near), outside, resampling=resampling, limits=limits)
@@ -112,9 +112,9 @@ def resample_crop(
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
-    """Fill (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice goes on, in plane follows one value.
+    """Fill (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice is repeated, one value fills the rest.
 
-    An image that is as large already is given back as it is.
+    An image of that shape is returned as it is.
     """
     depth, height, width = (wanted - size for size, wanted in zip(image.shape[-3:], shape, strict=True))
     if height or width:  # torch would copy an image that is large enough; it counts the axes from the last

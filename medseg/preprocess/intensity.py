@@ -1,4 +1,4 @@
-"""Map Hounsfield units to the range that a network sees."""
+"""Intensity: Hounsfield units mapped to the range of the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medseg.io.volume import AIR_HU
 
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
 
-MAX_HU = 3071  # 12 bits above air; metal beyond it says nothing
+MAX_HU = 3071  # 12 bits above air; higher values are metal
 # What counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin. Training and prediction clip to it while they
 # resample, slab by slab: a clipped scan would be a second one.
 HU_LIMITS = (AIR_HU, MAX_HU)

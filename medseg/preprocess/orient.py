@@ -1,4 +1,4 @@
-"""Turn a volume so that its axes run to Superior, Posterior and Left, and back."""
+"""Orientation of volumes: array axes towards Superior, Posterior and Left, and back to storage order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FACES = (("lower", "upper"), ("front", "back"), ("right", "left"))
 
 @dataclass(frozen=True)
 class Orientation:
-    """How an array in storage order becomes an array in LPS order: transpose, then flip.
+    """Map from storage order to LPS order: transpose, then flip.
 
     Attributes:
         order: New axis a (z, y, x) is the stored axis `order[a]`.
-        flips: Whether new axis a runs against the stored one.
+        flips: Whether new axis a is reversed.
     """
 
     order: tuple[int, int, int]
@@ -42,7 +42,7 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
     """Find the permutation and the flips that bring a grid nearest to LPS.
 
     An oblique grid keeps its remaining rotation in its direction. Of several equally near orders (a rotation by exactly
-    45 degrees) the first in stored order is taken, so that equal grids always turn alike.
+    45 degrees) the first in stored order is chosen, so that equal grids get equal orientations.
 
     Args:
         grid: Grid in storage order.
@@ -64,7 +64,7 @@ def oriented_grid(grid: VoxelGrid) -> VoxelGrid:
 
 
 def orient(array: np.ndarray, grid: VoxelGrid) -> tuple[np.ndarray, VoxelGrid, Orientation]:
-    """Bring a volume into the order in which everything is computed.
+    """Bring a volume into LPS order, in which everything is computed.
 
     Args:
         array: Volume in storage order, (D, H, W).

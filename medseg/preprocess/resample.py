@@ -1,22 +1,22 @@
-"""Bring images, labels and probabilities from one grid to another with the same axes.
+"""Resampling of images, labels and probabilities from one grid to another with the same axes.
 
 The filter is separable and one of three:
 
 * `antialiased`, the default: linear where an axis gets finer or stays, a triangle widened to the target's spacing where it
-  gets coarser, so that nothing is skipped and no fine structure folds into a coarse one.
-* `linear`: the two nearest voxels, whatever lies between them and the next. Quicker, and noise and edges fold.
-* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased` where it gets coarser. Sharper,
-  and beyond an edge it overshoots.
+  gets coarser, so that no voxel is skipped and fine structures do not alias.
+* `linear`: the two nearest voxels. Faster, but noise and edges alias where an axis gets coarser.
+* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased` where it gets coarser.
+  Sharper, but it overshoots at edges.
 
-Labels and probabilities always go through the first: weights below zero would tear holes, skipped voxels lose thin parts.
+Labels and probabilities always use the first: negative weights make holes, and skipped voxels lose thin parts.
 
-Weights belong to the position of an output voxel in the source, computed in float64 from the two grids. An output voxel
+The weights depend on the position of an output voxel in the source, computed in float64 from the two grids. An output voxel
 therefore gets the same taps and the same weights whether the target is a whole grid or a crop of it: resampling a crop
 equals cropping the resampled volume.
 
 Each axis is one weighted gather of rows (`embedding_bag` with weights per sample: gather, multiply and add in one
-pass). It is not a matrix product, so neither TF32 nor autocast can shorten Hounsfield units to ten bits. Slabs are shared
-among threads and each is the work of one, so that nobody waits within a slab, and no sum depends on the number of threads.
+pass). It is not a matrix product, so neither TF32 nor autocast can round Hounsfield units to ten bits. Threads work on
+separate slabs, so no thread waits within a slab, and no sum depends on the number of threads.
 
 Source of the cubic: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP 29 (1981), a = -1/2.
 """
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,15 +38,15 @@ from medseg.geometry.grid import VoxelGrid
 
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
 
-# Source voxels of one slab: 2 M voxels are 8 MB as float32 and stay near the cache; 4 planes of 512 x 512 at least.
+# Source voxels of one slab, and at least 4 planes of 512 x 512: 2 M voxels are 8 MB as float32, about the size of a cache.
 SLAB_VOXELS = 2**21
-# Slabs that are worked on at a time: each takes some 50 MB, and four keep the memory busy.
+# Slabs in work at a time: each takes about 50 MB, and four use the memory bandwidth.
 MAX_THREADS = 4
 # Rounding noise of two grids' float64 arithmetic, in source voxels; positions are rounded to it.
 POSITION_DECIMALS = 9
-# Noise that must not push an edge voxel out of the field of view, in source voxels.
+# Tolerance by which rounding may move a voxel out of the field of view, in source voxels.
 EDGE_TOLERANCE = 1e-6
-# A label must win by more than the rounding of float32 sums, else ties would depend on the direction of an axis.
+# A label must win by more than the rounding of float32 sums, or ties would depend on the direction of an axis.
 TIE_TOLERANCE = 1e-5
 
 
@@ -73,7 +73,7 @@ class AxisTaps:
 
     def part(self, start: int, stop: int) -> AxisTaps:
         """Keep the outputs start … stop - 1 of those that are inside."""
-        return AxisTaps(self.start + start, self.index[start:stop], self.weight[start:stop], self.scale)
+        return replace(self, start=self.start + start, index=self.index[start:stop], weight=self.weight[start:stop])
 
     def source_range(self) -> tuple[int, int]:
         """Range of source voxels that is read, half-open."""
@@ -81,7 +81,7 @@ class AxisTaps:
 
     def relative_to(self, first: int) -> AxisTaps:
         """Count source voxels from `first`."""
-        return AxisTaps(self.start, self.index - first, self.weight, self.scale)
+        return replace(self, index=self.index - first)
 
 
 def axis_taps(
@@ -142,7 +142,7 @@ def _cubic(distance: np.ndarray) -> np.ndarray:
 
 
 class Slab(NamedTuple):
-    """One piece of work along z: which source box is read, which target box is written, and the filter between them."""
+    """One piece of work along z: the source box to read, the target box to write, and the filter between them."""
 
     source: tuple[slice, slice, slice]
     target: tuple[slice, slice, slice]
@@ -187,8 +187,8 @@ def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tens
         Target voxels, (D', H', W'), float32; may be a view.
     """
     z, y, x = taps
-    # What shrinks most comes first, and few planes become many last. The order depends on nothing but the scales, or the
-    # last bit would.
+    # The axis that shrinks most comes first, and few planes become many last. The order must depend on the scales alone, since it
+    # decides the last bit.
     is_z_first = z.scale > y.scale
     is_z_last = not is_z_first and z.scale < 1.0
     if is_z_first:
@@ -236,13 +236,13 @@ def _neighbours(taps: AxisTaps) -> slice | None:
 
 
 def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.device) -> None:
-    """Do the work of each slab, on as many threads as torch has here, `MAX_THREADS` at most; each of them computes alone."""
+    """Work on the slabs with as many threads as torch has here, at most `MAX_THREADS`; each slab is computed by one thread."""
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(slabs) == 1 or device.type != "cpu":
         for slab in slabs:
             work(slab)
         return
-    is_inference = torch.is_inference_mode_enabled()  # such modes belong to a thread
+    is_inference = torch.is_inference_mode_enabled()  # the mode of this thread; others start without it
 
     def work_alone(slab: Slab) -> None:
         with torch.inference_mode(is_inference), torch.no_grad():
@@ -253,7 +253,7 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
             for _ in pool.map(work_alone, slabs):
                 pass
     finally:
-        torch.set_num_threads(num_threads)  # what one thread sets is what later ones begin with
+        torch.set_num_threads(num_threads)  # the workers have set the number for later threads too
 
 
 def _read(image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -281,16 +281,16 @@ def resample_image(
 ) -> Tensor:
     """Resample an image to a grid with the same axes: a whole grid or any crop, also one that reaches outside.
 
-    Beside the result it needs the slabs of about `SLAB_VOXELS` voxels that it is working on, at most `MAX_THREADS`.
+    Memory beside the result: at most `MAX_THREADS` slabs of about `SLAB_VOXELS` voxels.
 
     Args:
-        image: Image (D, H, W) of any real type; of a memory map only the range that is needed is read.
+        image: Image (D, H, W) of any real type; only the needed range of a memory map is read.
         source: Grid of the image.
         target: Wanted grid; its axes must be the source's.
         outside: Value for voxels whose centre lies outside the source's field of view.
         resampling: The filter, one of `RESAMPLINGS`.
-        slices_go_on: Whether the first and the last slice of the result that lie inside go on beyond it, as in `crop_padded`.
-        limits: Lowest and highest value; what lies beyond is clipped before it is filtered. None: everything is taken.
+        slices_go_on: Whether the first and the last slice inside the source are repeated beyond it, as in `crop_padded`.
+        limits: Lowest and highest value, to which values are clipped before the filter; None does not clip.
 
     Returns:
         Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
@@ -317,10 +317,10 @@ def resample_image(
 def resample_labels(
     labels: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, num_classes: int, *, slices_go_on: bool = False
 ) -> Tensor:
-    """Resample a label map: each class with the filter of images, then the class that weighs most.
+    """Resample a label map: each class with the antialiased filter, then the class of the largest weight.
 
-    Classes are visited one after the other, slab by slab; a one-hot volume never exists. Values of `num_classes` and
-    above count as background, and so does what lies outside the source.
+    Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of `num_classes` and above
+    count as background, and so do voxels outside the source.
 
     Args:
         labels: Label map (D, H, W), integers.
@@ -350,7 +350,7 @@ def resample_labels(
 
 
 def _present_classes(values: Tensor, num_classes: int) -> list[int]:
-    """List the classes of a slab without the background; bytes are counted, `unique` would sort."""
+    """List the classes of a slab without the background; counting bytes is faster than `unique`, which sorts."""
     if values.dtype == torch.uint8:
         counts = torch.bincount(values.flatten(), minlength=num_classes)[:num_classes].tolist()
         return [value for value in range(1, num_classes) if counts[value]]

@@ -1,4 +1,4 @@
-"""From the values of a file to Hounsfield units, where the file itself does not say how."""
+"""HU scale: slope and offset from the values of a file to Hounsfield units, for files that do not contain them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class HuScale:
-    """What makes HU of the values that a file gives, where the file does not say so itself: `slope * value + offset`.
+    """Scale from the values of a file to HU: `slope * value + offset`.
 
-    It belongs to the files, not to a network: training and prediction apply it right after reading, each to its own.
+    It belongs to the files, not to a network: training and prediction each apply their own right after reading.
 
     Attributes:
         slope: Factor.
@@ -22,7 +22,7 @@ class HuScale:
     offset: float = 0.0
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """Rescale an image: int16 where that is exact and fits, else float32; the input itself where nothing changes."""
+        """Rescale an image: int16 if that is exact and fits, else float32; the input itself if nothing changes."""
         if self == AS_STORED:
             return values
         is_whole = values.dtype == np.int16 and float(self.slope).is_integer() and float(self.offset).is_integer()
@@ -30,11 +30,11 @@ class HuScale:
         limits = np.iinfo(np.int16)
         fits = limits.min <= min(ends) and max(ends) <= limits.max
         image_hu = np.empty(values.shape, np.int16 if is_whole and fits else np.float32)
-        # Plane by plane: a float32 of the whole would be two scans more. Whole numbers below 2^24 are exact in it.
+        # Plane by plane: a float32 copy of the whole takes two more scans. Whole numbers below 2^24 are exact in float32.
         for scaled, plane in zip(image_hu, values, strict=True):
             scaled[...] = plane.astype(np.float32) * np.float32(self.slope) + np.float32(self.offset)
         return image_hu
 
 
 AS_STORED = HuScale()
-"""The values are HU already, as in nearly every file."""
+"""Scale of files whose values are HU already, as in nearly all."""
