@@ -122,7 +122,7 @@ def _mean_table(done: Mapping[str, Strategy], means: Mapping[str, Mapping[str, M
     """One line per strategy and one column per class of thickness."""
     rows = []
     for name, strategy in done.items():
-        cells = {one: f"{mean.dice:.4f} / {mean.nsd_1mm:.3f} / {_distance(mean.hd95_mm)}" for one, mean in means[name].items()}
+        cells = {one: f"{mean.dice:.4f} / {mean.nsd_1mm:.3f} / {distance_text(mean.hd95_mm)}" for one, mean in means[name].items()}
         predicted_s, peak_gb = prediction_costs(strategy)
         rows.append({"strategy": name, **cells, "prediction s": predicted_s, "peak GB": peak_gb})
     return markdown_table(rows, ("strategy", *shown, "prediction s", "peak GB"), {"prediction s": ".1f", "peak GB": ".2f"})
@@ -135,10 +135,11 @@ def _case_table(done: Mapping[str, Strategy]) -> str:
     for name, strategy in done.items():
         for score in strategy.scores:
             row = rows.setdefault(tuple(score[key] for key in keys), {key: score[key] for key in keys})
-            row[f"of {name}"] = f"{score['dice']:.4f} / {_distance(score['hd95_mm'])}"
+            row[f"of {name}"] = f"{score['dice']:.4f} / {distance_text(score['hd95_mm'])}"
     columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")} | {f"of {name}": name for name in done}
     return markdown_table([rows[key] for key in sorted(rows)], columns, {"slice_mm": "g"}, missing="none")
 
 
-def _distance(value_mm: float) -> str:
+def distance_text(value_mm: float) -> str:
+    """Format a surface distance in mm; an infinite one, of a region that was not found, is `none`."""
     return f"{value_mm:.1f}" if math.isfinite(value_mm) else "none"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,16 @@ from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.data.splits import split_cases
 from medseg.data.task import Task
+from medseg.evaluation.statistics import METRICS
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
+from medseg.report.spacings import distance_text
 from medseg.report.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.studies.partial_scans import cut_partial_scans
 from medseg.studies.steps import Step, cascade_steps, label_values_argument, last_checkpoint, run_steps
 
 Row = dict[str, Any]
-SCORES = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml")
 # Column of folds.md to its heading.
 COLUMNS = {
     "case": "case", "fold": "fold", "region": "region", "trust": "reference", "dice": "Dice", "nsd_1mm": "NSD 1 mm", "hd95_mm": "HD95 mm",
@@ -96,7 +96,7 @@ def fold_rows(
                 "fold": fold_of[name],
                 "region": region,
                 "trust": score["trust"],
-                **{column: float(score[column]) for column in SCORES},
+                **{metric: float(score[metric]) for metric in METRICS},
                 "share_in_crop": share_in_crop(by_name[name], region_values, report["boxes"].get(region)),
                 "total_s": round(report["durations_s"]["total"], 1),
             }
@@ -149,7 +149,7 @@ def write_rows(rows: Sequence[Row], output: Path, whole: Set[str]) -> None:
 def _section(rows: Sequence[Row]) -> str:
     """Format a table with a summary: mean and worst Dice by trust where the reference has the region, else the largest volume found."""
     formats: Formats = {
-        "dice": ".4f", "nsd_1mm": ".3f", "volume_pred_ml": ".0f", "volume_ref_ml": ".0f", "hd95_mm": _distance, "share_in_crop": _percent,
+        "dice": ".4f", "nsd_1mm": ".3f", "volume_pred_ml": ".0f", "volume_ref_ml": ".0f", "hd95_mm": distance_text, "share_in_crop": _percent,
     }  # fmt: skip
     lines = [markdown_table(rows, COLUMNS, formats)]
     present = [row for row in rows if row["volume_ref_ml"] > 0]
@@ -166,10 +166,6 @@ def _section(rows: Sequence[Row]) -> str:
 
 def _where(row: Row) -> str:
     return f"{row['case']} {row['region']} (scores/overlays/{row['case']}.png)"
-
-
-def _distance(value_mm: float) -> str:
-    return f"{value_mm:.1f}" if math.isfinite(value_mm) else "none"
 
 
 def _percent(share: float) -> str:
