@@ -122,7 +122,9 @@ def _mean_table(done: Mapping[str, Strategy], means: Mapping[str, Mapping[str, M
     """One line per strategy and one column per class of thickness."""
     rows = []
     for name, strategy in done.items():
-        cells = {one: f"{mean.dice:.4f} / {mean.nsd_1mm:.3f} / {distance_text(mean.hd95_mm)}" for one, mean in means[name].items()}
+        cells = {
+            one: f"{mean.dice:.4f} / {mean.nsd_1mm:.3f} / {distance_text(mean.hd95_mm)}" for one, mean in means[name].items()
+        }
         predicted_s, peak_gb = prediction_costs(strategy)
         rows.append({"strategy": name, **cells, "prediction s": predicted_s, "peak GB": peak_gb})
     return markdown_table(rows, ("strategy", *shown, "prediction s", "peak GB"), {"prediction s": ".1f", "peak GB": ".2f"})
