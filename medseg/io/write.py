@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import shutil
-import tempfile
 import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from isal import igzip
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.atomic import PART_PREFIX, replace_bytes, replace_path
+from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.inputs import WRITTEN_SUFFIXES, volume_suffix
 from medseg.io.lazy import LABEL_DTYPES
 from medseg.io.simpleitk import save
@@ -65,13 +64,16 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
     path = Path(os.path.realpath(path))
     voxels, old_voxels = _voxel_paths(path)
     try:
-        with replace_path(voxels) as part, tempfile.TemporaryDirectory(prefix=PART_PREFIX, dir=part.parent) as folder:
+        with replace_path(voxels) as part:
             # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one file, which is divided here.
-            whole = Path(folder) / "both.mha"
-            save(path, whole, array, grid)
-            with whole.open("rb") as source, part.open("xb") as target:
-                lines = list(iter(source.readline, b"ElementDataFile = LOCAL\n"))
-                shutil.copyfileobj(source, target)
+            whole = part.with_suffix(".mha")
+            try:
+                save(path, whole, array, grid)
+                with whole.open("rb") as source, part.open("xb") as target:
+                    lines = list(iter(source.readline, b"ElementDataFile = LOCAL\n"))
+                    shutil.copyfileobj(source, target)
+            finally:
+                whole.unlink(missing_ok=True)
         # The voxels have their name before the header that points to them.
         replace_bytes(path, b"".join(lines) + f"ElementDataFile = {voxels.name}\n".encode())
     except BaseException:
