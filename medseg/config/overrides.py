@@ -1,10 +1,10 @@
-"""Quoting of path arguments for Hydra's command-line grammar."""
+"""Quotes for path arguments, which Hydra's command-line grammar would misread."""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-# Keys whose value is one path: Hydra's grammar breaks on names such as `Doe, John`, `Thorax (1)` or `a=b`.
+# Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or `a=b`.
 PATH_KEYS = frozenset(
     {
         "cases",
@@ -25,16 +25,15 @@ PATH_KEYS = frozenset(
         "stage.coarse",
     }
 )
-# Those that also take a list of paths, `[a,b]`.
+# Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine"})
 
 
 def quote_paths(arguments: Sequence[str]) -> list[str]:
-    """Quote the path-valued arguments so that Hydra's grammar takes them as they are.
+    """Quote path arguments so that Hydra reads them unchanged.
 
-    `null` and values that are already quoted stay; so does everything that is no `key=value` of `PATH_KEYS`. Under `-m` a comma
-    in a path does not start a sweep. Brackets around a value of `LIST_KEYS` that is no path itself make a list; a comma inside one of
-    its paths needs quotes.
+    Arguments other than `key=value` of `PATH_KEYS` stay, as do `null` and quoted values. With `-m` a comma in a path does not start a sweep.
+    A value of `LIST_KEYS` in brackets is a list, unless it is the name of a file; a comma inside one of its paths needs quotes.
 
     Example:
         >>> quote_paths(["input=Doe, John/a=b.nii", "seed=1,2", "fine=[a=b,(1)]"])
@@ -55,7 +54,7 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
 
 
 def quote(text: str) -> str:
-    """A text that Hydra's grammar takes as it is."""
-    # Inside quotes only the quote itself is escaped; a backslash counts as an escape just before it.
+    """Quote a text so that Hydra's grammar reads it unchanged."""
+    # Inside quotes Hydra unescapes only the quote; a backslash is an escape only directly before a quote.
     escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"'{escaped}\\'" if escaped.endswith("\\") else f"'{escaped}'"

@@ -1,4 +1,4 @@
-"""Which runs are the same: plain values, and a signature that ignores what cannot change a result."""
+"""Signature of a run: a hash of all values that can change its result."""
 
 import hashlib
 import json
@@ -7,8 +7,8 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
-# Keys (and groups, with a dot at the end) that say where a run lies, how often it saves or by what means it computes, not what: a run
-# goes on with other values of them. The one list of them. `micro_batch` stands for what devices and accumulation decide together.
+# Keys (and groups, with a dot at the end) that cannot change a result: places, intervals of saving, means of computation. A run can resume
+# with other values. `micro_batch` stands for the common effect of devices and accumulation.
 NEUTRAL_KEYS = (
     "name",
     "resume",
@@ -38,7 +38,7 @@ NEUTRAL_KEYS = (
     "trainer.threads",
 )
 
-# Keys that came later, with the value that stands for how runs were made before: it counts as no key, so that older folders are found again.
+# Keys that older run folders lack, with the value that reproduces those runs: it is left out of the signature.
 LATER_KEYS: dict[str, Any] = {
     "spacing.size": None,
     "spacing.range_mm": None,
@@ -49,7 +49,7 @@ LATER_KEYS: dict[str, Any] = {
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """Dataclasses to types that YAML and a checkpoint hold."""
+    """Convert dataclasses to plain types for YAML and checkpoints."""
     converted: dict[str, Any] = _plain(asdict(config))
     return converted
 
@@ -63,7 +63,7 @@ def _plain(node: Any) -> Any:
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings to one level with dotted keys.
+    """Flatten nested mappings to one level with dotted keys.
 
     Example:
         >>> flat({"a": {"b": 1, "c": {}}})
@@ -89,7 +89,7 @@ def is_neutral(key: str) -> bool:
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a result depends on, by dotted key.
+    """Collect the values that can change a result, by dotted key.
 
     Args:
         config: Plain configuration of `train`.
@@ -98,18 +98,18 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     micro_batch = values["stage.batch_size"] / (
         values["trainer.devices"] * values["trainer.num_nodes"] * values["memory.accumulate"]
     )
-    found = {key: value for key, value in values.items() if not is_neutral(key) and not _is_as_before(key, value)}
+    found = {
+        key: value
+        for key, value in values.items()
+        if not is_neutral(key) and not (key in LATER_KEYS and LATER_KEYS[key] == value)
+    }
     if values.get("trainer.sync_batchnorm"):
         found["norm_batch"] = values["stage.batch_size"] / values["memory.accumulate"]
     return found | {"micro_batch": micro_batch}
 
 
-def _is_as_before(key: str, value: Any) -> bool:
-    return key in LATER_KEYS and LATER_KEYS[key] == value
-
-
 def signature(config: Mapping[str, Any]) -> str:
-    """Hash of the values that a result depends on: equal for runs that must end alike.
+    """Hash the values that can change a result: equal for runs that must end alike.
 
     Args:
         config: Plain configuration of `train`.
