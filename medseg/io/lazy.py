@@ -15,7 +15,7 @@ from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.checks import describe, shown
 from medseg.io.streams import expected_bytes, num_bytes, open_stream, read_slabs, skip, surplus
-from medseg.io.volume import AIR_HU
+from medseg.io.volume import AIR_HU, Volume
 
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
 """Largest factor by which bytes of an encoding grow when they are decoded; a header that promises more is damaged."""
@@ -191,11 +191,8 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, 
     return array, num_gaps
 
 
-def load_image(volume: LazyVolume) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Read HU (D, H, W): int16 where that is exact, else float32. NaN and infinity become air.
-
-    Returns:
-        The voxels, and remarks for the user.
+def load_image(volume: LazyVolume) -> Volume:
+    """Read HU (D, H, W): int16 where that is exact, else float32. NaN and infinity become air, with a remark.
 
     Raises:
         UserError: If the file is too short or too long.
@@ -209,16 +206,13 @@ def load_image(volume: LazyVolume) -> tuple[np.ndarray, tuple[str, ...]]:
         )
     if min(image_hu.shape) == 1:
         remarks.append(f"the scan of {describe(image_hu.shape[::-1])} voxels is a single slice: expect a poor result")
-    return image_hu, tuple(remarks)
+    return Volume(image_hu, volume.grid, volume.header, (*volume.remarks, *remarks))
 
 
-def load_labels(volume: LazyVolume) -> tuple[np.ndarray, tuple[str, ...]]:
+def load_labels(volume: LazyVolume) -> Volume:
     """Read a label map (D, H, W) in the smallest of the usual integer types, uint8 first.
-
-    Returns:
-        The voxels, and no remarks.
 
     Raises:
         UserError: If a value is not a whole number, or the file is too short or too long.
     """
-    return _load(volume, LABEL_DTYPES)[0], ()
+    return Volume(_load(volume, LABEL_DTYPES)[0], volume.grid, volume.header, volume.remarks)

@@ -47,12 +47,6 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
         raise UserError(f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again.") from error
 
 
-def _volume(path: Path, load: Callable[[LazyVolume], tuple[np.ndarray, tuple[str, ...]]], series: str | None = None) -> Volume:
-    volume = _open(path, series)
-    array, remarks = load(volume)
-    return Volume(array, volume.grid, volume.header, (*volume.remarks, *remarks))
-
-
 def read_grid(path: Path, series: str | None = None) -> VoxelGrid:
     """Read the grid of a scan, in the storage order of its file, without its voxels.
 
@@ -80,7 +74,7 @@ def read_image(path: Path, series: str | None = None) -> Volume:
     Raises:
         UserError: If it cannot be read as one regular 3D volume of numbers.
     """
-    return _explained(path, lambda known: _volume(known, load_image, series))
+    return _explained(path, lambda known: load_image(_open(known, series)))
 
 
 def read_labels(path: Path) -> Volume:
@@ -95,4 +89,4 @@ def read_labels(path: Path) -> Volume:
     Raises:
         UserError: If it cannot be read, or a value is not a whole number.
     """
-    return _explained(path, lambda known: _volume(known, load_labels))
+    return _explained(path, lambda known: load_labels(_open(known)))

@@ -61,8 +61,7 @@ def from_simpleitk(image: Any) -> Volume:
     grid = grid_of(NAME, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
     # One slice at a time: conversions need no second copy of the volume.
-    image_hu, remarks = load_image(LazyVolume(NAME, grid, array.dtype, lambda: (part[None] for part in array)))
-    return Volume(image_hu, grid, None, remarks)
+    return load_image(LazyVolume(NAME, grid, array.dtype, lambda: (part[None] for part in array)))
 
 
 def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
