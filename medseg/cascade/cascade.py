@@ -17,7 +17,7 @@ from medseg.cascade.plausibility import agreement, distortion_warnings, voxel_ml
 from medseg.cascade.refine import refine
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.task import Task
-from medseg.errors import UserError
+from medseg.errors import require
 from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import distortion, region_crop
@@ -52,7 +52,7 @@ class Segmentation:
     """Result of a cascade on one scan.
 
     Attributes:
-        labels: Label map in the storage order of the scan, (D, H, W), uint8.
+        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns it on its grid.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
         volumes_ml: Volume of each label by its name.
         warnings: Sentences about what is not plausible.
@@ -64,7 +64,7 @@ class Segmentation:
             in the order of `labels`; else None.
     """
 
-    labels: np.ndarray
+    labels: Any
     boxes: dict[str, RegionBox] = field(default_factory=dict)
     volumes_ml: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -94,11 +94,11 @@ class Cascade:
 
     def __post_init__(self) -> None:
         coarse, fine = self.coarse.task, self.fine.task
-        if coarse.labels != fine.labels or coarse.regions != fine.regions:
-            raise UserError(
-                f"the coarse checkpoint was trained for the task {coarse.name} with the labels {coarse.labels}, "
-                f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task"
-            )
+        require(
+            coarse.labels == fine.labels and coarse.regions == fine.regions,
+            f"the coarse checkpoint was trained for the task {coarse.name} with the labels {coarse.labels}, "
+            f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task",
+        )
 
     @property
     def stages(self) -> tuple[TrainedStage, TrainedStage]:

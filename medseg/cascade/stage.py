@@ -220,8 +220,7 @@ class TrainedStage:
                 else:
                     total.add_(probs)
                     squares.add_(probs.square_().sum(0))
-        assert total is not None, "there is at least one network"
-        assert squares is not None, "there is at least one network"
+        assert total is not None and squares is not None, "there is at least one network"  # noqa: PT018
         num_views = len(self.networks) * len(flips(self.task, options.tta))
         mean = total.div_(num_views)
         # E[p²] - E[p]² summed over the classes and halved: with two classes, the variance of either.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory
+from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.io.atomic import check_writable
 from medseg.prediction.cascades import EVERY_SPACING_MM, RangeCascade, load_cascade, pick_cascade, result_settings
 from medseg.prediction.case import CaseData, is_small, is_up_to_date, read_case, segment_case, write_case
@@ -91,10 +91,10 @@ def predict_scans(
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
     is_shared = is_under_torchrun()
-    if is_shared and list(checkpoints) != [""]:
-        raise UserError(
-            "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun"
-        )
+    require(
+        not is_shared or list(checkpoints) == [""],
+        "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun",
+    )
     if is_shared and int(os.environ["RANK"]) > 0:
         (chosen,) = load_cascades(checkpoints, inference, accelerator, threads, precision)
         chosen.cascade.serve_tiles()
@@ -154,13 +154,13 @@ class BatchCase:
     Attributes:
         scan: The scan.
         output: Label map to write.
-        chosen: Its cascade; None before it is chosen.
+        chosen: Its cascade, set by the step that reads it.
         messages: Sentences for the error stream.
     """
 
     scan: Scan
     output: Path
-    chosen: RangeCascade | None = None
+    chosen: RangeCascade = field(init=False)
     messages: list[str] = field(default_factory=list)
 
 
@@ -204,7 +204,6 @@ class Batch:
         self.on_begin(case.scan.name, self.num_cases)
         if not isinstance(data, CaseData):
             return data
-        assert case.chosen is not None, "it was chosen before the scan was read"
         try:
             # Another prediction into this folder may have finished the case since it was read.
             if self._is_up_to_date(case):
@@ -223,7 +222,6 @@ class Batch:
             if isinstance(data, str):
                 outcome = outcome._replace(is_skipped=True)
             else:
-                assert case.chosen is not None, "it has segmented the scan"
                 report = write_case(case.scan, case.output, case.chosen, data)
                 outcome = outcome._replace(report=report, messages=[*case.messages, *report["warnings"]])
         except Exception as error:
@@ -233,7 +231,6 @@ class Batch:
         return outcome
 
     def _is_up_to_date(self, case: BatchCase) -> bool:
-        assert case.chosen is not None, "it was chosen first"
         return not self.overwrite and is_up_to_date(case.scan, case.output, case.chosen)
 
     def _describe(self, error: Exception) -> tuple[int, str]:

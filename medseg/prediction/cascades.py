@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.prediction.scans import Scan
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def load_cascade(
     from medseg.weights.files import shipped_weights
 
     names = [choice.value for choice in Accelerator]
-    if accelerator not in names:
-        raise UserError(f"accelerator={accelerator}: choose one of {', '.join(names)}")
+    require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
     device = pick_device(Accelerator(accelerator), "accelerator")
     if precision is not None:
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from medseg import __version__
 from medseg.data.source_files import fingerprint, is_same_source
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
@@ -36,16 +36,16 @@ class CaseData:
     """Data of a case on its way from the scan to the result files.
 
     Attributes:
-        volume: The scan; without its voxels once it is segmented.
-        source: Fingerprint of its files when they were read; None where they could not be read.
-        result: The segmentation; None before it is made.
+        volume: The scan, set by `read_case`; its grid and its labels once it is segmented.
+        result: The segmentation, set by `segment_case`.
+        source: Fingerprint of the scan's files when they were read; None where they could not be read.
         durations_s: Seconds by step; the time between the steps belongs to other cases.
         memory_gb_s: Area under the curve of the process' memory during the steps.
     """
 
-    volume: Volume | None = None
+    volume: Volume = field(init=False)
+    result: Segmentation = field(init=False)
     source: dict[str, Any] | None = None
-    result: Segmentation | None = None
     durations_s: dict[str, float] = field(default_factory=dict)
     memory_gb_s: float = 0.0
 
@@ -92,11 +92,9 @@ def segment_case(scan: Scan, cascade: Cascade, case: CaseData) -> None:
     Raises:
         UserError: If all its voxels have one value.
     """
-    volume, case.volume = case.volume, None
-    assert volume is not None, "the scan was read"
     with case.measured("segment"):
-        case.result = segment_scan(volume, scan.path, scan.hu, cascade)
-    case.volume = replace(volume, array=case.result.labels)
+        case.result = segment_scan(case.volume, scan.path, scan.hu, cascade)
+    case.volume = replace(case.volume, array=case.result.labels)
 
 
 def segment_scan(volume: Volume, name: str | Path, hu: HuScale, cascade: Cascade) -> Segmentation:
@@ -117,8 +115,8 @@ def segment_scan(volume: Volume, name: str | Path, hu: HuScale, cascade: Cascade
     from medseg.data.audit.finding import Severity
     from medseg.data.audit.image import audit_image, measure_image
 
-    if volume.array.min() == volume.array.max():
-        raise UserError(f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
+    is_constant = volume.array.min() == volume.array.max()
+    require(not is_constant, f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
     volume = replace(volume, array=hu.apply(volume.array))
     findings = [str(one) for one in audit_image(measure_image(volume.array)) if one.severity is not Severity.note]
     result = cascade.segment(volume)
@@ -144,12 +142,10 @@ def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData) -
     from medseg.io.write import write_labels
 
     result, volume = case.result, case.volume
-    assert result is not None, "the scan was segmented"
-    assert volume is not None, "its grid is kept"
     outputs = result_paths(output, chosen.cascade)
     with case.measured("write"):
-        for path, array in zip(outputs, (result.labels, result.disagreement), strict=False):
-            assert array is not None, "several views leave their disagreement"
+        maps = [array for array in (result.labels, result.disagreement) if array is not None]
+        for path, array in zip(outputs, maps, strict=True):
             write_labels(path, array, volume.grid, volume.header)
     report = {
         "input": str(scan.path),

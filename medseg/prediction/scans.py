@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, list_inputs, volume_suffix
 from medseg.preprocess.scale import AS_STORED, HuScale
 
@@ -50,19 +50,16 @@ def find_scans(
         UserError: If there is nothing to predict.
     """
     if source.suffix.lower() != ".csv":
-        if split is not None:
-            raise UserError(f"split={split}: only a case table has splits, but input={source} is none; leave it out")
+        require(split is None, f"split={split}: only a case table has splits, but input={source} is none; leave it out")
         paths = list_inputs(source) if series is None else [(case_name(source), source)]
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
     from medseg.data.case_table import named_files, read_case_table
 
-    if series is not None:
-        raise UserError(f"series={series}: a case table has a column series for that; fill it in input={source}")
+    require(series is None, f"series={series}: a case table has a column series for that; fill it in input={source}")
     table = read_case_table(source, None, hu=hu)
     chosen = [Scan(case.name, case.image, case.series, case.hu) for case in table if split is None or case.split == split]
-    if not chosen:
-        raise UserError(f"input={source}: no case of the table is marked split={split}")
+    require(bool(chosen), f"input={source}: no case of the table is marked split={split}; give a split of the table")
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
 
@@ -82,11 +79,10 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
     suffix = volume_suffix(output)
     if not output.is_dir():
         if suffix in WRITTEN_SUFFIXES:
-            if len(names) > 1:
-                raise UserError(f"output={output}: the input has {len(names)} cases, so give a folder")
+            require(len(names) == 1, f"output={output}: the input has {len(names)} cases, so give a folder")
             return [output]
-        if suffix is not None or output.exists() or (is_one_scan and output.suffix):
-            raise UserError(f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder")
+        is_new_folder = suffix is None and not output.exists() and not (is_one_scan and output.suffix)
+        require(is_new_folder, f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder")
     return [output / f"{name}.nii.gz" for name in names]
 
 
@@ -108,5 +104,4 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
             raise UserError(f"{output} is {kept[target]}, not to be overwritten; give another output")
         # Some file systems treat two encodings of ü as one name.
         other = taken.setdefault(unicodedata.normalize("NFC", str(target)), output)
-        if other is not output:
-            raise UserError(f"{other} and {output} would be one file; rename one of the cases")
+        require(other is output, f"{other} and {output} would be one file; rename one of the cases")

@@ -1,6 +1,6 @@
-"""Read the weights of a stage from a checkpoint or a safetensors file, as data; write the small file that is passed on.
+"""Weight files: weights and metadata of a stage, read from a checkpoint or a safetensors file, and the included weights.
 
-A checkpoint of a run also holds what resuming needs; a safetensors file holds the weights and the metadata only.
+A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the metadata only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from medseg import __version__
-from medseg.errors import UserError, first_line
+from medseg.errors import UserError, first_line, require
 from medseg.io.atomic import replace_bytes
 from medseg.weights.checkpoint import load_checkpoint
 
@@ -29,22 +29,21 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def shipped_weights(task: str, stage: str) -> Path:
-    """Find the weights that come with medseg, and check that they are whole.
+    """Find the included weights and check that they are complete.
 
     Args:
         task: Name of the task, e.g. `lungs`.
         stage: `coarse` or `fine`.
 
     Raises:
-        UserError: If there are none for the task, or the file is not the one that was shipped.
+        UserError: If medseg includes none for the task, or the file is missing or damaged.
     """
     path = SHIPPED / f"{task}_{stage}{SUFFIX}"
     lines = (SHIPPED / CHECKSUMS).read_text(encoding="ascii").splitlines()
     sums = {name: checksum for checksum, name in (line.split() for line in lines)}
-    if path.name not in sums:
-        raise UserError(f"medseg brings no weights for the task {task}; give {stage}=<checkpoint>")
-    if not path.is_file() or checksum(path) != sums[path.name]:
-        raise UserError(f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again")
+    require(path.name in sums, f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>")
+    is_whole = path.is_file() and checksum(path) == sums[path.name]
+    require(is_whole, f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again")
     return path
 
 
@@ -67,30 +66,29 @@ def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of another format, or if its weights are
-            no numbers.
+            not finite numbers.
     """
     given = f"{key}={path}"
-    if not path.is_file():
-        raise UserError(f"{given}: there is no such checkpoint")
+    require(path.is_file(), f"{given}: there is no such checkpoint")
     metadata, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
-    if not isinstance(metadata, dict) or "format" not in metadata:
-        raise UserError(f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage}`")
-    if metadata["format"] != METADATA_FORMAT:
-        raise UserError(
-            f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it"
-        )
-    if metadata.get("stage") != stage:
-        raise UserError(f"{given}: this is a checkpoint of the {metadata.get('stage')} stage; a {stage} one is needed")
+    is_ours = isinstance(metadata, dict) and "format" in metadata
+    require(is_ours, f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage}`")
+    require(
+        metadata["format"] == METADATA_FORMAT,
+        f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it",
+    )
+    found = metadata.get("stage")
+    require(found == stage, f"{given}: this is a checkpoint of the {found} stage; a {stage} one is needed")
     for name, value in weights.items():
-        if not isinstance(value, Tensor):
-            raise UserError(f"{given}: its weights {name} are no tensor, but a {type(value).__name__}; take another copy")
-        if not torch.isfinite(value).all():
-            raise UserError(f"{given}: its weights {name} hold NaN or infinity, so its training went wrong; take an earlier one")
+        kind = type(value).__name__
+        require(isinstance(value, Tensor), f"{given}: its weights {name} are no tensor, but a {kind}; take another copy")
+        is_finite = bool(torch.isfinite(value).all())
+        require(is_finite, f"{given}: its weights {name} hold NaN or infinity, so its training went wrong; take an earlier one")
     return metadata, weights
 
 
 def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tensor]) -> str:
-    """Write a safetensors file, whole or not at all.
+    """Write a safetensors file atomically.
 
     Args:
         path: Ends in `.safetensors`.

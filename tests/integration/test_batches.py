@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "input=scans"
 
 
 def start(folder: Path, **options: Any) -> subprocess.Popen[str]:
-    """Begin to predict with the weights in the box."""
+    """Start a prediction with the included weights."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     return subprocess.Popen(COMMAND, cwd=folder, env=environment, **pipes, **options)

@@ -29,7 +29,7 @@ def test_a_whole_chest_fits_into_time_and_memory(shared_ct: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["lidc_0001", "rider_0117"])
 def test_half_precision_costs_no_dice(case: str, shared_ct: Path) -> None:
-    """The command's way beside fp32, both with the weights in the box; of two thousandths that are allowed it takes four ten-thousandths."""
+    """The command's way beside fp32, both with the included weights; of two thousandths that are allowed it takes four ten-thousandths."""
     reference = read_labels(shared_ct / case / "lungs.nii.gz").array
     fast, exact = (
         LungSegmenter(accelerator="cpu", precision=precision).segment(shared_ct / case / "ct.nii.gz").labels.array

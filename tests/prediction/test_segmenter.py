@@ -122,7 +122,7 @@ def test_threads_share_a_segmenter(segmenter: medseg.LungSegmenter) -> None:
 
 @pytest.mark.slow
 def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
-    """With the weights in the box, in a process of its own, which says that `import medseg` brings no torch."""
+    """With the included weights, in a process of its own, which says that `import medseg` brings no torch."""
     for index in range(2):
         phantom = make_phantom(
             PhantomSpec(seed=5, index=index, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110), num_vessel_ends=100)

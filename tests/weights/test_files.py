@@ -59,7 +59,7 @@ def test_shipped_weights_are_checked_before_they_are_used(tmp_path: Path, monkey
     checksum = write_weights(tmp_path / "heart_fine.safetensors", METADATA, WEIGHTS)
     (tmp_path / files.CHECKSUMS).write_text(f"{checksum}  heart_fine.safetensors\n", encoding="ascii")
     assert shipped_weights("heart", "fine") == tmp_path / "heart_fine.safetensors"
-    with pytest.raises(UserError, match="brings no weights for the task spleen; give fine=<checkpoint>"):
+    with pytest.raises(UserError, match="includes no weights for the task spleen; give fine=<checkpoint>"):
         shipped_weights("spleen", "fine")
     (tmp_path / "heart_fine.safetensors").write_bytes(b"something else")
     with pytest.raises(UserError, match="missing or damaged"):
