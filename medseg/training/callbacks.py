@@ -30,7 +30,7 @@ class View:
 
 
 class ValidationPictures(pl.Callback):
-    """Draw the first validation cases over their scans, into `pictures/` and the logger.
+    """Draws the labels of the first validation cases over their scans, into `pictures/` and the logger.
 
     Args:
         folder: Where the pictures go.

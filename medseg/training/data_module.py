@@ -1,4 +1,4 @@
-"""From cases to batches: the cache is filled once, samples are functions of (seed, number), validation takes whole cases."""
+"""Lightning data module of a stage: fills the cache, batches training samples, and gives whole cases to the validation."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StageInput:
-    """What a stage sees of a case; see the `stage` group of the configuration.
+    """Input of a stage: grid, crops and patches; see the `stage` group of the configuration.
 
     Attributes:
         is_coarse: Whole volume (True) or one crop per region (False).
         spacing_mm: Voxel spacing of the cache, (z, y, x); None takes each scan as it is.
-        rule: How the network's grid is laid on it.
-        resampling: Filter that brings a scan there, see `medseg.preprocess.resample`.
-        follows_scans: Whether spacings that are drawn follow those of the training scans, or fall evenly into the rule's range.
-        divisor: What the network's input must be a multiple of, (z, y, x).
+        rule: Rule that lays the network's grid on the cache's.
+        resampling: Filter that resamples a scan to `spacing_mm`, see `medseg.preprocess.resample`.
+        follows_scans: Whether random spacings follow those of the training scans; else they are even in the rule's range.
+        divisor: Required multiple of the input size, (z, y, x).
         patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
         max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
         slab_share: Coarse stage: share of samples cut to a random range of slices.
@@ -78,18 +78,18 @@ class CasesDataModule(pl.LightningDataModule):
     Args:
         sources: Cases with their label conventions.
         task: Labels and regions.
-        stage_input: What the stage sees of a case.
-        cache_dir: The cache.
+        stage_input: Input of the stage.
+        cache_dir: Folder of the cache.
         augmentation: Applied to training samples; None = none.
         seed: Seed of the run.
         steps: Optimiser steps of the run.
         batch_size: Samples per optimiser step over all ranks and micro-batches.
         accumulate: Micro-batches per optimiser step and rank.
         num_workers: Loader processes; samples do not depend on it.
-        prefetch: Batches that each of them makes ahead.
-        pin_memory: Whether batches lie in page-locked memory; None = where there is a GPU.
-        overfit: Draw the samples of the first step again and again.
-        coarse: Trained coarse stage whose boxes the training crops start from; None = boxes of the reference.
+        prefetch: Batches that each loader process makes ahead.
+        pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
+        overfit: Whether every step gets the samples of the first one.
+        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
     """
 
     def __init__(
@@ -131,22 +131,21 @@ class CasesDataModule(pl.LightningDataModule):
         self.crops = StageCrops()
 
     def prepare_data(self) -> None:
-        """Fill the cache; Lightning calls it once per machine, whatever the number of ranks."""
+        """Fill the cache; Lightning calls this once per machine."""
+        from rich.progress import track
+
         missing = [
             (case, source)
             for source in self.sources
             for case in (*source.split.train, *source.split.val)
             if not self._with_entry(is_current, case, source)
         ]
-        if not missing:
-            return
-        from rich.progress import track
-
-        for case, source in track(missing, f"cache at {spacing_text(self.stage_input.spacing_mm)}"):
+        title = f"cache at {spacing_text(self.stage_input.spacing_mm)}"
+        for case, source in track(missing, title, disable=not missing):
             self._with_entry(prepare_case, case, source)
 
     def setup(self, stage: str) -> None:
-        """Open the cache; nothing is loaded."""
+        """Open the cache entries, without loading voxels, and prepare the crops."""
         self.train_cases, self.val_cases, self.weights = [], [], []
         for source in self.sources:
             self.train_cases += self._open(source.split.train, source)
@@ -171,13 +170,13 @@ class CasesDataModule(pl.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Micro-batches from the step at which the trainer stands."""
+        """Make the loader of micro-batches from the trainer's step on."""
         trainer = self.trainer
         assert trainer is not None
         return self.train_batches(trainer.global_rank, trainer.world_size, trainer.global_step)
 
     def train_batches(self, rank: int = 0, num_ranks: int = 1, start_step: int = 0) -> DataLoader[Any]:
-        """The micro-batches of a rank from a step on."""
+        """Make the loader of the micro-batches of a rank from a step on."""
         sampler = StepBatchSampler(
             self.steps, self.batch_size, accumulate=self.accumulate, rank=rank, num_ranks=num_ranks, start_step=start_step
         )
@@ -194,38 +193,16 @@ class CasesDataModule(pl.LightningDataModule):
         )
 
     def train_samples(self) -> Dataset[Any]:
-        """Training samples by their number."""
+        """Make the data set of training samples."""
         given = self.stage_input
-        if given.is_coarse:
-            return CoarseSamples(
-                self.train_cases,
-                self.task,
-                seed=self.seed,
-                divisor=given.divisor,
-                rule=given.rule,
-                spacings=self.crops.spacing_mm,
-                augmentation=self.augmentation,
-                max_voxels=given.max_voxels,
-                slab_share=given.slab_share,
-                weights=self.weights,
-            )
-        return FineSamples(
-            self.train_cases,
-            self.task,
-            seed=self.seed,
-            crops=self.crops.crop,
-            patch_size=given.patch_size,
-            augmentation=self.augmentation,
-            is_mirrored=given.is_mirrored,
-            boundary_share=given.boundary_share,
-            elsewhere_share=given.elsewhere_share,
-            weights=self.weights,
-        )
+        names = ("max_voxels", "slab_share") if given.is_coarse else ("patch_size", "boundary_share", "elsewhere_share")
+        options = {name: getattr(given, name) for name in names}
+        return self._samples(self.train_cases, augmentation=self.augmentation, weights=self.weights, **options)
 
     def val_dataloader(self) -> Any:
-        """Whole validation cases, one at a time; each rank takes every world_size-th. Without a case no loader.
+        """Make the loader of whole validation cases, one at a time, every world_size-th for each rank; none without a case.
 
-        All ranks take equally many, since they wait for each other; what comes twice is scored once.
+        All ranks take the same number, since they wait for each other; a case that comes twice is scored once.
         """
         trainer = self.trainer
         assert trainer is not None
@@ -239,27 +216,17 @@ class CasesDataModule(pl.LightningDataModule):
         return DataLoader(samples, batch_size=1, sampler=mine, collate_fn=collate)
 
     def val_samples(self) -> Dataset[Any]:
-        """Whole volumes, or the crops that prediction would cut, neither augmented nor jittered."""
+        """Make the data set of whole volumes, or of the crops that prediction would cut, neither augmented nor jittered."""
+        return self._samples(self.val_cases, jitter=False, **({} if self.stage_input.is_coarse else {"patch_size": None}))
+
+    def _samples(self, cases: Sequence[CachedCase], **options: Any) -> Dataset[Any]:
         given = self.stage_input
         if given.is_coarse:
+            spacings = self.crops.spacing_mm
             return CoarseSamples(
-                self.val_cases,
-                self.task,
-                seed=self.seed,
-                divisor=given.divisor,
-                rule=given.rule,
-                spacings=self.crops.spacing_mm,
-                jitter=False,
+                cases, self.task, seed=self.seed, divisor=given.divisor, rule=given.rule, spacings=spacings, **options
             )
-        return FineSamples(
-            self.val_cases,
-            self.task,
-            seed=self.seed,
-            crops=self.crops.crop,
-            patch_size=None,
-            jitter=False,
-            is_mirrored=given.is_mirrored,
-        )
+        return FineSamples(cases, self.task, seed=self.seed, crops=self.crops.crop, is_mirrored=given.is_mirrored, **options)
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""
@@ -276,13 +243,13 @@ class CasesDataModule(pl.LightningDataModule):
         return [self._with_entry(open_case, case, source) for case in cases]
 
     def _with_entry(self, do: Callable[..., T], case: Case, source: CaseSource) -> T:
-        """Call a function of the cache for the entry of a case that this stage works on."""
+        """Call a function of the cache with the entry of a case for this stage."""
         stage = self.stage_input
         return do(case, self.cache_dir, stage.spacing_mm, self.task, source.label_values, resampling=stage.resampling)
 
 
 class _FirstBatch(Dataset[Any]):
-    """The samples of the first step, whatever number is asked for."""
+    """Data set that repeats the samples of the first step."""
 
     def __init__(self, samples: Dataset[Any], batch_size: int) -> None:
         self.samples = samples
@@ -293,7 +260,7 @@ class _FirstBatch(Dataset[Any]):
 
 
 def coarse_boxes(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:
-    """Where the coarse stage finds the regions of a cached case, as tight boxes on the case's grid.
+    """Find the regions of a cached case with the coarse stage, as tight boxes on the case's grid.
 
     Args:
         case: Case in the cache of the fine stage.
