@@ -168,7 +168,7 @@ def _score_case(
     dices = []
     for region in regions:
         values = task.region_values(region)
-        scores = asdict(score_region(np.isin(pred, values), np.isin(target, values), grid.spacing_mm))
+        scores = score_region(np.isin(pred, values), np.isin(target, values), grid.spacing_mm)
         trust = case.trust.get(region.name, "") if case else ""
         summary.rows.append({"case": reference.name, "region": region.name, "trust": trust, **scores})
         dices.append(f"{region.name} {scores['dice']:.4f}")

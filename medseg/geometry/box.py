@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,14 +53,14 @@ class VoxelBox:
         """Find the smallest box around all true voxels of a mask (D, H, W); None where there are none."""
         if mask.ndim != 3:
             raise ValueError(f"a mask needs three axes (D, H, W), got {mask.ndim}")
-        bounds = []
+        bounds: list[tuple[int, int]] = []
         for axis in range(3):
             # Outside the bounds found so far the mask is empty: each further axis reads less.
-            inside = mask[tuple(slice(start, stop) for start, stop in bounds)]
+            inside = mask[tuple(itertools.starmap(slice, bounds))]
             hits = np.flatnonzero(inside.any(axis=tuple(other for other in range(3) if other != axis)))
             if hits.size == 0:
                 return None
-            bounds.append((hits[0], hits[-1] + 1))
+            bounds.append((int(hits[0]), int(hits[-1]) + 1))
         return cls.of(*zip(*bounds, strict=True))
 
     @property

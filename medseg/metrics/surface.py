@@ -57,21 +57,6 @@ class SurfaceDistances:
     target_areas_mm2: np.ndarray
 
 
-@dataclass(frozen=True)
-class RegionScores:
-    """All scores of one region of one case.
-
-    Both masks empty: Dice and NSD 1, HD95 0. One empty: Dice and NSD 0, HD95 infinite.
-    """
-
-    dice: float
-    nsd_1mm: float
-    nsd_2mm: float
-    hd95_mm: float
-    volume_pred_ml: float
-    volume_ref_ml: float
-
-
 @cache
 def _normals_table() -> np.ndarray:
     """Absolute normals of the pieces for each of the 256 neighbourhoods, (256, 4, 3), in faces of the unit cube."""
@@ -185,8 +170,10 @@ def hausdorff_mm(distances: SurfaceDistances, quantile: float = 0.95) -> float:
     )
 
 
-def score_region(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> RegionScores:
+def score_region(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> dict[str, float]:
     """Score one region of one case.
+
+    Both masks empty: Dice and NSD 1, HD95 0. One empty: Dice and NSD 0, HD95 infinite.
 
     Args:
         pred_mask: Boolean, (D, H, W).
@@ -194,20 +181,20 @@ def score_region(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tup
         spacing_mm: Voxel spacing in mm, (z, y, x).
 
     Returns:
-        Overlap, surface scores and volumes.
+        `dice`, `nsd_1mm`, `nsd_2mm`, `hd95_mm`, `volume_pred_ml` and `volume_ref_ml`.
 
     Raises:
         ValueError: If the shapes differ or are not three-dimensional.
     """
     distances = surface_distances(pred_mask, target_mask, spacing_mm)
-    return RegionScores(
-        dice=dice(pred_mask, target_mask),
-        nsd_1mm=nsd(distances, 1.0),
-        nsd_2mm=nsd(distances, 2.0),
-        hd95_mm=hausdorff_mm(distances),
-        volume_pred_ml=volume_ml(pred_mask, spacing_mm),
-        volume_ref_ml=volume_ml(target_mask, spacing_mm),
-    )
+    return {
+        "dice": dice(pred_mask, target_mask),
+        "nsd_1mm": nsd(distances, 1.0),
+        "nsd_2mm": nsd(distances, 2.0),
+        "hd95_mm": hausdorff_mm(distances),
+        "volume_pred_ml": volume_ml(pred_mask, spacing_mm),
+        "volume_ref_ml": volume_ml(target_mask, spacing_mm),
+    }
 
 
 def _surface_codes(mask: np.ndarray) -> np.ndarray:

@@ -105,9 +105,8 @@ def test_scores_follow_the_axes() -> None:
     for order in itertools.permutations(range(3)):
         spacing_mm = tuple(SPACING_MM[axis] for axis in order)
         scores = score_region(pred.transpose(order), target.transpose(order), spacing_mm)  # type: ignore[arg-type]
-        for name, value in vars(expected).items():
-            assert getattr(scores, name) == pytest.approx(value), name
-    assert score_region(pred, target, (0.7, 2.5, 1.1)).nsd_1mm != pytest.approx(expected.nsd_1mm)
+        assert scores == pytest.approx(expected)
+    assert score_region(pred, target, (0.7, 2.5, 1.1))["nsd_1mm"] != pytest.approx(expected["nsd_1mm"])
 
 
 def test_scores_are_symmetric() -> None:
@@ -115,8 +114,8 @@ def test_scores_are_symmetric() -> None:
     pred, target = _blob(rng, SHAPE, 0.2), _blob(rng, SHAPE, 0.8)
     there, back = score_region(pred, target, SPACING_MM), score_region(target, pred, SPACING_MM)
     for name in ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm"):
-        assert getattr(there, name) == pytest.approx(getattr(back, name)), name
-    assert there.volume_pred_ml == back.volume_ref_ml != there.volume_ref_ml
+        assert there[name] == pytest.approx(back[name]), name
+    assert there["volume_pred_ml"] == back["volume_ref_ml"] != there["volume_ref_ml"]
 
 
 def test_scores_do_not_depend_on_the_empty_space_around() -> None:
@@ -129,16 +128,16 @@ def test_scores_do_not_depend_on_the_empty_space_around() -> None:
 def test_equal_masks_are_perfect() -> None:
     mask = _blob(np.random.default_rng(3), SHAPE, 0.5)
     scores = score_region(mask, mask, SPACING_MM)
-    assert (scores.dice, scores.nsd_1mm, scores.nsd_2mm, scores.hd95_mm) == (1.0, 1.0, 1.0, 0.0)
+    assert (scores["dice"], scores["nsd_1mm"], scores["nsd_2mm"], scores["hd95_mm"]) == (1.0, 1.0, 1.0, 0.0)
 
 
 def test_empty_masks() -> None:
     mask, empty = _box((3, 3, 3), (6, 7, 8)), np.zeros(SHAPE, dtype=bool)
     both = score_region(empty, empty, SPACING_MM)
-    assert (both.dice, both.nsd_1mm, both.nsd_2mm, both.hd95_mm) == (1.0, 1.0, 1.0, 0.0)
+    assert (both["dice"], both["nsd_1mm"], both["nsd_2mm"], both["hd95_mm"]) == (1.0, 1.0, 1.0, 0.0)
     for pred, target in ((mask, empty), (empty, mask)):
         one = score_region(pred, target, SPACING_MM)
-        assert (one.dice, one.nsd_1mm, one.nsd_2mm, one.hd95_mm) == (0.0, 0.0, 0.0, math.inf)
+        assert (one["dice"], one["nsd_1mm"], one["nsd_2mm"], one["hd95_mm"]) == (0.0, 0.0, 0.0, math.inf)
 
 
 def test_an_element_at_the_tolerance_counts_despite_float32_spacing() -> None:
