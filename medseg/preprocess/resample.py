@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -66,22 +66,12 @@ class AxisTaps:
     weight: np.ndarray
     scale: float
 
-    @property
-    def stop(self) -> int:
-        """One past the last output voxel inside the field of view."""
-        return self.start + len(self.index)
-
-    def part(self, start: int, stop: int) -> AxisTaps:
-        """Keep the outputs start … stop - 1 of those that are inside."""
-        return replace(self, start=self.start + start, index=self.index[start:stop], weight=self.weight[start:stop])
-
-    def source_range(self) -> tuple[int, int]:
-        """Range of source voxels that is read, half-open."""
-        return int(self.index.min()), int(self.index.max()) + 1
-
-    def relative_to(self, first: int) -> AxisTaps:
-        """Count source voxels from `first`."""
-        return replace(self, index=self.index - first)
+    def part(self, start: int, stop: int) -> tuple[slice, slice, AxisTaps]:
+        """Cut out the outputs start … stop - 1 of those inside: range of source and of target, and taps that count from that range."""
+        index, first_output = self.index[start:stop], self.start + start
+        first, last = int(index.min()), int(index.max()) + 1
+        taps = AxisTaps(first_output, index - first, self.weight[start:stop], self.scale)
+        return slice(first, last), slice(first_output, first_output + len(index)), taps
 
 
 def axis_taps(
@@ -159,21 +149,15 @@ def plan_slabs(
             zip(target.shape, source.shape, target.axis_map_to(source), strict=True)
         )
     )
-    z, y, x = axes
     if any(len(axis.index) == 0 for axis in axes):
         return
-    (y_first, y_last), (x_first, x_last) = y.source_range(), x.source_range()
-    planes = max(4, SLAB_VOXELS // ((y_last - y_first) * (x_last - x_first)))
-    z_first, z_last = z.source_range()
-    step = max(1, round(planes * len(z.index) / (z_last - z_first)))
+    z = axes[0]
+    whole, *in_plane = (axis.part(0, len(axis.index)) for axis in axes)
+    planes = max(4, SLAB_VOXELS // math.prod(rows.stop - rows.start for rows, _, _ in in_plane))
+    step = max(1, round(planes * len(z.index) / (whole[0].stop - whole[0].start)))
     for start in range(0, len(z.index), step):
-        part = z.part(start, min(start + step, len(z.index)))
-        first, last = part.source_range()
-        yield Slab(
-            (slice(first, last), slice(y_first, y_last), slice(x_first, x_last)),
-            (slice(part.start, part.stop), slice(y.start, y.stop), slice(x.start, x.stop)),
-            (part.relative_to(first), y.relative_to(y_first), x.relative_to(x_first)),
-        )
+        sources, targets, taps = zip(z.part(start, start + step), *in_plane, strict=True)
+        yield Slab(sources, targets, taps)
 
 
 def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tensor:
@@ -189,15 +173,11 @@ def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tens
     z, y, x = taps
     # The axis that shrinks most comes first, and few planes become many last. The order must depend on the scales alone, since it
     # decides the last bit.
-    is_z_first = z.scale > y.scale
-    is_z_last = not is_z_first and z.scale < 1.0
-    if is_z_first:
-        slab = _filter_planes(slab, z)
-    slab = _filter_rows(slab, y)
-    if not is_z_first and not is_z_last:
-        slab = _filter_planes(slab, z)
-    slab = _filter_columns(slab, x)
-    return _filter_planes(slab, z) if is_z_last else slab
+    steps = [(_filter_rows, y), (_filter_columns, x)]
+    steps.insert(0 if z.scale > y.scale else 2 if z.scale < 1.0 else 1, (_filter_planes, z))
+    for filter_axis, axis in steps:
+        slab = filter_axis(slab, axis)
+    return slab
 
 
 def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
