@@ -46,7 +46,7 @@ def refused(path: Path, sentence: str) -> None:
     assert str(caught.value) == f"{path}: {sentence}"
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(DIRECTIONS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(DIRECTIONS)))
 def test_every_voxel_keeps_its_place(tmp_path: Path, number: int, name: str) -> None:
     shape = SHAPES[number % len(SHAPES)]
     grid = VoxelGrid(shape, (2.5, 0.8, 0.6484375), (-120.25, 33.5, -1434.5), DIRECTIONS[name].tolist())
