@@ -253,11 +253,12 @@ def read_frames(path: Path) -> list[Frame | NoSlice]:
             if reason:
                 return [NoSlice(path, series, reason)]
             pixels = _pixel_format(file, header)
-            shared, *_ = header.get("SharedFunctionalGroupsSequence") or [Dataset()]
-            groups = header.get("PerFrameFunctionalGroupsSequence") or [Dataset()]
-            if len(groups) != _whole(header, "NumberOfFrames", 1):
+            shared = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
+            groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
+            places = [(group, *shared, header) for group in groups] or [(*shared, header)]
+            if len(places) != _whole(header, "NumberOfFrames", 1):
                 return [NoSlice(path, series, "multi-frame image without a position for each frame")]
-            return [_slice(path, index, (group, shared, header), series, pixels) for index, group in enumerate(groups)]
+            return [_slice(path, index, one, series, pixels) for index, one in enumerate(places)]
     except MemoryError:
         raise
     except Exception as error:

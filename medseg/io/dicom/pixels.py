@@ -122,7 +122,8 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Convert the stored values of a slice to HU: int32 where slope and intercept are whole numbers, else float32."""
     values = _with_sign(stored, frame)
     if is_whole(frame):
-        hu = values.astype(np.int32) * int(frame.slope) + int(frame.intercept)
+        hu = np.multiply(values, int(frame.slope), dtype=np.int32, casting="unsafe")
+        hu += int(frame.intercept)
     else:
         hu = (values.astype(np.float64) * frame.slope + frame.intercept).astype(np.float32)
     if frame.pixels.padding is not None:
