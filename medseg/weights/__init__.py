@@ -1,1 +1,1 @@
-"""Trained weights: the file formats, and those that come with medseg."""
+"""Trained weights: file formats, and the included weights."""
