@@ -1,4 +1,4 @@
-"""The torso in Hounsfield units: image and labels on the lattice, painted from distances."""
+"""Torso in Hounsfield units: image and labels on the lattice, painted from distances."""
 
 from __future__ import annotations
 

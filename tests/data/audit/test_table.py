@@ -99,7 +99,7 @@ def test_mistaken_codes_are_told() -> None:
 
 
 def test_the_page_of_the_audit_has_a_line_for_every_finding() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "AUDIT.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "audit.md").read_text(encoding="utf-8")
     lines = {line.split("`")[1]: line.split("|")[2] for line in page.splitlines() if line.startswith("| `")}
     severities: dict[str, set[str]] = {}
     for kind, (severity, *_) in KINDS.items():
