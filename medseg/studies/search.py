@@ -1,4 +1,4 @@
-"""The `search` command: trials of a space, each a run of its own, under the eyes of Optuna."""
+"""Search: trials of a space, each a run of its own; Optuna chooses their values and ends bad ones early."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
 from medseg.io.atomic import replace_text
 from medseg.report.run import METRICS
-from medseg.runs.folder import (
-    CONFIG_FILE,
-    open_run,
-    read_summary,
-    settle,
-    status_of_run,
-    write_end,
-)
+from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
 from medseg.runs.processes import check_start, run_in_process
 from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.status import FAILURES, Status, status_of
@@ -38,22 +31,22 @@ if TYPE_CHECKING:
     from medseg.studies.search_journal import SearchJournal, Turn
 
 SEARCH_FILE = "search.yaml"
-# Keys of a search that may change when it goes on.
+# Keys that may change when a search is resumed.
 OPEN_KEYS = frozenset({"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"})
 ENDED = FAILURES | {Status.finished, Status.pruned}
 
 
 def search(config: SearchConfig) -> int:
-    """Run trials until there are `sweep.num_trials`; started again in its folder, a search goes on.
+    """Run trials until there are `sweep.num_trials`; a search that is started again in its folder is resumed.
 
     Returns:
-        0; 1 when no trial has a result; the code that asks to be started again when the system stopped the search.
+        0; 1 if no trial has a result; `EXIT_RESUME` if the system stopped the search.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN:
-        raise UserError("search runs trials by itself: leave out -m")
+        raise UserError("search starts its trials by itself; leave out -m")
     if config.resume is not None or config.retry_failed:
-        raise UserError("search starts its trials, and goes on, by itself: leave out resume and retry_failed")
+        raise UserError("search resumes its trials by itself; leave out resume and retry_failed")
     try:
         from medseg.studies.search_journal import SearchJournal
     except ModuleNotFoundError as error:
@@ -65,46 +58,48 @@ def search(config: SearchConfig) -> int:
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
     open_folder(folder, config)
-    study = SearchJournal(folder, config.sweep)
-    study.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
-    for turn in study.turns():
-        status = run_trial(study, turn, compose)
-        replace_text(folder / STUDY_FILE, json.dumps(study.summary(), indent=1))
+    journal = SearchJournal(folder, config.sweep)
+    journal.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
+    for turn in journal.turns():
+        status = run_trial(journal, turn, compose)
+        replace_text(folder / STUDY_FILE, json.dumps(journal.summary(), indent=1))
         if status is Status.interrupted:
             return EXIT_RESUME
     write_report(folder, folder, num_pictures=24)
-    best = study.summary()["best"]
+    best = journal.summary()["best"]
     print(f"best: {', '.join(f'trial {number}' for number in best) or 'none has a result'}")
     return 0 if best else EXIT_FAILED
 
 
 def open_folder(folder: Path, config: SearchConfig) -> None:
-    """Write what is searched into a new folder, or check that it is what the folder's search is about.
+    """Write the configuration of a search into a new folder, or compare it with that of the folder's search.
 
     Raises:
         UserError: If the folder belongs to another search.
     """
     path = folder / SEARCH_FILE
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         replace_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
         return
     earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
-    saved, given = (
-        {key: value for key, value in decisive(values).items() if key not in OPEN_KEYS} for values in (earlier, plain(config))
-    )
-    differing = [key for key in sorted(saved.keys() | given.keys()) if saved.get(key) != given.get(key)]
-    if differing:
-        changes = "; ".join(f"{key}: {saved.get(key)} then, {given.get(key)} now" for key in differing[:5])
-        raise UserError(f"{folder} holds another search, which differs in {changes}; choose another hydra.run.dir or sweep.name")
+    saved, given = decisive(earlier), decisive(plain(config))
+    changes = [
+        f"{key}: {saved.get(key)} then, {given.get(key)} now"
+        for key in sorted((saved.keys() | given.keys()) - OPEN_KEYS)
+        if saved.get(key) != given.get(key)
+    ]
+    if changes:
+        raise UserError(
+            f"{folder} holds another search, which differs in {'; '.join(changes[:5])}; choose another hydra.run.dir or sweep.name"
+        )
 
 
-def run_trial(study: SearchJournal, turn: Turn, compose: Compose) -> Status:
-    """Run a trial, or go on with it, and record what became of it in its folder and in the study."""
-    job_dir = study.folder / str(turn.number)
+def run_trial(journal: SearchJournal, turn: Turn, compose: Compose) -> Status:
+    """Run or resume a trial, and record its status in its folder and in the journal."""
+    job_dir = journal.folder / str(turn.number)
     job = Job(turn.number, Status.running, "", turn.overrides, "")
     say(f"trial {turn.number}: " + " ".join(f"{key}={value}" for key, value in turn.overrides.items()))
-    status, message = Status.interrupted, ""  # unless it comes to an end
+    status, message = Status.interrupted, ""  # the record if this process is killed
     try:
         config = to_config(compose({**turn.overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
         settle(config)
@@ -115,31 +110,31 @@ def run_trial(study: SearchJournal, turn: Turn, compose: Compose) -> Status:
         status, message = Status.refused, str(error)
     finally:
         replace(job, status=status, message=message).write(job_dir)
-    values = objective_values(study.sweep.objectives, job_dir) if status is Status.finished else []
+    values = objective_values(journal.sweep.objectives, job_dir) if status is Status.finished else []
     if status is not Status.interrupted:
-        study.close(turn, values or None, is_defect=status is Status.failed)
+        journal.close(turn, values or None, is_defect=status is Status.failed)
     say(f"trial {turn.number} {status.value.replace('_', ' ')}: {message or ', '.join(f'{value:.4g}' for value in values)}")
     return status
 
 
 def run_job(turn: Turn, job_dir: Path, config: TrainConfig) -> tuple[Status, str]:
-    """Run the workers of a trial to the end, or to where the study has seen enough; returns the status and why."""
+    """Run a trial to its end, or until it is pruned; return its status and the reason."""
     if (job_dir / CONFIG_FILE).is_file():
         status = status_of_run(job_dir)
-        if status in ENDED:  # but the search was killed before it had noted it
+        if status in ENDED:  # the search was killed before it recorded the end
             return status, read_summary(job_dir).get("message", "")
         config.resume = str(job_dir)
     check_start(config)
     run_dir, reason = open_run(config), ""
 
-    def has_seen_enough() -> bool:
+    def is_behind() -> bool:
         nonlocal reason
         reason = turn.report(validations(run_dir / HISTORY_FILE))
         return bool(reason)
 
-    code = run_in_process(config, has_seen_enough)
+    code = run_in_process(config, is_behind)
     if code == 0:
-        turn.report(validations(run_dir / HISTORY_FILE))  # the last ones: later trials are compared with them
+        turn.report(validations(run_dir / HISTORY_FILE))  # later trials are compared with the last validations too
     elif reason:
         write_end(run_dir, Status.pruned, reason)
         return Status.pruned, reason
@@ -147,15 +142,15 @@ def run_job(turn: Turn, job_dir: Path, config: TrainConfig) -> tuple[Status, str
 
 
 def validations(history: Path) -> list[tuple[int, float]]:
-    """The (step, Dice) that a run has noted so far."""
+    """Read the (step, Dice) of the validations of a run so far."""
     return [(int(line["step"]), line["val_dice"]) for line in read_history(history) if "step" in line and "val_dice" in line]
 
 
 def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[float]:
-    """What a finished run has reached, one value per objective.
+    """Read the results of a finished run, one per objective.
 
     Raises:
-        UserError: If it has none, which it shares with every other trial.
+        UserError: If a result is missing, as it then is in every trial.
     """
     run = read_run(job_dir, job_dir.parent)
     found = {metric.key: metric.of(run) for metric in METRICS}
