@@ -315,6 +315,7 @@ def test_a_trial_below_the_median_is_ended_early(run: Callable[..., int], tmp_pa
 # Kills the search's own process, as a full machine would, when the third trial has begun.
 KILLED_SEARCH = """
 import os, signal, sys
+from medseg.commands.search import main
 from medseg.studies import search
 from pathlib import Path
 start = search.run_in_process
