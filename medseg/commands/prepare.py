@@ -11,8 +11,7 @@ from medseg.build.spacing import find_spacing
 from medseg.commands import entry
 from medseg.config.schema import PrepareConfig
 from medseg.console import say
-from medseg.data.audit.case import CaseAudit
-from medseg.data.audit.finding import Finding, Severity
+from medseg.data.audit.finding import CaseAudit, Finding, Severity
 from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
 from medseg.data.case_table import Case
 from medseg.data.task import Task

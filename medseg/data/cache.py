@@ -25,8 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from medseg.data.audit.case import CaseAudit
-from medseg.data.audit.finding import Severity
+from medseg.data.audit.finding import CaseAudit, Severity
 from medseg.data.audit.labels import ABSENT, audit_vanished
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source

@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from medseg.data.audit.case import CaseAudit
-from medseg.data.audit.finding import Severity, find
-from medseg.data.audit.grids import audit_grids, map_values
+from medseg.data.audit.finding import CaseAudit, Severity, find
 from medseg.data.audit.image import audit_image, hash_voxels, measure_image
-from medseg.data.audit.labels import ABSENT, audit_labels, measure_volumes
-from medseg.data.audit.placement import audit_placement
+from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, audit_placement, map_values, measure_volumes
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
 from medseg.data.task import Task

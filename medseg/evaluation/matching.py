@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.audit.grids import GRID_TOLERANCE_MM
+from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.task import Task
 from medseg.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medseg.data.audit.case import CaseAudit
+from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
 from medseg.data.case_table import Case
 from medseg.data.task import Region, Task

@@ -1,17 +1,18 @@
-"""Findings of the audit: the table of all kinds, one finding, and the check of the codes that a person ignores."""
+"""Findings of the audit: the table of all kinds, the findings of a case, and the check of the codes that a person ignores."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 
 
-class Severity(Enum):
+class Severity(StrEnum):
     """Consequence of a finding: an error stops the case, a warning is printed, a note is in the table only."""
 
     error = "error"
@@ -184,21 +185,41 @@ class Finding:
     message: str
     cure: str
 
-    def __post_init__(self) -> None:
-        if self.code not in CODES:
-            raise ValueError(f"no such finding: {self.code}")
-
     def __str__(self) -> str:
         return f"{self.message}; {self.cure}" if self.cure else self.message
 
-    def to_dict(self) -> dict[str, str]:
+
+@dataclass(frozen=True)
+class CaseAudit:
+    """Measurements and findings of one case.
+
+    Attributes:
+        grid: Grid of the scan as it was made, oriented.
+        hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU.
+        voxels_sha256: Hash of the voxels; equal for copies of one scan.
+        volumes_ml: Label name to volume; empty if there are no labels.
+        findings: All findings, those that the case ignores included.
+    """
+
+    grid: VoxelGrid
+    hu: dict[str, float]
+    voxels_sha256: str
+    volumes_ml: dict[str, float]
+    findings: tuple[Finding, ...]
+
+    def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
+        """List the findings of these severities that are not ignored."""
+        return [one for one in self.findings if one.severity in severities and one.code not in ignore_findings]
+
+    def to_dict(self) -> dict[str, Any]:
         """Plain types for a JSON file."""
-        return asdict(self) | {"severity": self.severity.value}
+        return asdict(self) | {"grid": self.grid.to_dict()}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Finding:
+    def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
-        return cls(data["code"], Severity(data["severity"]), data["message"], data["cure"])
+        findings = tuple(Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"])
+        return cls(**{**data, "grid": VoxelGrid.from_dict(data["grid"]), "findings": findings})
 
 
 def find(kind: str, **values: Any) -> Finding:

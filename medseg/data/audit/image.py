@@ -16,8 +16,6 @@ import numpy as np
 from medseg.data.audit.finding import Finding, find
 from medseg.preprocess.intensity import AIR_HU
 
-PERCENTILES = (1, 50, 99)
-
 # A value is a spike if it holds this share of the voxels, and this multiple of the average count of the values nearby.
 # Values without voxels are left out of the average: the histogram of 8-bit data is a comb, not a row of spikes.
 SPIKE_SHARE = 0.001
@@ -58,14 +56,10 @@ class ImageFacts:
     high_hu: float
     counts: np.ndarray
 
-    def share(self, low_hu: float, high_hu: float) -> float:
-        """Share of the voxels from `low_hu` up to but without `high_hu`; the ends may be infinite."""
-        return _share(self.counts, low_hu, high_hu)
-
     def summary(self) -> dict[str, float]:
         """Lowest and highest value, and percentiles: `min`, `p01`, `p50`, `p99`, `max`."""
         below = np.cumsum(self.counts) / self.counts.sum()
-        ranks = {f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768 for percent in PERCENTILES}
+        ranks = {f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768 for percent in (1, 50, 99)}
         return {"min": self.low_hu, **ranks, "max": self.high_hu}
 
     @cached_property
@@ -77,8 +71,9 @@ class ImageFacts:
     @cached_property
     def spikes(self) -> Mapping[int, float]:
         """Value of each spike to its share of the voxels, the largest first."""
-        counts, is_held = self.counts, (self.counts > 0).astype(np.int64)
-        neighbours = (_around(counts) - counts) / np.maximum(1, _around(is_held) - is_held)
+        counts, nearby = self.counts, np.ones(2 * SPIKE_REACH + 1, dtype=np.int64)
+        nearby[SPIKE_REACH] = 0  # the value itself
+        neighbours = np.convolve(counts, nearby, "same") / np.maximum(1, np.convolve(counts > 0, nearby, "same"))
         is_spike = (counts >= SPIKE_SHARE * counts.sum()) & (counts >= SPIKE_CONTRAST * neighbours)
         found = sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[:MAX_SPIKES]
         return {int(index) - 32768: float(counts[index] / counts.sum()) for index in found}
@@ -91,13 +86,8 @@ class ImageFacts:
         return rest if rest.any() else self.counts
 
 
-def _around(values: np.ndarray) -> np.ndarray:
-    """Sum the values up to `SPIKE_REACH` to either side of each value, its own included."""
-    sums = np.cumsum(np.pad(values, (SPIKE_REACH + 1, SPIKE_REACH)))
-    return np.asarray(sums[2 * SPIKE_REACH + 1 :] - sums[: -2 * SPIKE_REACH - 1])
-
-
-def _share(counts: np.ndarray, low_hu: float, high_hu: float) -> float:
+def share_of(counts: np.ndarray, low_hu: float, high_hu: float) -> float:
+    """Share of the counted voxels from `low_hu` up to but without `high_hu`; the ends may be infinite."""
     low, high = (int(np.clip(value + 32768, 0, 65536)) for value in (low_hu, high_hu))
     return float(counts[low:high].sum() / counts.sum())
 
@@ -132,7 +122,7 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     if (scale := _audit_scale(facts)) is not None:
         return [scale]
     found = [*_audit_padding(facts), *_audit_clipping(facts)]
-    if _share(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(finding.code == "clipped" for finding in found):
+    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(finding.code == "clipped" for finding in found):
         found.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
     return found
 
@@ -144,33 +134,33 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
         return find("hu_range:constant", **ends)
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
         return find("hu_range:window", **ends, slope=1500 / (255 if facts.high_hu > 1 else 1))
-    is_dark = _share(tissue, -np.inf, FAT_HU) >= DARK_SHARE
-    is_too_dark = _share(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
+    is_dark = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
+    is_too_dark = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
     for offset_hu, way, is_suspected in ((OFFSET_HU, "high", not is_dark), (-OFFSET_HU, "low", is_too_dark)):
         if is_suspected and _is_soft_at(tissue, offset_hu):
             # The most frequent value in the range to which the offset moves soft tissue.
             low, high = SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu
             peak = low + int(np.argmax(tissue[low + 32768 : high + 32768]))
             return find("hu_offset", **ends, peak=peak, size=OFFSET_HU, way=way, offset=-offset_hu)
-    if not is_dark or _share(tissue, SOFT_HU[0], np.inf) < AIR_SHARE:
+    if not is_dark or share_of(tissue, SOFT_HU[0], np.inf) < AIR_SHARE:
         return find("hu_range:other", **ends, lacking="soft tissue" if is_dark else "fat or air")
     return None
 
 
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
     """Whether soft tissue lies where an offset would move it: enough voxels, and more than in the gap below."""
-    soft, gap = (_share(tissue, low_hu + offset_hu, high_hu + offset_hu) for low_hu, high_hu in (SOFT_HU, GAP_HU))
+    soft, gap = (share_of(tissue, low_hu + offset_hu, high_hu + offset_hu) for low_hu, high_hu in (SOFT_HU, GAP_HU))
     return soft >= max(TISSUE_SHARE, gap)
 
 
 def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
     """Find constants outside the region that the scanner measured."""
-    share = facts.share(-np.inf, PADDING_BELOW_HU)
-    if share >= PADDING_SHARE:
+    padded = share_of(facts.counts, -np.inf, PADDING_BELOW_HU)
+    if padded >= PADDING_SHARE:
         most = int(np.argmax(facts.counts[: PADDING_BELOW_HU + 32768])) - 32768
-        is_constant = facts.share(most, most + 1) > 0.9 * share
+        is_constant = share_of(facts.counts, most, most + 1) > 0.9 * padded
         yield find(
-            "padding:outside", share=share, hold=f"hold {most}" if is_constant else f"lie below {PADDING_BELOW_HU}", air=AIR_HU
+            "padding:outside", share=padded, hold=f"hold {most}" if is_constant else f"lie below {PADDING_BELOW_HU}", air=AIR_HU
         )
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from medseg.data.audit.case import CaseAudit
-from medseg.data.audit.finding import Finding, Severity, find
+from medseg.data.audit.finding import CaseAudit, Finding, Severity, find
 from medseg.data.case_table import Case
 from medseg.report.tables import csv_text
 
@@ -76,10 +75,10 @@ def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], first:
 
 def audit_csv(cases: Sequence[AuditedCase]) -> str:
     """Format the table of all cases, one line each."""
-    columns = ["case", "patient", "status", *(f"size_{axis}" for axis in "zyx"), *(f"spacing_{axis}_mm" for axis in "zyx")]
-    columns += [f"hu_{name}" for name in ("min", "p01", "p50", "p99", "max")]
-    columns += dict.fromkeys(f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml)
-    columns += [*(f"{severity.value}s" for severity in Severity), "details"]
+    volumes = dict.fromkeys(f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml)
+    grid = ["size_z", "size_y", "size_x", "spacing_z_mm", "spacing_y_mm", "spacing_x_mm"]
+    hu = ["hu_min", "hu_p01", "hu_p50", "hu_p99", "hu_max"]
+    columns = ["case", "patient", "status", *grid, *hu, *volumes, *(f"{severity}s" for severity in Severity), "details"]
     return csv_text([_row(one) for one in cases], columns)
 
 
@@ -87,11 +86,10 @@ def _row(one: AuditedCase) -> dict[str, object]:
     """Make the line of a case."""
     row: dict[str, object] = {"case": one.case.name, "patient": one.case.patient, "status": one.status}
     if one.audit is not None:
-        grid = one.audit.grid
-        row |= {f"size_{axis}": size for axis, size in zip("zyx", grid.shape, strict=True)}
-        row |= {f"spacing_{axis}_mm": f"{mm:.6g}" for axis, mm in zip("zyx", grid.spacing_mm, strict=True)}
+        for axis, size, mm in zip("zyx", one.audit.grid.shape, one.audit.grid.spacing_mm, strict=True):
+            row |= {f"size_{axis}": size, f"spacing_{axis}_mm": f"{mm:.6g}"}
         row |= {f"hu_{name}": f"{value:g}" for name, value in one.audit.hu.items()}
         row |= {f"{name}_ml": f"{volume:.1f}" for name, volume in one.audit.volumes_ml.items()}
-    for severity in Severity:
-        row[f"{severity.value}s"] = " ".join(finding.code for finding in one.findings() if finding.severity is severity)
-    return row | {"details": " | ".join([one.failure] * bool(one.failure) + [str(finding) for finding in one.findings()])}
+    found = one.findings()
+    row |= {f"{level}s": " ".join(finding.code for finding in found if finding.severity is level) for level in Severity}
+    return row | {"details": " | ".join([one.failure] * bool(one.failure) + [str(finding) for finding in found])}

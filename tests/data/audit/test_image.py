@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from medseg.data.audit.finding import Severity
-from medseg.data.audit.image import audit_image, hash_voxels, measure_image
+from medseg.data.audit.image import audit_image, hash_voxels, measure_image, share_of
 
 
 def ct(seed: int = 0, lung: float = 0.2, soft: float = 0.35) -> np.ndarray:
@@ -30,8 +30,8 @@ def test_the_facts_are_those_of_sorting() -> None:
         assert (summary["min"], summary["max"]) == (image.min(), image.max())
         for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
             assert summary[name] == whole[int(np.ceil(share * whole.size)) - 1]
-        assert facts.share(-900, 100) == pytest.approx(((whole >= -900) & (whole < 100)).mean())
-        assert facts.share(-np.inf, np.inf) == 1
+        assert share_of(facts.counts, -900, 100) == pytest.approx(((whole >= -900) & (whole < 100)).mean())
+        assert share_of(facts.counts, -np.inf, np.inf) == 1
 
 
 @pytest.mark.parametrize("lung", [0.0, 0.05, 0.4])
