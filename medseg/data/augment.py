@@ -119,30 +119,6 @@ class Augmentation:
     circle_probability: float = 0.05
     circle_radius_range: tuple[float, float] = (0.7, 1.0)
 
-    def __call__(
-        self,
-        image: Tensor,
-        labels: Tensor,
-        rng: np.random.Generator,
-        spacing_mm: tuple[float, float, float],
-    ) -> tuple[Tensor, Tensor]:
-        """Augment a whole volume on its own shape; beyond its border there is air.
-
-        Args:
-            image: (1, D, H, W) float32 in [-1, 1]; may be overwritten.
-            labels: (D, H, W) uint8; may be overwritten.
-            rng: Generator of this sample.
-            spacing_mm: Voxel spacing, (z, y, x); angles and lengths apply to world coordinates, not to voxels.
-
-        Returns:
-            New image and labels, same shapes and ranges.
-        """
-        warp = self.draw_warp(rng, spacing_mm)
-        if warp is not None:
-            depth, height, width = labels.shape
-            image, labels = warp.apply(image, labels, (depth, height, width))
-        return self.alter(image, labels, rng, spacing_mm)
-
     def draw_window(self, rng: np.random.Generator, window_hu: tuple[float, float]) -> tuple[float, float]:
         """Shift the HU window of a sample, as a scanner with a wrong calibration does."""
         shift_hu = rng.uniform(-self.window_shift_hu, self.window_shift_hu)
@@ -169,7 +145,17 @@ class Augmentation:
         rng: np.random.Generator,
         spacing_mm: tuple[float, float, float],
     ) -> tuple[Tensor, Tensor]:
-        """Apply all effects but the warp, in the order of a scanner; arguments as for a call."""
+        """Apply all effects but the warp, in the order of a scanner.
+
+        Args:
+            image: (1, D, H, W) float32 in [-1, 1]; may be overwritten.
+            labels: (D, H, W) uint8; may be overwritten.
+            rng: Generator of this sample.
+            spacing_mm: Voxel spacing, (z, y, x); lengths apply to world coordinates, not to voxels.
+
+        Returns:
+            New image and labels, same shapes and ranges.
+        """
         axes = [axis for axis in self.flip_axes if rng.random() < 0.5]
         if axes:
             image, labels = image.flip([axis + 1 for axis in axes]), labels.flip(axes)

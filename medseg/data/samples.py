@@ -9,7 +9,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -51,17 +51,6 @@ class Sample(TypedDict):
     spacing_mm: tuple[float, float, float]
 
 
-class Batch(TypedDict):
-    """Samples of one shape: image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64, case: names, spacing_mm."""
-
-    image: Tensor
-    target: Tensor
-    inside: Tensor
-    region: Tensor
-    case: list[str]
-    spacing_mm: list[tuple[float, float, float]]
-
-
 class _Scan(NamedTuple):
     """A case of the cache, or a slab of one that counts as a scan of its own.
 
@@ -77,44 +66,90 @@ class _Scan(NamedTuple):
     grid: VoxelGrid
     resampling: str
 
-    @classmethod
-    def of(cls, case: CachedCase) -> _Scan:
-        """Map all of a case."""
-        return cls(case.image_hu, case.labels, case.grid, case.resampling)
-
-    def slab(self, first: int, stop: int) -> _Scan:
-        """Keep some of the slices; nothing is read."""
-        box = VoxelBox((first, 0, 0), (stop, *self.grid.shape[1:]))
-        return self._replace(image_hu=self.image_hu[first:stop], labels=self.labels[first:stop], grid=self.grid.crop(box))
-
     def body(self) -> VoxelBox:
         """Find the box of the body."""
         return body_box(self.image_hu, self.grid.spacing_mm)
 
-    def read_image(self, crop: Crop, window_hu: tuple[float, float]) -> Tensor:
-        """Read and normalise a crop of the image, (1, D, H, W); only the crop is read from disk."""
+    def read(self, crop: Crop, window_hu: tuple[float, float], num_classes: int) -> tuple[Tensor, Tensor]:
+        """Read a crop of image and labels; only the crop is read from disk.
+
+        Returns:
+            Normalised image (1, D, H, W) float32 and labels (D, H, W) uint8.
+        """
         if crop.lattice == self.grid:
-            return torch.from_numpy(normalise_hu(crop_padded(self.image_hu, crop.box, AIR_HU), window_hu))[None]
+            image = normalise_hu(crop_padded(self.image_hu, crop.box, AIR_HU), window_hu)
+            return torch.from_numpy(image)[None], torch.from_numpy(crop_padded(self.labels, crop.box, 0))
         resampled = resample_image(self.image_hu, self.grid, crop.grid, AIR_HU, resampling=self.resampling, slices_go_on=True)
-        return normalise_hu(resampled, window_hu)[None]
-
-    def read_labels(self, crop: Crop, num_classes: int) -> Tensor:
-        """Read a crop of the labels, (D, H, W) uint8."""
-        if crop.lattice == self.grid:
-            return torch.from_numpy(crop_padded(self.labels, crop.box, 0))
-        return resample_labels(self.labels, self.grid, crop.grid, num_classes, slices_go_on=True)
-
-    def inside(self, crop: Crop) -> Tensor:
-        """Find start and stop of the scan in a crop, (3, 2)."""
-        part = crop.box.intersect(crop.lattice.centres_within(self.grid))
-        return torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
+        labels = resample_labels(self.labels, self.grid, crop.grid, num_classes, slices_go_on=True)
+        return normalise_hu(resampled, window_hu)[None], labels
 
 
-class CoarseSamples(Dataset[Sample]):
-    """Whole volumes, cut to the body, for the coarse stage; sample n depends on (seed, n) alone.
+class _Samples(Dataset[Sample]):
+    """Samples of one stage: their order, intensity window, augmentation and reading; a subclass chooses the crop.
 
-    Samples 0 … len−1 go once through all cases in a random order, the next len samples again in another one, and so on;
+    Samples 0 … len−1 go once through all items in a random order, the next len samples again in another one, and so on;
     n has no upper end.
+    """
+
+    # Whether a warp reads beyond the crop, or finds air there.
+    reads_around = False
+    is_mirrored = False
+
+    def __init__(
+        self,
+        items: Sequence[tuple[CachedCase, int]],
+        task: Task,
+        seed: int,
+        augmentation: Augmentation | None,
+        jitter: bool,
+        weights: Sequence[float] | None,
+    ) -> None:
+        self.items, self.task, self.seed = items, task, seed
+        self.augmentation, self.jitter = augmentation, jitter
+        self.weights = normalised_weights(weights, len(items))
+
+    def __len__(self) -> int:
+        """Items of one pass."""
+        return len(self.items)
+
+    def __getitem__(self, n: int) -> Sample:
+        """Make sample n, n ≥ 0."""
+        case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
+        rng = sample_rng(self.seed, n)
+        with one_thread():
+            scan, crop = self._choose(case, number, rng)
+            spacing_mm, window_hu, warp = crop.lattice.spacing_mm, self.task.window_hu, None
+            if self.augmentation is not None:
+                window_hu = self.augmentation.draw_window(rng, window_hu)
+                warp = self.augmentation.draw_warp(rng, spacing_mm)
+            shape, source = crop.box.shape, crop
+            if warp is not None and self.reads_around:
+                # A warp samples beyond the crop. The scan is read there too, so that no false air comes in at the corners.
+                source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
+            image, labels = scan.read(source, window_hu, self.task.num_classes)
+            target = self._target(labels, number)
+            part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
+            inside = torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
+            if self.is_mirrored and self.task.regions[number].side == "right":
+                image, target = image.flip(3), target.flip(2)
+                inside[2] = shape[2] - inside[2].flip(0)
+            if warp is not None:
+                image, target = warp.apply(image, target, shape)
+            if self.augmentation is not None:
+                image, target = self.augmentation.alter(image, target, rng, spacing_mm)
+        return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name, "spacing_mm": spacing_mm}
+
+    def _choose(self, case: CachedCase, number: int, rng: np.random.Generator) -> tuple[_Scan, Crop]:
+        """Choose the scan and the crop of a sample."""
+        raise NotImplementedError
+
+    def _target(self, labels: Tensor, number: int) -> Tensor:
+        """Turn the labels of the task into the classes of the network."""
+        return labels
+
+
+class CoarseSamples(_Samples):
+    """Whole volumes, cut to the body, for the coarse stage; sample n depends on (seed, n) alone.
 
     Args:
         cases: Cases with labels.
@@ -148,77 +183,53 @@ class CoarseSamples(Dataset[Sample]):
         slab_share: float = 0.0,
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.cases, self.task, self.seed = list(cases), task, seed
+        super().__init__([(case, 0) for case in cases], task, seed, augmentation, jitter, weights)
         self.divisor, self.rule, self.spacings = divisor, rule, spacings
-        self.augmentation, self.jitter = augmentation, jitter
         self.max_voxels, self.slab_share = max_voxels, slab_share
-        self.weights = normalised_weights(weights, len(self.cases))
 
-    def __len__(self) -> int:
-        """Cases of one pass."""
-        return len(self.cases)
-
-    def __getitem__(self, n: int) -> Sample:
-        """Make sample n, n ≥ 0."""
-        case = self.cases[draw_from_pass(self.seed, n, self.weights)]
-        rng = sample_rng(self.seed, n)
-        with one_thread():
-            scan, crop = self._look(case, rng)
-            spacing_mm, window_hu = crop.lattice.spacing_mm, self.task.window_hu
-            if self.augmentation is not None:
-                window_hu = self.augmentation.draw_window(rng, window_hu)
-            image, target = scan.read_image(crop, window_hu), scan.read_labels(crop, self.task.num_classes)
-            if self.augmentation is not None:
-                image, target = self.augmentation(image, target, rng, spacing_mm)
-        inside = scan.inside(crop)
-        return {"image": image, "target": target, "inside": inside, "region": 0, "case": case.name, "spacing_mm": spacing_mm}
-
-    def _look(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
-        """Choose the scan (a whole case or a slab of it), and the crop of it."""
-        scan = _Scan.of(case)
+    def _choose(self, case: CachedCase, number: int, rng: np.random.Generator) -> tuple[_Scan, Crop]:
+        """Choose a whole case or a slab of it, and the crop of it."""
+        scan = _Scan(case.image_hu, case.labels, case.grid, case.resampling)
         body = scan.body()
         if self.rule != PLAIN:
             spacing_mm = self.spacings(case, rng if self.jitter else None) if self.spacings is not None else None
             if rng.random() < self.slab_share:
                 num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
                 first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
-                scan = scan.slab(first, first + num_slices)
+                stop = first + num_slices
+                grid = scan.grid.crop(VoxelBox((first, 0, 0), (stop, *scan.grid.shape[1:])))
+                scan = scan._replace(image_hu=scan.image_hu[first:stop], labels=scan.labels[first:stop], grid=grid)
                 body = scan.body()
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
             return scan, self._cut_to_bound(self.rule.crop(body, lattice, (1, 1, 1), self.divisor), body, rng)
-        shape, step = self._filled(body.shape), self.divisor[0]
+        shape, step = filled(body.shape, self.divisor), self.divisor[0]
         if rng.random() < self.slab_share:
             num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
             shape = (max(step, num_slices // step * step), *shape[1:])
-        shape = self._bounded(shape)
-        z = int(rng.integers(0, max(0, body.shape[0] - shape[0]), endpoint=True))
-        return scan, Crop(scan.grid, VoxelBox.full(shape).shifted(body.start).shifted((z, 0, 0)))
+        depth = self._bounded_depth(shape)
+        z = int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
+        return scan, Crop(scan.grid, VoxelBox.full((depth, *shape[1:])).shifted(body.start).shifted((z, 0, 0)))
 
     def _cut_to_bound(self, crop: Crop, body: VoxelBox, rng: np.random.Generator) -> Crop:
         """Keep a random range of slices where a crop has more voxels than `max_voxels`; of the body, where it is long enough."""
-        filled = self._filled(crop.box.shape)
-        depth = self._bounded(filled)[0]
-        if self.max_voxels is None or math.prod(filled) <= self.max_voxels:
+        shape = filled(crop.box.shape, self.divisor)
+        if self.max_voxels is None or math.prod(shape) <= self.max_voxels:
             return crop
+        depth = self._bounded_depth(shape)
         whole = body if body.shape[0] >= depth else crop.box
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
         return Crop(crop.lattice, VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
 
-    def _filled(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Fill a shape to multiples of the divisor."""
-        z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, self.divisor, strict=True))
-        return z, y, x
-
-    def _bounded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Shorten a filled shape along z to at most `max_voxels`, and to a multiple of the divisor."""
+    def _bounded_depth(self, shape: tuple[int, int, int]) -> int:
+        """Count the slices, a multiple of the divisor, that a filled shape keeps under `max_voxels`."""
         if self.max_voxels is None or math.prod(shape) <= self.max_voxels:
-            return shape
+            return shape[0]
         step = self.divisor[0]
-        return max(step, self.max_voxels // math.prod(shape[1:]) // step * step), shape[1], shape[2]
+        return max(step, self.max_voxels // math.prod(shape[1:]) // step * step)
 
 
-class FineSamples(Dataset[Sample]):
+class FineSamples(_Samples):
     """Patches (or whole crops) of one region for the fine stage; sample n depends on (seed, n) alone.
 
     A pass goes once through all pairs of a case and a region that the case has. The labels of the region become 1, 2, …
@@ -241,6 +252,8 @@ class FineSamples(Dataset[Sample]):
         ValueError: If no case has a region, or a weight is not positive.
     """
 
+    reads_around = True
+
     def __init__(
         self,
         cases: Sequence[CachedCase],
@@ -256,51 +269,30 @@ class FineSamples(Dataset[Sample]):
         elsewhere_share: float = 0.0,
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.task, self.seed, self.crops, self.patch_size = task, seed, crops, patch_size
-        self.augmentation, self.jitter, self.is_mirrored = augmentation, jitter, is_mirrored
-        self.boundary_share, self.elsewhere_share = boundary_share, elsewhere_share
         found = [
-            (case, number, weight)
+            ((case, number), weight)
             for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
             for number, region in enumerate(task.regions)
             if region.name in case.region_boxes
         ]
-        self.pairs = [(case, number) for case, number, _ in found]
-        self.weights = normalised_weights(None if weights is None else [weight for *_, weight in found], len(found))
+        drawn = None if weights is None else [weight for _, weight in found]
+        super().__init__([pair for pair, _ in found], task, seed, augmentation, jitter, drawn)
+        self.crops, self.patch_size, self.is_mirrored = crops, patch_size, is_mirrored
+        self.boundary_share, self.elsewhere_share = boundary_share, elsewhere_share
 
-    def __len__(self) -> int:
-        """Pairs of a case and a region of one pass."""
-        return len(self.pairs)
-
-    def __getitem__(self, n: int) -> Sample:
-        """Make sample n, n ≥ 0."""
-        case, number = self.pairs[draw_from_pass(self.seed, n, self.weights)]
+    def _choose(self, case: CachedCase, number: int, rng: np.random.Generator) -> tuple[_Scan, Crop]:
+        """Choose the crop of the region, a patch of it, or one from elsewhere."""
         region = self.task.regions[number]
-        rng = sample_rng(self.seed, n)
-        with one_thread():
-            grid, box = self.crops(case, region, rng if self.jitter else None)
-            if rng.random() < self.elsewhere_share:
-                box = _random_box(self.patch_size or box.shape, grid.centres_within(case.grid), rng)
-            elif self.patch_size is not None:
-                box = self._patch_box(case, region, Crop(grid, box), self.patch_size, rng)
-            window_hu, warp, spacing_mm = self.task.window_hu, None, grid.spacing_mm
-            if self.augmentation is not None:
-                window_hu = self.augmentation.draw_window(rng, window_hu)
-                warp = self.augmentation.draw_warp(rng, spacing_mm)
-            # A warp samples beyond the patch. The scan is read there too, so that no false air comes in at the corners.
-            source = Crop(grid, box if warp is None else box.expanded(warp.margin(box.shape)))
-            scan = _Scan.of(case)
-            image = scan.read_image(source, window_hu)
-            target = torch.from_numpy(self._region_classes(region)[scan.read_labels(source, self.task.num_classes).numpy()])
-            inside = scan.inside(Crop(grid, box))
-            if self.is_mirrored and region.side == "right":
-                image, target = image.flip(3), target.flip(2)
-                inside[2] = box.shape[2] - inside[2].flip(0)
-            if warp is not None:
-                image, target = warp.apply(image, target, box.shape)
-            if self.augmentation is not None:
-                image, target = self.augmentation.alter(image, target, rng, spacing_mm)
-        return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name, "spacing_mm": spacing_mm}
+        crop = self.crops(case, region, rng if self.jitter else None)
+        if rng.random() < self.elsewhere_share:
+            box = _random_box(self.patch_size or crop.box.shape, crop.lattice.centres_within(case.grid), rng)
+            crop = crop._replace(box=box)
+        elif self.patch_size is not None:
+            crop = crop._replace(box=self._patch_box(case, region, crop, self.patch_size, rng))
+        return _Scan(case.image_hu, case.labels, case.grid, case.resampling), crop
+
+    def _target(self, labels: Tensor, number: int) -> Tensor:
+        return torch.from_numpy(self._region_classes(self.task.regions[number])[labels.numpy()])
 
     def _region_classes(self, region: Region) -> np.ndarray:
         """Make the table from a label value of the task to the class of the fine network."""
@@ -348,15 +340,24 @@ class FineSamples(Dataset[Sample]):
         return None
 
 
-def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1)) -> Batch:
+def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Round a shape up to multiples, (z, y, x)."""
+    z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, multiple, strict=True))
+    return z, y, x
+
+
+def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1)) -> dict[str, Any]:
     """Stack samples of different shapes, filled at their end as in prediction.
 
     Args:
         samples: At least one sample.
         multiple: The common shape is the smallest multiple of it that holds all samples, (z, y, x).
+
+    Returns:
+        image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64; lists of N: case, spacing_mm.
     """
     largest = [max(sample["target"].shape[axis] for sample in samples) for axis in range(3)]
-    shape = tuple(math.ceil(size / step) * step for size, step in zip(largest, multiple, strict=True))
+    shape = filled((largest[0], largest[1], largest[2]), multiple)
     return {
         "image": torch.stack([pad_at_end(sample["image"], shape, AIR) for sample in samples]),
         "target": torch.stack([pad_at_end(sample["target"], shape, 0) for sample in samples]),
@@ -371,13 +372,11 @@ def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (
 def one_thread() -> Iterator[None]:
     """Run torch on one thread: reductions and products differ in the last bit between thread counts."""
     num_threads = torch.get_num_threads()
-    if num_threads > 1:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        if num_threads > 1:
-            torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)
 
 
 def init_worker(_: int) -> None:
