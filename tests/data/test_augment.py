@@ -212,7 +212,8 @@ def test_a_narrow_field_of_view_is_cut_in_image_and_labels_alike() -> None:
     narrow = replace(NEVER, narrow_probability=1.0, narrow_max_fraction=0.5)
     faces = set()
     for n in range(40):
-        image, labels = augmented(narrow, torch.zeros(1, 4, 20, 30), torch.ones(4, 20, 30, dtype=torch.uint8), sample_rng(0, n), SPACING_MM)
+        whole = torch.zeros(1, 4, 20, 30), torch.ones(4, 20, 30, dtype=torch.uint8)
+        image, labels = augmented(narrow, *whole, sample_rng(0, n), SPACING_MM)
         assert torch.equal(image[0] == AIR, labels == 0)
         kept = torch.nonzero(labels)
         low, high = kept.min(0).values.tolist(), (kept.max(0).values + 1).tolist()
