@@ -8,7 +8,6 @@ from typing import Any
 
 from medseg.data.case_table import Case
 from medseg.io.inputs import dicom_files, is_dicom_file, is_dicomdir, volume_suffix
-from medseg.io.textheader import read_header
 
 
 def sources_of(case: Case) -> dict[str, Path]:
@@ -21,7 +20,9 @@ def _source_files(path: Path) -> list[Path]:
     if path.is_dir() or is_dicomdir(path):
         return list(dicom_files(path if path.is_dir() else path.parent))
     if path.suffix.lower() in (".mhd", ".nhdr"):
-        return [path, *(file for file in read_header(path).files if file.is_file() and file != path)]
+        from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
+
+        return [path, *(file for file in read_header(path)[2] if file.is_file() and file != path)]
     if volume_suffix(path) is None and is_dicom_file(path):
         return list(dicom_files(path.parent, is_deep=False))
     return [path]

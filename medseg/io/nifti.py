@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
+from isal import igzip
+from nibabel.nifti1 import Nifti1Header
+from nibabel.nifti2 import Nifti2Header
+from nibabel.quaternions import quat2mat
+from nibabel.spatialimages import HeaderDataError
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
-from medseg.io.checks import check_shape, grid_from_columns
-from medseg.io.lazy import LazyVolume, lazy_volume
-from medseg.io.streams import is_gzip, open_stream
-
-if TYPE_CHECKING:
-    from nibabel.nifti1 import Nifti1Header
+from medseg.io.atomic import replace_path
+from medseg.io.volume import LazyVolume, check_shape, grid_from_columns, is_gzip, lazy_volume, open_stream
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
 UNIT_MM = {1: 1000.0, 3: 0.001}
@@ -36,38 +38,28 @@ GEOMETRY_FIELDS = (
 )
 
 
-class _Form(NamedTuple):
-    """One of the two positions that a NIfTI header may give: index (i, j, k) to RAS.
-
-    Attributes:
-        name: `sform` or `qform`.
-        affine: 4×4, in the header's own unit.
-        fault: Why it is no position of a volume, "" where it is one.
-    """
-
-    name: str
-    affine: np.ndarray
-    fault: str
+GZIP_LEVEL = 2
+"""Of ISA-L, whose levels end at 3: label maps become smaller than with zlib's level 1, in an eighth of its time."""
 
 
 def _parse(path: Path, block: bytes) -> Nifti1Header:
     """Parse a header block of either version and byte order."""
-    from nibabel.nifti1 import Nifti1Header
-    from nibabel.nifti2 import Nifti2Header
-
-    for header_type in (Nifti1Header, Nifti2Header):
-        size = header_type.sizeof_hdr
-        for order in "<>":
-            if len(block) >= size and np.frombuffer(block[:4], f"{order}i4")[0] == size:
-                header = header_type(block[:size], order, check=False)
-                mark = header["magic"].item()
-                require(
-                    mark == header.single_magic.rstrip(b"\0"),  # NumPy drops zeros at the end
-                    f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its mark is {mark!r}; convert an ANALYZE or "
-                    ".hdr/.img pair first.",
-                )
-                return header
-    raise UserError(f"{path}: expected a NIfTI file, but it does not start with a NIfTI header; check the file.")
+    types = [
+        (header_type, order)
+        for header_type in (Nifti1Header, Nifti2Header)
+        for order in ("little", "big")
+        if len(block) >= header_type.sizeof_hdr and block.startswith(header_type.sizeof_hdr.to_bytes(4, order))
+    ]
+    require(bool(types), f"{path}: expected a NIfTI file, but it does not start with a NIfTI header; check the file.")
+    header_type, order = types[0]
+    header = header_type(block[: header_type.sizeof_hdr], order, check=False)
+    mark = header["magic"].item()
+    require(
+        mark == header.single_magic.rstrip(b"\0"),  # NumPy drops zeros at the end
+        f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its mark is {mark!r}; convert an ANALYZE or "
+        ".hdr/.img pair first.",
+    )
+    return header
 
 
 def _fault(affine: np.ndarray) -> str:
@@ -81,22 +73,31 @@ def _fault(affine: np.ndarray) -> str:
     return "is sheared" if np.abs(unit.T @ unit - np.eye(3)).max() > DIRECTION_TOLERANCE else ""
 
 
-def _qform(header: Nifti1Header) -> _Form:
-    """Read the qform; every qfac that is not negative counts as 1, as in the reference library nifti_clib."""
-    from nibabel.quaternions import quat2mat
+def _form(header: Nifti1Header, name: str) -> tuple[np.ndarray, str]:
+    """Read one of the two positions that a header may give; every qfac that is not negative counts as 1, as in nifti_clib.
 
+    Args:
+        header: The header.
+        name: `sform` or `qform`.
+
+    Returns:
+        Affine (4, 4), index (i, j, k) to RAS in the header's own unit; why it is no position of a volume, "" where it is one.
+    """
+    if name == "sform":
+        affine = np.asarray(header.get_sform(), dtype=np.float64)
+        return affine, _fault(affine)
     steps = np.array(header["pixdim"][1:4], dtype=np.float64)
     quaternion = np.array([header["quatern_b"], header["quatern_c"], header["quatern_d"]], dtype=np.float64)
     affine = np.eye(4)
     real_squared = 1.0 - quaternion @ quaternion
     if not real_squared >= -QUATERNION_TOLERANCE:
-        return _Form("qform", affine, "holds no rotation")
+        return affine, "holds no rotation"
     # As in nifti_clib: what rounding leaves of a rotation by 180 degrees counts as zero.
     affine[:3, :3] = quat2mat([np.sqrt(real_squared) if real_squared >= 1e-7 else 0.0, *quaternion]) * steps
     affine[:3, 2] *= -1.0 if header["pixdim"][0] < 0 else 1.0
     affine[:3, 3] = header["qoffset_x"], header["qoffset_y"], header["qoffset_z"]
     is_flat = np.isfinite(steps).all() and steps.min() <= 0
-    return _Form("qform", affine, f"has no positive spacing: pixdim is {_numbers(steps)}" if is_flat else _fault(affine))
+    return affine, f"has no positive spacing: pixdim is {_numbers(steps)}" if is_flat else _fault(affine)
 
 
 def _numbers(values: np.ndarray) -> str:
@@ -113,12 +114,8 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
     Returns:
         Affine (index to RAS) and remarks for the user.
     """
-    forms: list[_Form] = []
-    if header["sform_code"] > 0:
-        sform = np.asarray(header.get_sform(), dtype=np.float64)
-        forms.append(_Form("sform", sform, _fault(sform)))
-    if header["qform_code"] > 0:
-        forms.insert(1 if header["sform_code"] == SCANNER_CODE else 0, _qform(header))
+    order = ("sform", "qform") if header["sform_code"] == SCANNER_CODE else ("qform", "sform")
+    forms = {name: _form(header, name) for name in order if header[f"{name}_code"] > 0}
     pixdim = np.array(header["pixdim"][1:4], dtype=np.float64)
     if not forms:
         require(
@@ -128,43 +125,35 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
         )
         assumed = "the header has neither sform nor qform: its axes are taken for left, posterior, superior; check the sides"
         return np.diag([*(np.diag(RAS_FROM_LPS) * pixdim), 1.0]), [assumed]
-    usable = [form for form in forms if not form.fault]
-    if not usable:
-        raise UserError(
-            f"{path}: expected axes of positive length at right angles, but the {forms[0].name} of the NIfTI header "
-            f"{forms[0].fault}; repair the header or export the scan again."
-        )
-    chosen = usable[0]
-    remarks = [f"the {form.name} of the header {form.fault}: the {chosen.name} is taken" for form in forms if form.fault]
+    names = list(forms)
+    usable = [name for name in names if not forms[name][1]]
+    require(
+        bool(usable),
+        f"{path}: expected axes of positive length at right angles, but the {names[0]} of the NIfTI header "
+        f"{forms[names[0]][1]}; repair the header or export the scan again.",
+    )
+    chosen, affine = usable[0], forms[usable[0]][0]
+    remarks = [f"the {name} of the header {forms[name][1]}: the {chosen} is taken" for name in names if forms[name][1]]
     if len(usable) == 2:
-        remarks += _disagreement(path, usable[0], usable[1], shape)
-    steps = np.linalg.norm(chosen.affine[:3, :3], axis=0)
+        other = forms[usable[1]][0]
+        require(
+            (affine[:3, :3] * other[:3, :3]).sum(axis=0).min() > 0,
+            f"{path}: expected sform and qform of the NIfTI header to agree, but they turn the scan into opposite directions, so that "
+            "its left and right are unknown; set the code of the wrong one (sform_code or qform_code) to 0.",
+        )
+        corners = np.array([(i, j, k, 1) for i in (0, shape[2] - 1) for j in (0, shape[1] - 1) for k in (0, shape[0] - 1)])
+        offsets = corners @ (affine - other).T[:, :3]
+        voxels = float(np.abs(offsets @ np.linalg.inv(affine[:3, :3]).T).max())
+        if voxels > FORM_TOLERANCE_VOXELS:
+            remarks.append(
+                f"the sform and the qform of the header disagree by up to {voxels:.3g} voxels: the {chosen} is taken, as ITK does"
+            )
+    steps = np.linalg.norm(affine[:3, :3], axis=0)
     if not np.allclose(steps, pixdim, rtol=SPACING_TOLERANCE):
         remarks.append(
-            f"the header's pixdim is {_numbers(pixdim)}, its {chosen.name} makes steps of {_numbers(steps)}: these are taken"
+            f"the header's pixdim is {_numbers(pixdim)}, its {chosen} makes steps of {_numbers(steps)}: these are taken"
         )
-    return chosen.affine, remarks
-
-
-def _disagreement(path: Path, chosen: _Form, other: _Form, shape: tuple[int, int, int]) -> list[str]:
-    """Say by how many voxels of the scan two forms disagree.
-
-    Raises:
-        UserError: If an axis runs into opposite directions.
-    """
-    require(
-        (chosen.affine[:3, :3] * other.affine[:3, :3]).sum(axis=0).min() > 0,
-        f"{path}: expected sform and qform of the NIfTI header to agree, but they turn the scan into opposite directions, so that its "
-        "left and right are unknown; set the code of the wrong one (sform_code or qform_code) to 0.",
-    )
-    corners = np.array([(i, j, k, 1) for i in (0, shape[2] - 1) for j in (0, shape[1] - 1) for k in (0, shape[0] - 1)])
-    offsets = corners @ (chosen.affine - other.affine).T[:, :3]
-    voxels = float(np.abs(offsets @ np.linalg.inv(chosen.affine[:3, :3]).T).max())
-    if voxels <= FORM_TOLERANCE_VOXELS:
-        return []
-    return [
-        f"the sform and the qform of the header disagree by up to {voxels:.3g} voxels: the {chosen.name} is taken, as ITK does"
-    ]
+    return affine, remarks
 
 
 def grid_of_header(path: Path, header: Nifti1Header) -> tuple[VoxelGrid, list[str]]:
@@ -191,8 +180,6 @@ def open_nifti(path: Path) -> LazyVolume:
     Raises:
         UserError: If it is no NIfTI file or no scalar 3D volume.
     """
-    from nibabel.spatialimages import HeaderDataError
-
     with path.open("rb") as file:
         encoding = "deflate" if is_gzip(file) else "raw"
         header = _parse(path, bytes(open_stream(path, file, encoding, np.dtype(np.uint8)).read(540)))
@@ -220,8 +207,18 @@ def open_nifti(path: Path) -> LazyVolume:
         bool(np.isfinite(intercept)),
         f"{path}: the NIfTI header is damaged: values are to be scaled by {slope:g} and shifted by {intercept:g}; export the scan again.",
     )
-    attributes: dict[str, Any] = {"slope": slope, "intercept": intercept, "remarks": tuple(remarks), "header": header}
-    return lazy_volume(path, grid, dtype, [path], encoding, num_skipped=int(offset), **attributes)
+    return lazy_volume(
+        path,
+        grid,
+        dtype,
+        [path],
+        encoding,
+        num_skipped=int(offset),
+        slope=slope,
+        intercept=intercept,
+        remarks=tuple(remarks),
+        header=header,
+    )
 
 
 def new_header(dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None = None) -> Nifti1Header:
@@ -232,9 +229,6 @@ def new_header(dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None 
         grid: Shape and position.
         like: Header of the input, whose version, byte order, sform, qform and unit are kept; None: sform and qform are equal, code 1.
     """
-    from nibabel.nifti1 import Nifti1Header
-    from nibabel.nifti2 import Nifti2Header
-
     # NIfTI-1 counts voxels with 16 bits.
     header_type = type(like) if like is not None else Nifti1Header if max(grid.shape) < 2**15 else Nifti2Header
     header = header_type(endianness="<" if like is None else like.endianness)
@@ -253,3 +247,23 @@ def new_header(dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None 
     header["magic"], header["vox_offset"] = header.single_magic, header.single_vox_offset
     header["scl_slope"], header["scl_inter"] = 1.0, 0.0
     return header
+
+
+def write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None) -> None:
+    """Write voxels (D, H, W) to one file.
+
+    Raises:
+        UserError: If the file cannot be written.
+        ValueError: If `like` has another grid.
+    """
+    if like is not None and not grid_of_header(path, like)[0].is_close(grid):
+        raise ValueError(f"{path}: the header to keep does not belong to the grid of the array")
+    header = new_header(array.dtype, grid, like)
+    with replace_path(path) as part, part.open("xb") as file, ExitStack() as stack:
+        target: BinaryIO = file
+        if path.name.lower().endswith(".gz"):
+            # Without a name and a time in the stream, equal labels give equal files.
+            target = stack.enter_context(igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0))  # type: ignore[assignment]
+        target.write(header.binaryblock.ljust(int(header["vox_offset"]), b"\0"))
+        for plane in array:
+            target.write(np.ascontiguousarray(plane, header.get_data_dtype()).tobytes())

@@ -12,10 +12,7 @@ from isal.igzip_lib import IsalError
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
-from medseg.io.lazy import LazyVolume, load_image, load_labels
-from medseg.io.nifti import open_nifti
-from medseg.io.textheader import open_text_volume
-from medseg.io.volume import Volume
+from medseg.io.volume import LazyVolume, Volume, load_image, load_labels
 
 Result = TypeVar("Result")
 
@@ -31,7 +28,13 @@ def _open(path: Path, series: str | None = None) -> LazyVolume:
         series is None,
         f"{path}: series={series} chooses among DICOM series, but this is a {kind} file; leave series out.",
     )
-    return open_nifti(path) if kind == "nifti" else open_text_volume(path)
+    if kind == "nifti":
+        from medseg.io.nifti import open_nifti
+
+        return open_nifti(path)
+    from medseg.io.simpleitk import open_text_volume
+
+    return open_text_volume(path)
 
 
 def _explained(path: Path, read: Callable[[Path], Result]) -> Result:

@@ -1,20 +1,299 @@
-"""Bridge to SimpleITK: grids of its images and file headers, images in and out, and its writer."""
+"""NRRD and MetaImage by SimpleITK: checked headers, streams of voxels, the writer, and images in memory.
+
+SimpleITK gets a copy of the checked fields and never the user's file: its MetaImage reader corrupts the heap on a damaged header and
+opens whatever file a header names. The voxels are decoded here, because SimpleITK ignores damage to compressed voxels (README.md).
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import shutil
+import tempfile
+import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import SimpleITK
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.checks import check_shape, grid_from_columns
-from medseg.io.lazy import LazyVolume, load_image
-from medseg.io.volume import Volume
+from medseg.io.atomic import replace_bytes, replace_path
+from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
 
-NAME = Path("SimpleITK image")
+MAX_HEADER_BYTES = 2**20
+MAX_DATA_FILES = 100_000
+
+# Patterns of one word. No number is so long that a C program reads it in another way than Python.
+NUMBER = r"[-+]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
+VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
+# The values that a header field may have: the number of words as a power of the number of axes, or None where the value is one
+# text; regular expression of each word or of the text, letters of either case; description for messages.
+Rules = dict[str, tuple[int | None, str, str]]
+SIZES = (1, r"[1-9]\d{0,8}", "a whole number for each axis")
+NUMBERS = (1, NUMBER, "a number for each axis")
+POSITIVE_NUMBERS = (1, NUMBER.removeprefix("[-+]?"), "a positive number for each axis")
+NUM_BYTES = (None, r"-1|\d{1,9}", "a number of bytes")
+FLAG = (None, "true|false|1|0", "True or False")
+# Other programs ignore units, so a length in another unit than mm is ambiguous.
+LENGTHS = (None, r"(?!.*\b(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)\b).*", "lengths in mm")
+NRRD_TYPES = "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|u?int(8|16|32|64)(_t)?|float|double"
+NRRD_RULES: Rules = {
+    "dimension": (None, "[3-5]", "3 to 5 axes"),
+    "sizes": SIZES,
+    "space directions": (1, f"{VECTOR}|none", "'(x,y,z)' or 'none' for each axis"),
+    "space origin": (None, VECTOR, "a point '(x,y,z)'"),
+    "spacings": POSITIVE_NUMBERS,
+    "axis mins": NUMBERS,
+    "type": (None, NRRD_TYPES, "a number type"),
+    "encoding": (None, "raw|gzip|gz|bzip2|bz2|ascii|text|txt", "raw, gzip, gz, bzip2, bz2, ascii, text or txt"),
+    "endian": (None, "little|big", "little or big"),
+    "units": LENGTHS,
+    "space units": LENGTHS,
+    "line skip": (None, r"\d{1,9}", "a number of lines"),
+    "byte skip": NUM_BYTES,
+}
+NRRD_ENCODINGS = {
+    "raw": "raw",
+    **dict.fromkeys(("gzip", "gz"), "deflate"),
+    **dict.fromkeys(("bzip2", "bz2"), "bzip2"),
+    **dict.fromkeys(("ascii", "text", "txt"), "text"),
+}
+NRRD_SYNONYMS = {
+    "axismins": "axis mins",
+    "centers": "centerings",
+    "datafile": "data file",
+    "lineskip": "line skip",
+    "byteskip": "byte skip",
+}
+META_ORIGINS = ("Offset", "Position", "Origin")
+META_DIRECTIONS = ("TransformMatrix", "Rotation", "Orientation")
+META_ORDERS = ("BinaryDataByteOrderMSB", "ElementByteOrderMSB")
+META_SPACINGS = ("ElementSpacing", "ElementSize")
+META_GEOMETRY: Rules = {
+    "NDims": (None, "[34]", "3 or 4 axes"),
+    "DimSize": SIZES,
+    "ElementType": (None, "MET_(U?(CHAR|SHORT|INT|LONG_LONG)|FLOAT|DOUBLE)", "a number type"),
+    "ElementNumberOfChannels": (None, "1", "one number per voxel"),
+    **dict.fromkeys(META_SPACINGS, POSITIVE_NUMBERS),
+    **dict.fromkeys(META_ORIGINS, NUMBERS),
+    **dict.fromkeys(META_DIRECTIONS, (2, NUMBER, "a matrix of all axes")),
+}
+"""Fields of MetaImage that SimpleITK gets."""
+
+META_RULES: Rules = {
+    **META_GEOMETRY,
+    **dict.fromkeys(("BinaryData", "CompressedData", *META_ORDERS), FLAG),
+    "HeaderSize": NUM_BYTES,
+    "DistanceUnits": LENGTHS,
+}
+LPS_SPACES = re.compile(r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)(-time|t)?", re.I)
+
+NUMPY_CODES = {
+    "8-bit unsigned integer": "u1",
+    "8-bit signed integer": "i1",
+    "16-bit unsigned integer": "u2",
+    "16-bit signed integer": "i2",
+    "32-bit unsigned integer": "u4",
+    "32-bit signed integer": "i4",
+    "64-bit unsigned integer": "u8",
+    "64-bit signed integer": "i8",
+    "32-bit float": "f4",
+    "64-bit float": "f8",
+}
+"""NumPy's codes of the pixel types by their names in SimpleITK."""
+
+
+def is_nrrd(path: Path) -> bool:
+    """Whether a file is NRRD, by its suffix; else it is MetaImage."""
+    return path.name.lower().endswith((".nrrd", ".nhdr"))
+
+
+def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
+    """Read the fields of a header and find the files with its voxels; the values are not checked.
+
+    Returns:
+        Values of the fields by name, white space at the ends removed; first byte after the header; files that hold the voxels in
+        equal shares, in their order, which is the header's own file where they follow the header.
+
+    Raises:
+        UserError: If it is no header of its format, gives a field twice, or names files outside its own folder.
+    """
+    nrrd, fields, following = is_nrrd(path), dict[str, str](), ""
+    name, separator, data_key = ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
+    with path.open("rb") as file:
+        require(
+            not nrrd or re.fullmatch(rb"NRRD\d{4}\r?\n", file.readline(16)) is not None,
+            f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version; check the file.",
+        )
+        while line := file.readline(MAX_HEADER_BYTES):
+            text = line.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
+            key, found, value = (part.strip() for part in text.partition(separator))
+            if file.tell() > MAX_HEADER_BYTES or (nrrd and not text):
+                break
+            if (nrrd and (text.startswith("#") or value.startswith("="))) or not text.strip():
+                continue  # a comment or a pair of NRRD, an empty line of MetaImage
+            require(
+                bool(found and key),
+                f"{path}: expected a {name} file with a name, '{separator}' and a value on each line of its header, got {shown(text)}; check the file.",
+            )
+            key = NRRD_SYNONYMS.get(key.lower(), key.lower()) if nrrd else key
+            require(key not in fields, f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.")
+            fields[key] = value
+            if key == data_key and (not nrrd or value.upper().startswith("LIST")):
+                break
+        offset = file.tell()
+        if fields.get(data_key, "").upper().startswith("LIST"):
+            following = file.read(MAX_HEADER_BYTES).decode("utf-8", "surrogateescape")
+    require(
+        offset <= MAX_HEADER_BYTES and (nrrd or data_key in fields),
+        f"{path}: expected a {name} file, but its header does not say where the voxels are ({data_key}); check the file.",
+    )
+    is_attached = fields.get(data_key, "LOCAL").upper() == "LOCAL" and not (nrrd and data_key in fields)
+    return fields, offset, (path,) if is_attached else _data_files(path, fields[data_key], following.splitlines())
+
+
+def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...]:
+    """Find the files that a header means: `name`, `name%03d.raw first last step`, or `LIST` and a name on each following line.
+
+    Raises:
+        UserError: If it means none, or one outside the folder of the header.
+    """
+    words, names = value.split(), [value]
+    if words and words[0].upper() == "LIST":
+        names = [line.strip() for line in following if line.strip()]
+    elif "%" in value and len(words) >= 4:
+        is_pattern = re.fullmatch(r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words))
+        first, last, step = map(int, words[1:4]) if is_pattern else (0, 0, 1)
+        numbers = range(first, last + (1 if step > 0 else -1), step)
+        require(
+            bool(is_pattern) and len(numbers) <= MAX_DATA_FILES,
+            f"{path}: expected a pattern such as 'slice%03d.raw 1 120 1', got {shown(value)}; repair the header.",
+        )
+        names = [words[0] % number for number in numbers]
+    require(
+        bool(names) and all(names),
+        f"{path}: expected the names of the files with the voxels, got {shown(value)}; repair the header.",
+    )
+    for name in names:
+        # A header from elsewhere must not make this program read other files of the user.
+        require(
+            not Path(name).is_absolute() and ".." not in Path(name).parts,
+            f"{path}: expected its voxels in the folder of the header, got {shown(name)}; move the file there and repair the header.",
+        )
+    return tuple(path.parent / name for name in names)
+
+
+def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
+    """Check the values of the fields that are used.
+
+    Returns:
+        The values with single blanks between their words, of which `(1, 2, 3)` is one.
+
+    Raises:
+        UserError: If a field is missing or has another value than its format allows.
+    """
+    rules, required = META_RULES, ["NDims", "DimSize", "ElementType"]
+    if is_nrrd(path):
+        rules, required = NRRD_RULES, ["dimension", "sizes", "type", "encoding"]
+    for key in required:
+        require(
+            bool(fields.get(key)),
+            f"{path}: expected the field '{key}' in the header, but it is missing or empty; check the file.",
+        )
+    blanks = re.compile(r"(?<=[(,])\s+|\s+(?=[,)])")
+    values = {key: " ".join(blanks.sub("", value.replace(")", ") ")).split()) for key, value in fields.items()}
+    for key in [key for key in rules if key in values]:
+        power, pattern, expected = rules[key]
+        words = [values[key]] if power is None else values[key].split()
+        # The number of axes is checked first: it is a digit here.
+        count = 1 if power is None else int(values[required[0]]) ** power
+        require(
+            len(words) == count and all(re.fullmatch(pattern, word, re.IGNORECASE) for word in words),
+            f"{path}: expected {expected} in the header field '{key}', got {shown(fields[key])}; repair the header or export the scan "
+            "again.",
+        )
+    return values
+
+
+def _geometry(path: Path, values: dict[str, str]) -> tuple[VoxelGrid, str]:
+    """Read the grid and NumPy's code of the voxel type by SimpleITK, from a copy of the checked fields.
+
+    Raises:
+        UserError: If SimpleITK refuses the header, or it describes no 3D volume of grey values.
+    """
+    directions = values.get("space directions", "").split()
+    if "none" in directions and "kinds" not in values:  # SimpleITK finds axes that are not spatial by their kind alone
+        values = values | {"kinds": " ".join("list" if direction == "none" else "domain" for direction in directions)}
+    if is_nrrd(path):
+        lines = [
+            "NRRD0005",
+            *(f"{key}: {value}" for key, value in values.items() if key not in ("data file", "line skip", "byte skip")),
+            "\n",
+        ]
+    else:
+        geometry = [f"{key} = {values[key]}" for key in META_GEOMETRY if key in values]
+        lines = ["ObjectType = Image", *geometry, "ElementDataFile = LOCAL\n"]
+    reader = SimpleITK.ImageFileReader()
+    with tempfile.TemporaryDirectory(prefix="medseg-") as folder:
+        copy = Path(folder) / ("header.nrrd" if is_nrrd(path) else "header.mha")
+        copy.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
+        reader.SetFileName(str(copy))
+        try:
+            reader.ReadImageInformation()
+        except RuntimeError as error:
+            reason = re.sub(r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?", "", str(error).strip().splitlines()[-1])
+            plain = "".join(letter if letter.isprintable() else "?" for letter in reason[:160])
+            raise UserError(f"{path}: the header cannot be read ({plain}); repair it or export the scan again.") from None
+    grid = grid_of(path, reader, reader.GetNumberOfComponents())
+    name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID())
+    return grid, NUMPY_CODES[name.removeprefix("vector of ")]
+
+
+def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
+    """Name what the header does not give, and what is assumed for it."""
+    is_lps = "space directions" in values and LPS_SPACES.fullmatch(values.get("space", ""))
+    properties = [
+        ("spacing", "1 mm", values.keys() & {"space directions", "spacings", *META_SPACINGS}),
+        ("orientation", "left, posterior, superior", is_lps or values.keys() & {*META_DIRECTIONS}),
+        ("origin", "0", values.keys() & {"space origin", "axis mins", *META_ORIGINS}),
+    ]
+    missing = [(f"no {name}", assumed) for name, assumed, given in properties if not given]
+    if not missing:
+        return ()
+    lacking, taken = (" and ".join(words) for words in zip(*missing, strict=True))
+    return (f"the header gives {lacking}; taken instead: {taken}; check size, sides and place",)
+
+
+def open_text_volume(path: Path) -> LazyVolume:
+    """Read the header of a NRRD or MetaImage file and check that its files can hold the voxels.
+
+    Raises:
+        UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too short or too long.
+    """
+    fields, offset, files = read_header(path)
+    values = _checked(path, fields)
+    grid, code = _geometry(path, values)
+    true = {key for key, value in values.items() if value.lower() in ("true", "1")}
+    if is_nrrd(path):
+        is_big, encoding = values.get("endian", "").lower() == "big", NRRD_ENCODINGS[values["encoding"].lower()]
+    else:
+        is_big, is_text = bool(true & {*META_ORDERS}), "BinaryData" in values and "BinaryData" not in true
+        encoding = "deflate" if "CompressedData" in true else "text" if is_text else "raw"
+    return lazy_volume(
+        path,
+        grid,
+        np.dtype((">" if is_big else "<") + code),
+        files,
+        encoding,
+        offset=offset if files == (path,) else 0,
+        num_lines=int(values.get("line skip", 0)),
+        num_skipped=int(values.get("byte skip", values.get("HeaderSize", 0))),
+        remarks=_assumptions(values),
+    )
 
 
 def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
@@ -39,11 +318,6 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
     return grid_from_columns(path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3])
 
 
-def is_simpleitk(image: object) -> bool:
-    """Whether an object has the methods of a `SimpleITK.Image`."""
-    return all(hasattr(image, name) for name in ("GetSpacing", "GetOrigin", "GetDirection", "GetSize", "CopyInformation"))
-
-
 def from_simpleitk(image: Any) -> Volume:
     """Convert an image, as if it were read from a file.
 
@@ -54,39 +328,25 @@ def from_simpleitk(image: Any) -> Volume:
         HU (D, H, W), int16 where that is exact, else float32, in the image's own order.
 
     Raises:
-        UserError: If it is not one regular 3D volume of numbers.
+        UserError: If it is no image, or not one regular 3D volume of numbers.
     """
-    import SimpleITK
-
-    grid = grid_of(NAME, image, image.GetNumberOfComponentsPerPixel())
+    require(isinstance(image, SimpleITK.Image), f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}")
+    path = Path("SimpleITK image")
+    grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
     # One slice at a time: conversions need no second copy of the volume.
-    return load_image(LazyVolume(NAME, grid, array.dtype, lambda: (part[None] for part in array)))
+    return load_image(LazyVolume(path, grid, array.dtype, lambda: (part[None] for part in array)))
 
 
 def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     """Make an image of labels (D, H, W) on the grid of the image that they belong to."""
-    import SimpleITK
-
     result = SimpleITK.GetImageFromArray(labels)
     result.CopyInformation(image)
     return result
 
 
-def save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid) -> None:
-    """Write voxels (D, H, W) to a compressed file whose suffix chooses the format.
-
-    Args:
-        path: Final name, for messages.
-        part: Temporary name, which is written.
-        array: Voxels of a type that the format has.
-        grid: Their position.
-
-    Raises:
-        UserError: If SimpleITK cannot write the file.
-    """
-    import SimpleITK
-
+def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid) -> None:
+    """Write voxels to a temporary file, compressed; its suffix chooses the format, `path` is for messages."""
     image = SimpleITK.GetImageFromArray(array)
     image.SetSpacing(grid.spacing_mm[::-1])
     image.SetOrigin(grid.origin_xyz_mm)
@@ -96,3 +356,47 @@ def save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid) -> None:
     except RuntimeError as error:
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
         raise UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.") from error
+
+
+def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
+    """Write voxels (D, H, W), compressed, to a .nrrd or .mha, or to a .mhd and a .zraw beside it, replacing an old pair as one.
+
+    Until the new header is in place, the old pair of files is whole.
+
+    Raises:
+        UserError: If a file cannot be written.
+    """
+    if path.suffix.lower() != ".mhd":
+        with replace_path(path) as part:
+            _save(path, part, array, grid)
+        return
+    path = Path(os.path.realpath(path))
+    # MetaImage gives `%` and a leading LIST or LOCAL a meaning of their own.
+    stem = path.name[:-4]
+    if "%" in stem or stem.upper().startswith(("LIST", "LOCAL")):
+        stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
+    old: list[Path] = []
+    with suppress(OSError, UserError):
+        is_ours = re.compile(re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw").fullmatch
+        old = [file for file in read_header(path)[2] if is_ours(str(file))]
+    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
+    voxels = next(new for name in names if not os.path.lexists(new := path.with_name(f"{name}.zraw")))
+    try:
+        with replace_path(voxels) as part:
+            # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one file, which is divided here.
+            whole = part.with_suffix(".mha")
+            try:
+                _save(path, whole, array, grid)
+                with whole.open("rb") as source, part.open("xb") as target:
+                    lines = list(iter(source.readline, b"ElementDataFile = LOCAL\n"))
+                    shutil.copyfileobj(source, target)
+            finally:
+                whole.unlink(missing_ok=True)
+        # The voxels have their name before the header that points to them.
+        replace_bytes(path, b"".join(lines) + f"ElementDataFile = {voxels.name}\n".encode())
+    except BaseException:
+        with suppress(OSError):
+            voxels.unlink()
+        raise
+    for file in old:
+        file.unlink(missing_ok=True)

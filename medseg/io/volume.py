@@ -1,16 +1,43 @@
-"""Volume: the voxels of a scan or label map, its grid, and the remarks of the reader."""
+"""Volumes of files: header read first, voxels decoded slab by slab, so that no second copy of a volume is ever in memory."""
 
 from __future__ import annotations
 
+import bz2
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
+from isal import igzip
+from isal.igzip_lib import DECOMP_ZLIB, IgzipDecompressor
 
+from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 
 AIR_HU = -1024
 """HU of air outside the patient; a voxel without a value gets it too."""
+
+MAX_EXTENT_MM, MAX_FIELD_MM3 = 4e3, 8e9
+"""No scanner's table is longer: beyond it the spacing is in another unit, or damaged."""
+
+SLAB_BYTES = 2**21
+"""Bytes that are decoded at once: large enough for speed, small beside a volume."""
+
+PACKED_BYTES = 2**18
+"""Bytes of a compressed stream that are taken from the file at once."""
+
+MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
+"""Largest factor by which bytes of an encoding grow when they are decoded; a header that promises more is damaged."""
+
+SURE_BYTES, SURE_RATIO = 2**28, 16
+"""Above this size and this ratio to the compressed bytes, decode once to verify the promised length."""
+
+IMAGE_DTYPES = (np.int16, np.float32)
+LABEL_DTYPES = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
 
 
 @dataclass(frozen=True)
@@ -32,3 +59,325 @@ class Volume:
     def __post_init__(self) -> None:
         if self.array.shape != self.grid.shape:
             raise ValueError(f"array {self.array.shape} and grid {self.grid.shape} differ in shape")
+
+
+@dataclass(frozen=True)
+class LazyVolume:
+    """A volume in a file whose header has been read and whose voxels have not.
+
+    Attributes:
+        path: The file, for messages.
+        grid: Shape and position.
+        dtype: Type of the stored values, with byte order.
+        slabs: Opens the file and yields stored values (n, H, W) along z, each slice once.
+        slope: Factor from stored value to HU or label.
+        intercept: Added after the slope.
+        remarks: Sentences for the user; see `Volume.remarks`.
+        header: nibabel header of a NIfTI file; None for other formats.
+        packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel bytes is known.
+    """
+
+    path: Path
+    grid: VoxelGrid
+    dtype: np.dtype[Any]
+    slabs: Callable[[], Iterator[np.ndarray]]
+    slope: float = 1.0
+    intercept: float = 0.0
+    remarks: tuple[str, ...] = ()
+    header: Any = None
+    packed_bytes: int | None = None
+
+
+def shown(text: str) -> str:
+    """Quote a value for a message: on one line, short, without characters that a terminal would act on."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def describe(sizes: Sequence[int]) -> str:
+    """Write sizes for a message, as in `512 x 512 x 300`."""
+    return " x ".join(map(str, sizes))
+
+
+def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, origin: Sequence[float]) -> VoxelGrid:
+    """Make the grid of a file from its world steps.
+
+    Small deviations from right angles (rounded decimals) are kept, so that no corner moves.
+
+    Args:
+        path: The file, for messages.
+        shape: Voxels (D, H, W).
+        columns: 3×3; column j is the LPS step in mm along index axis (x, y, z)[j].
+        origin: LPS point of the first voxel's centre, in mm.
+
+    Raises:
+        UserError: If the axes are sheared, an axis has no length, or no scanner is so large.
+    """
+    spacing = np.linalg.norm(columns, axis=0)
+    require(
+        bool(np.isfinite([*columns.flat, *spacing, *origin]).all()) and spacing.min() > 0,
+        f"{path}: expected three axes of positive length and a finite origin, but the header gives steps of "
+        f"{columns.T.tolist()} mm from {list(origin)}; repair the header or export the scan again.",
+    )
+    extents = [float(step) * size for step, size in zip(spacing, shape[::-1], strict=True)]
+    require(
+        max(extents) <= MAX_EXTENT_MM and math.prod(extents) <= MAX_FIELD_MM3,
+        f"{path}: expected a scan of at most {MAX_EXTENT_MM / 1e3:g} m along each axis and {MAX_FIELD_MM3 / 1e9:g} m³ in all, but the "
+        f"header makes it {' x '.join(f'{extent / 1e3:.4g}' for extent in extents)} m; check its sizes, and whether its spacing is in "
+        "mm.",
+    )
+    try:
+        return VoxelGrid(tuple(shape), tuple(spacing[::-1]), tuple(origin), (columns / spacing).tolist())  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UserError(
+            f"{path}: expected axes at right angles, but {error}; resample the scan to a regular grid first."
+        ) from None
+
+
+def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Turn stored sizes (x, y, z, then frames) into (D, H, W).
+
+    Raises:
+        UserError: If it is not one 3D volume.
+    """
+    require(
+        len(sizes) >= 3 and set(sizes[3:]) <= {1} and min(sizes) >= 1,
+        f"{path}: expected one 3D volume, but the file holds {describe(sizes)} values; give one volume per file.",
+    )
+    return int(sizes[2]), int(sizes[1]), int(sizes[0])
+
+
+class ChunkStream:
+    """A stream of the chunks that a decoder yields."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = bytearray()
+
+    def read(self, size: int, /) -> bytearray:
+        """Return the next `size` bytes, fewer at the end."""
+        while len(self._rest) < size and (chunk := next(self._chunks, None)) is not None:
+            self._rest += chunk
+        data = self._rest[:size]
+        del self._rest[:size]
+        return data
+
+
+def is_gzip(file: BinaryIO) -> bool:
+    """Whether gzip data begin at the current position: names and headers are often wrong about it."""
+    magic = file.read(2)
+    file.seek(-len(magic), 1)
+    return magic == b"\x1f\x8b"
+
+
+def open_stream(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> Any:
+    """Decode a file from its current position on; checksums are compared at the end.
+
+    Args:
+        path: File, for messages.
+        file: The open file.
+        encoding: `raw`, `deflate` (gzip or zlib), `bzip2` or `text`.
+        dtype: Type of the voxels.
+
+    Returns:
+        An object whose `read(size)` returns `size` bytes, fewer at the end.
+    """
+    if encoding == "bzip2":
+        return bz2.BZ2File(file)
+    if encoding == "deflate":
+        return igzip.IGzipFile(fileobj=file, mode="rb") if is_gzip(file) else ChunkStream(_inflate(path, file))
+    return ChunkStream(_encode_text(path, file, dtype)) if encoding == "text" else file
+
+
+def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Decode a zlib stream; ISA-L needs half of zlib's time and releases the GIL."""
+    decoder = IgzipDecompressor(DECOMP_ZLIB)
+    while not decoder.eof:
+        packed = file.read(PACKED_BYTES) if decoder.needs_input else b""
+        if decoder.needs_input and not packed:
+            raise EOFError
+        yield decoder.decompress(packed, PACKED_BYTES)
+    # Some programs fill up the file with zeros.
+    rest = decoder.unused_data + file.read(PACKED_BYTES)
+    require(not rest.strip(b"\0"), f"{path}: the file cannot be read: other bytes follow its compressed voxels; export it again.")
+
+
+def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[bytes]:
+    """Convert numbers that are separated by white space to bytes."""
+    for line in file:
+        try:
+            if b"_" in line:  # Python alone takes 1_000 for a number
+                raise ValueError
+            yield np.array(line.split(), "S").astype(dtype).tobytes() if line.strip() else b""
+        except (ValueError, OverflowError):
+            raise UserError(
+                f"{path}: the file cannot be read: a word of its voxels is no number of the type {dtype.name}; export it again."
+            ) from None
+
+
+def lazy_volume(
+    path: Path,
+    grid: VoxelGrid,
+    dtype: np.dtype[Any],
+    files: Sequence[Path],
+    encoding: str,
+    *,
+    offset: int = 0,
+    num_lines: int = 0,
+    num_skipped: int = 0,
+    **others: Any,
+) -> LazyVolume:
+    """Describe voxels in files, after a check that the files can hold them: a damaged header asks for no memory.
+
+    Args:
+        path: File of the header, for messages.
+        grid: Shape and position.
+        dtype: Type of the stored values, with byte order.
+        files: Files with equal shares of the slices, in their order.
+        encoding: As for `open_stream`.
+        offset: First byte after the header.
+        num_lines: Lines to pass over then.
+        num_skipped: Bytes to pass over then, decoded; -1: plain voxels are the last bytes of their file.
+        **others: Further attributes of the lazy volume.
+
+    Raises:
+        UserError: If a file is missing, too short or too long, or the header asks for what no program writes.
+    """
+    depth, height, width = grid.shape
+    require(
+        depth % len(files) == 0 and (num_skipped >= 0 or encoding == "raw"),
+        f"{path}: expected its voxels in files of equally many slices, of which only plain ones may be counted from the end, but the "
+        f"header gives {len(files)} {encoding} file(s) for {depth} slices and skips {num_skipped} bytes; save it as one file.",
+    )
+    share, slice_bytes = depth // len(files), height * width * dtype.itemsize
+    share_bytes, per_slab = share * slice_bytes, max(1, SLAB_BYTES // slice_bytes)
+    expected = f"{path}: expected {share_bytes} bytes of voxels ({describe((width, height, share))} of {dtype.itemsize} bytes)"
+    surplus = f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
+
+    def enter(file: BinaryIO) -> int:
+        """Move to the voxels, or to their encoded stream; gives the bytes from there to the end."""
+        size = file.seek(0, os.SEEK_END)
+        file.seek(offset)
+        for _ in range(num_lines):
+            file.readline()
+        skipped = max(0, size - file.tell() - share_bytes) if num_skipped < 0 else num_skipped
+        return size - (file.seek(skipped, os.SEEK_CUR) if encoding == "raw" else file.tell())
+
+    def slabs() -> Iterator[np.ndarray]:
+        for name in files:
+            with name.open("rb") as file:
+                enter(file)
+                stream = open_stream(path, file, encoding, dtype)
+                left = 0 if encoding == "raw" else num_skipped
+                while left > 0 and (data := stream.read(min(left, PACKED_BYTES))):
+                    left -= len(data)
+                for first in range(0, share, per_slab):
+                    count = min(per_slab, share - first)
+                    data = stream.read(count * slice_bytes)
+                    require(
+                        len(data) == count * slice_bytes,
+                        f"{path}: expected {share} slices, but the file ends in slice {first + len(data) // slice_bytes + 1}; it is "
+                        "truncated or damaged: copy or export it again.",
+                    )
+                    yield np.frombuffer(data, dtype).reshape(count, height, width)
+                # A compressed stream compares its checksum when its end is read.
+                require(not stream.read(1), surplus)
+
+    packed_bytes = 0
+    for name in files:
+        require(name.is_file(), f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.")
+        with name.open("rb") as file:
+            held = max(0, enter(file))
+        packed_bytes += held
+        ratio = MAX_RATIOS[encoding]
+        require(
+            share_bytes <= ratio * held,
+            f"{expected}, but the file {'holds' if ratio == 1 else 'can hold at most'} {ratio * held}; it is truncated or damaged: "
+            "copy or export it again.",
+        )
+        require(ratio > 1 or share_bytes == held, surplus)
+    return LazyVolume(path, grid, dtype, slabs, packed_bytes=None if encoding == "raw" else packed_bytes, **others)
+
+
+def memory_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _is_exact(values: np.ndarray, dtype: type[np.number[Any]]) -> bool:
+    """Whether a type holds all values exactly; float32 is taken for every image."""
+    if dtype is np.float32 or (values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype)):
+        return True
+    limits = np.iinfo(dtype)  # type: ignore[type-var]
+    if not (values.min() >= limits.min and values.max() <= limits.max):
+        return False
+    return values.dtype.kind in "iu" or bool((values == np.rint(values)).all())
+
+
+def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, int]:
+    """Read all voxels in the first of some types that holds them.
+
+    Returns:
+        Values (D, H, W), and how many voxels of an image held no number, or none that float32 can hold; these become air.
+
+    Raises:
+        UserError: If no type holds a value, the file is too short or too long, or the machine cannot hold the volume.
+    """
+    shape = volume.grid.shape
+    num_voxels = math.prod(shape)
+    needed_gib, memory_gib = num_voxels * np.dtype(dtypes[0]).itemsize / 2**30, memory_bytes() / 2**30
+    require(
+        needed_gib <= memory_gib,
+        f"{volume.path}: its {describe(shape[::-1])} voxels need {needed_gib:.1f} GiB, but this machine has {memory_gib:.1f} GiB of "
+        "memory; crop or resample the scan first.",
+    )
+    if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(SURE_BYTES, SURE_RATIO * volume.packed_bytes):
+        deque(volume.slabs(), maxlen=0)
+    array, first, num_gaps = np.empty(shape, dtypes[0]), 0, 0
+    for slab in volume.slabs():
+        values = slab
+        if (volume.slope, volume.intercept) != (1.0, 0.0):
+            values = slab.astype(np.float64) * volume.slope + volume.intercept
+        if np.float32 in dtypes and values.dtype.kind == "f":
+            values = values.astype(np.float32, copy=False)
+            gaps = ~np.isfinite(values)
+            if gaps.any():
+                values, num_gaps = np.where(gaps, np.float32(AIR_HU), values), num_gaps + int(gaps.sum())
+        fitting = [dtype for dtype in dtypes if _is_exact(values, dtype)]
+        if not fitting:
+            strange = [*values[values != np.rint(values)][:1], values.flat[int(np.argmax(np.abs(values)))]]
+            raise UserError(
+                f"{volume.path}: expected a label map of whole numbers, but the file holds values such as {float(strange[0]):g}; is it "
+                "an image or a probability map?"
+            )
+        if array.dtype not in fitting:
+            array = array.astype(np.promote_types(array.dtype, fitting[0]))
+        array[first : first + len(values)] = values
+        first += len(values)
+    return array, num_gaps
+
+
+def load_image(volume: LazyVolume) -> Volume:
+    """Read HU (D, H, W): int16 where that is exact, else float32. NaN and infinity become air, with a remark.
+
+    Raises:
+        UserError: If the file is too short or too long.
+    """
+    image_hu, num_gaps = _load(volume, IMAGE_DTYPES)
+    remarks = []
+    if num_gaps:
+        remarks.append(
+            f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and "
+            f"count as air, {AIR_HU} HU"
+        )
+    if min(image_hu.shape) == 1:
+        remarks.append(f"the scan of {describe(image_hu.shape[::-1])} voxels is a single slice: expect a poor result")
+    return Volume(image_hu, volume.grid, volume.header, (*volume.remarks, *remarks))
+
+
+def load_labels(volume: LazyVolume) -> Volume:
+    """Read a label map (D, H, W) in the smallest of the usual integer types, uint8 first.
+
+    Raises:
+        UserError: If a value is not a whole number, or the file is too short or too long.
+    """
+    return Volume(_load(volume, LABEL_DTYPES)[0], volume.grid, volume.header, volume.remarks)

@@ -2,90 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
-import shutil
-import zlib
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from isal import igzip
 
-from medseg.errors import UserError, require
+from medseg.errors import require
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.inputs import WRITTEN_SUFFIXES, volume_suffix
-from medseg.io.lazy import LABEL_DTYPES
-from medseg.io.simpleitk import save
-from medseg.io.textheader import read_header
-
-GZIP_LEVEL = 2
-"""Of ISA-L, whose levels end at 3: label maps become smaller than with zlib's level 1, in an eighth of its time."""
-
-
-def _write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Any) -> None:
-    from medseg.io.nifti import grid_of_header, new_header
-
-    if like is not None and not grid_of_header(path, like)[0].is_close(grid):
-        raise ValueError(f"{path}: the header to keep does not belong to the grid of the array")
-    header = new_header(array.dtype, grid, like)
-    with replace_path(path) as part, part.open("xb") as file, ExitStack() as stack:
-        target: BinaryIO = file
-        if path.name.lower().endswith(".gz"):
-            # Without a name and a time in the stream, equal labels give equal files.
-            target = stack.enter_context(igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0))  # type: ignore[assignment]
-        target.write(header.binaryblock.ljust(int(header["vox_offset"]), b"\0"))
-        for plane in array:
-            target.write(np.ascontiguousarray(plane, header.get_data_dtype()).tobytes())
-
-
-def _voxel_paths(path: Path) -> tuple[Path, list[Path]]:
-    """Find a free name for the voxels of a .mhd, and the voxel files of the header that it replaces.
-
-    Until the new header is in place, the old pair of files is whole.
-    """
-    # MetaImage gives `%` and a leading LIST or LOCAL a meaning of their own.
-    stem = path.name[:-4]
-    if "%" in stem or stem.upper().startswith(("LIST", "LOCAL")):
-        stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
-    names = itertools.chain([f"{stem}.zraw"], (f"{stem}-{count}.zraw" for count in itertools.count(2)))
-    old: list[Path] = []
-    with suppress(OSError, UserError):
-        is_ours = re.compile(re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw").fullmatch
-        old = [file for file in read_header(path).files if is_ours(str(file))]
-    return next(new for name in names if not os.path.lexists(new := path.with_name(name))), old
-
-
-def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
-    """Write a .mhd and its voxels beside it, replacing an old pair as one."""
-    path = Path(os.path.realpath(path))
-    voxels, old_voxels = _voxel_paths(path)
-    try:
-        with replace_path(voxels) as part:
-            # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one file, which is divided here.
-            whole = part.with_suffix(".mha")
-            try:
-                save(path, whole, array, grid)
-                with whole.open("rb") as source, part.open("xb") as target:
-                    lines = list(iter(source.readline, b"ElementDataFile = LOCAL\n"))
-                    shutil.copyfileobj(source, target)
-            finally:
-                whole.unlink(missing_ok=True)
-        # The voxels have their name before the header that points to them.
-        replace_bytes(path, b"".join(lines) + f"ElementDataFile = {voxels.name}\n".encode())
-    except BaseException:
-        with suppress(OSError):
-            voxels.unlink()
-        raise
-    for file in old_voxels:
-        file.unlink(missing_ok=True)
+from medseg.io.volume import LABEL_DTYPES
 
 
 def _write(path: Path, array: np.ndarray, grid: VoxelGrid, like: Any) -> None:
-    """Write voxels of a type that the formats have."""
+    """Write voxels of a type that the formats have; the library of the format is imported only now."""
     path = Path(path)
     suffix = volume_suffix(path)
     require(
@@ -95,12 +24,13 @@ def _write(path: Path, array: np.ndarray, grid: VoxelGrid, like: Any) -> None:
     if array.shape != grid.shape:
         raise ValueError(f"array {array.shape} and grid {grid.shape} differ in shape")
     if suffix in (".nii", ".nii.gz"):
-        _write_nifti(path, array, grid, like)
-    elif suffix == ".mhd":
-        _write_pair(path, array, grid)
+        from medseg.io.nifti import write_nifti
+
+        write_nifti(path, array, grid, like)
     else:
-        with replace_path(path) as part:
-            save(path, part, array, grid)
+        from medseg.io.simpleitk import write_text_volume
+
+        write_text_volume(path, array, grid)
 
 
 def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:

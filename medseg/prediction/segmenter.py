@@ -12,9 +12,7 @@ import torch
 
 from medseg.cascade.cascade import Segmentation
 from medseg.cascade.stage import CascadeOptions
-from medseg.errors import require
 from medseg.io.read import read_image
-from medseg.io.simpleitk import from_simpleitk, is_simpleitk, to_simpleitk
 from medseg.io.volume import Volume
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.case import segment_scan
@@ -66,14 +64,14 @@ class Segmenter:
         # A thread that starts while another one resamples may inherit a limit of one thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
-        is_image = False
+        is_image = not isinstance(scan, (str, Path, Volume))
         if isinstance(scan, (str, Path)):
             name, volume = str(scan), read_image(Path(scan))
         elif isinstance(scan, Volume):
             name, volume = "Volume", scan
         else:
-            is_image = is_simpleitk(scan)
-            require(is_image, f"expected a path, a Volume or a SimpleITK image, but got {type(scan).__name__}")
+            from medseg.io.simpleitk import from_simpleitk, to_simpleitk  # SimpleITK takes 50 MiB
+
             name, volume = "SimpleITK image", from_simpleitk(scan)
         read_s = time.perf_counter() - start_s
         result = segment_scan(volume, name, hu, self.cascade)

@@ -116,7 +116,7 @@ def test_what_a_packed_file_could_hold_is_counted_before_memory_is_asked_for(
         path.write_bytes(head + (zlib.compress if suffix == ".mha" else gzip.compress)(zeros))
     with path.open("ab") as file:
         file.truncate(path.stat().st_size + 420_000)  # zeros after the end of the stream
-    monkeypatch.setattr("medseg.io.lazy.SURE_BYTES", 2**20)
+    monkeypatch.setattr("medseg.io.volume.SURE_BYTES", 2**20)
     tracemalloc.start()
     sentence = told(path)
     peak = tracemalloc.get_traced_memory()[1]
@@ -152,7 +152,7 @@ def test_a_packed_stream_that_never_ends_is_left_early(tmp_path: Path, suffix: s
 
 def test_a_scan_larger_than_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_itk(tmp_path / "scan.nii.gz", make_hu(), make_grid(np.eye(3)))
-    monkeypatch.setattr("medseg.io.lazy.memory_bytes", lambda: 600)
+    monkeypatch.setattr("medseg.io.volume.memory_bytes", lambda: 600)
     assert told(tmp_path / "scan.nii.gz") == (
         "scan.nii.gz: its 9 x 7 x 5 voxels need 0.0 GiB, but this machine has 0.0 GiB of memory; crop or resample the scan first."
     )

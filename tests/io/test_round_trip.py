@@ -72,8 +72,8 @@ SHAPE_SWAPPED = (4, 6, 8)
 
 @pytest.mark.parametrize("suffix", WRITTEN)
 def test_volumes_of_several_slabs(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medseg.io.streams.SLAB_BYTES", 150)
-    monkeypatch.setattr("medseg.io.streams.PACKED_BYTES", 64)
+    monkeypatch.setattr("medseg.io.volume.SLAB_BYTES", 150)
+    monkeypatch.setattr("medseg.io.volume.PACKED_BYTES", 64)
     image_hu = make_hu((40, 7, 9))
     write_image(tmp_path / f"s{suffix}", image_hu, make_grid(np.eye(3), image_hu.shape))
     assert np.array_equal(read_image(tmp_path / f"s{suffix}").array, image_hu)

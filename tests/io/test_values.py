@@ -63,7 +63,7 @@ def test_a_shift_that_is_no_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_fraction_in_a_late_slab_turns_the_whole_volume_to_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medseg.io.streams.SLAB_BYTES", 300)
+    monkeypatch.setattr("medseg.io.volume.SLAB_BYTES", 300)
     values = make_hu().astype(np.float32)
     values[4, 3, 2] += 0.5
     save_itk(tmp_path / "scan.nrrd", values, make_grid(np.eye(3)))
@@ -91,7 +91,7 @@ def test_labels_take_the_smallest_type(tmp_path: Path, values: np.ndarray, expec
 
 
 def test_a_large_label_in_a_late_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medseg.io.streams.SLAB_BYTES", 100)
+    monkeypatch.setattr("medseg.io.volume.SLAB_BYTES", 100)
     values = make_labels().astype(np.int32)
     values[1, 0, 0], values[4, 6, 8] = -5, 60000
     save_itk(tmp_path / "l.mha", values, make_grid(np.eye(3)))

@@ -18,7 +18,7 @@ from pydicom.tag import Tag
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.checks import shown
+from medseg.io.volume import shown
 
 Item = TypeVar("Item")
 

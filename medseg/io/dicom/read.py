@@ -21,12 +21,10 @@ import numpy as np
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.checks import grid_from_columns
 from medseg.io.dicom.frames import Frame, some
 from medseg.io.dicom.pixels import PixelReader, is_whole
 from medseg.io.dicom.series import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of
-from medseg.io.lazy import LazyVolume
-from medseg.io.volume import AIR_HU
+from medseg.io.volume import AIR_HU, LazyVolume, grid_from_columns
 
 JITTER_TOLERANCE_MM = 0.1
 """Largest distance of a slice from its position on an even, straight stack: positions are rounded decimals."""

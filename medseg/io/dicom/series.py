@@ -12,9 +12,9 @@ import numpy as np
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.checks import shown
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, group_by, plain, read_frames, some
 from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
+from medseg.io.volume import shown
 
 SAME_POSITION_MM = 0.01
 """Slices nearer than this have one position: the thinnest CT slices are ten times as far apart."""
