@@ -44,7 +44,7 @@ def find_lr(config: FindLrConfig) -> int:
     from medseg.build.network import load_initial_weights, make_network
     from medseg.build.optimisation import scale_rates
     from medseg.build.trainer import make_module, make_trainer
-    from medseg.pictures.lr_range import draw_lr_range
+    from medseg.pictures.plots import draw_lr_range
     from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 
     find_spacing(config.spacing, config.data)

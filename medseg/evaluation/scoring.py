@@ -21,7 +21,7 @@ from medseg.io.inputs import case_name
 from medseg.io.read import read_image
 from medseg.metrics.surface import score_region
 from medseg.pictures.overlay import overlay_montage
-from medseg.pictures.scores import score_plot
+from medseg.pictures.plots import score_plot
 from medseg.preprocess.orient import orient
 from medseg.report.tables import write_csv
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from medseg.pictures.png import shortened
-from medseg.pictures.slices import TEXT, Canvas, colour_of
+from medseg.pictures.overlay import TEXT, Canvas, colour_of
+from medseg.pictures.plots import shortened, write_png
 
 MAX_SLICE_PX = 256
 
@@ -99,14 +99,12 @@ def audit_pictures(
         The files.
     """
     pages = [cases[first : first + _CASES_PER_PAGE] for first in range(0, len(cases), _CASES_PER_PAGE)]
-    paths = [path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, len(pages) + 1))]
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    paths = [path, *islice(names, len(pages) - 1)]
     for number, (page, file) in enumerate(zip(pages, paths, strict=True), start=1):
         place = f" · {number} of {len(pages)}" if len(pages) > 1 else ""
         _draw_page(page, file, title + place, label_names, window_hu)
-    for number in count(len(pages) + 1):
-        old = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        if not old.exists():
-            return paths
+    for old in takewhile(Path.exists, names):
         old.unlink()
     return paths
 
@@ -136,7 +134,7 @@ def _draw_page(
         _draw_slices(canvas, left, top + _TITLE_PX, case.slices, list(label_names), window_hu)
         for line, (colour, words) in enumerate(text):
             canvas.write(left, top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX, words, color=colour, fontsize=8)
-    canvas.save(path)
+    write_png(canvas.figure, path)
 
 
 def _draw_slices(

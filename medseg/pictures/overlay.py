@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 
 from medseg.geometry.box import VoxelBox
-from medseg.pictures.png import shortened
-from medseg.pictures.slices import TEXT, Canvas, colour_of
+from medseg.pictures.plots import shortened, write_png
+
+BACKGROUND = "#0d1117"
+TEXT = "#e6edf3"
+COLOURS = ("#38bdf8", "#fb923c", "#4ade80", "#f472b6", "#facc15", "#a78bfa", "#2dd4bf", "#f87171")
+_FILL_OPACITY = 0.32
+_DPI = 100
 
 # Share of the labelled voxels below each slice: every slice shows label, each lung gets a sagittal one.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
@@ -25,6 +30,79 @@ _MAX_ROW_PX = 400
 _HEADER_PX = 56
 _GAP_PX = 4
 _MAX_TITLE = 48
+
+
+def colour_of(number: int) -> str:
+    """Colour of the n-th label; after eight labels the colours repeat."""
+    return COLOURS[number % len(COLOURS)]
+
+
+class Canvas:
+    """Figure with places in pixels from its top left corner."""
+
+    def __init__(self, width_px: float, height_px: float) -> None:
+        from matplotlib.figure import Figure
+
+        self.width_px, self.height_px = width_px, height_px
+        self.figure = Figure(figsize=(width_px / _DPI, height_px / _DPI), dpi=_DPI, facecolor=BACKGROUND)
+
+    def write(self, left: float, top: float, text: str, **style: Any) -> None:
+        """Write a text with its upper left corner at a place, unless the style aligns it otherwise."""
+        place = left / self.width_px, 1 - top / self.height_px
+        self.figure.text(*place, text, **{"color": TEXT, "va": "top", "parse_math": False, **style})
+
+    def draw_slice(
+        self,
+        box_px: Sequence[float],
+        image_hu: np.ndarray,
+        values: Sequence[int],
+        window_hu: tuple[float, float],
+        *,
+        is_up: bool,
+        filled: np.ndarray | None = None,
+        outlined: np.ndarray | None = None,
+        width_pt: float = 1.1,
+    ) -> Any:
+        """Draw one slice.
+
+        Args:
+            box_px: Left, top, right and bottom of its place.
+            image_hu: Image in HU, (rows, columns).
+            values: Label values in the order of colours; other values are not drawn.
+            window_hu: HU that are drawn black and white.
+            is_up: Whether rows run upwards.
+            filled: Label values that are filled, (rows, columns), or None.
+            outlined: Label values that get a line around them, (rows, columns), or None.
+            width_pt: Width of that line in points.
+
+        Returns:
+            The axes, in which a pixel of the slice has the size 1.
+        """
+        from matplotlib.colors import to_rgba
+
+        left, top, right, bottom = box_px
+        size = (right - left) / self.width_px, (bottom - top) / self.height_px
+        axes = self.figure.add_axes((left / self.width_px, 1 - bottom / self.height_px, *size))
+        rows, columns = image_hu.shape
+        vertical = (0, rows) if is_up else (rows, 0)
+        place: dict[str, Any] = {"extent": (0, columns, *vertical), "origin": "lower" if is_up else "upper", "aspect": "auto"}
+        grey = np.clip(image_hu.astype(np.float32), *window_hu)
+        axes.imshow(grey, cmap="gray", vmin=window_hu[0], vmax=window_hu[1], interpolation="hanning", **place)
+        if filled is not None:
+            tint = np.zeros((rows, columns, 4))
+            for number, value in enumerate(values):
+                tint[filled == value] = to_rgba(colour_of(number), _FILL_OPACITY)
+            axes.imshow(tint, interpolation="nearest", **place)
+        if outlined is not None:
+            # The padding closes the lines of labels that are cut by the edge of the picture.
+            centres_y, centres_x = np.arange(-1, rows + 1) + 0.5, np.arange(-1, columns + 1) + 0.5
+            for number, value in enumerate(values):
+                inside = np.pad(outlined == value, 1)
+                if inside.any():
+                    axes.contour(centres_x, centres_y, inside, levels=[0.5], colors=[colour_of(number)], linewidths=width_pt)
+        axes.set(xlim=(0, columns), ylim=vertical)
+        axes.axis("off")
+        return axes
 
 
 @dataclass(frozen=True)
@@ -77,7 +155,9 @@ def overlay_montage(
     if pred.shape != image_hu.shape or (reference is not None and reference.shape != image_hu.shape):
         raise ValueError("image and labels must have one shape")
     is_label = pred > 0 if reference is None else (pred > 0) | (reference > 0)
-    view = _view(is_label, spacing_mm)
+    box = VoxelBox.from_mask(is_label) or VoxelBox.full(is_label.shape)
+    margin, least = ([round(mm / step) for step in spacing_mm] for mm in (_VIEW_MARGIN_MM, _MIN_VIEW_MM))
+    view = box.expanded(margin).at_least(least).clipped(is_label.shape)
     panels, height_px = _layout(is_label, np.multiply(view.shape, spacing_mm))
     canvas = Canvas(_WIDTH_PX, height_px)
     _draw_header(canvas, title, label_names, reference is not None)
@@ -93,17 +173,8 @@ def overlay_montage(
             outlined=None if reference is None else reference[at],
         )
         _draw_marks(axes, panel.plane, f"{panel.plane} {panel.index + 1}/{image_hu.shape[_AXIS[panel.plane]]}")
-    canvas.save(path)
+    write_png(canvas.figure, path)
     return panels
-
-
-def _view(is_label: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
-    """Box of the labels with a margin and a least size; the whole volume where there is no label."""
-    box = VoxelBox.from_mask(is_label)
-    if box is None:
-        return VoxelBox.full(is_label.shape)
-    margin, least = ([round(mm / step) for step in spacing_mm] for mm in (_VIEW_MARGIN_MM, _MIN_VIEW_MM))
-    return box.expanded(margin).at_least(least).clipped(is_label.shape)
 
 
 def _layout(is_label: np.ndarray, view_mm: np.ndarray) -> tuple[list[Panel], int]:

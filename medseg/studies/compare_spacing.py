@@ -23,7 +23,7 @@ from medseg.geometry.box import VoxelBox
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
-from medseg.pictures.panels import Panel, draw_panels
+from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.plan import Shape, count_memory
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs

@@ -16,7 +16,7 @@ from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.config.signature import plain
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
-from medseg.pictures.panels import Panel, draw_panels
+from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.plan import Shape, input_shape
 from medseg.report.tables import print_table, write_csv
 from medseg.runs.folder import read_summary

@@ -1,0 +1,196 @@
+"""Plots of measurements in one style: bars, scores and the learning-rate finder, written as small PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from medseg.io.atomic import replace_path
+
+_OURS, _OTHERS = "#0369a1", "#94a3b8"
+_COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
+_MAX_NAME = 28
+_BOX = {"color": "#9ca3af"}
+_SURE = ("", "reference")
+
+
+def new_figure(width_in: float, height_in: float, *titles: str, loc: Literal["left", "center"] = "center") -> tuple[Any, Sequence[Any]]:
+    """Make a figure without a window for plots, of a size in inches.
+
+    Returns:
+        The figure, and axes side by side, one per title, without a frame at the top and at the right.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
+    for number, title in enumerate(titles, start=1):
+        axes = figure.add_subplot(1, len(titles), number)
+        axes.set_title(title, fontsize=10, loc=loc, parse_math=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, figure.axes
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Draw a figure and write it with a palette of 256 colours, half the size of true colour.
+
+    The file appears under its name only when it is complete; missing folders are made.
+
+    Args:
+        figure: Matplotlib figure without a window.
+        path: PNG file.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    with replace_path(path) as part:
+        image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(part, "PNG")
+
+
+def shortened(text: str, length: int) -> str:
+    """Cut a text to a number of characters, the last of them an ellipsis."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def draw_lr_range(
+    rates: Sequence[float], losses: Sequence[float], curve: Sequence[float], suggested: float | None, title: str, path: Path
+) -> None:
+    """Draw the losses as dots, their smoothed curve and the suggested rate.
+
+    Args:
+        rates: Rates, rising.
+        losses: Loss of the step made at each.
+        curve: The same, smoothed.
+        suggested: Rate to mark; None = none.
+        title: Of what run.
+        path: PNG file to write.
+    """
+    figure, (axes,) = new_figure(7, 4, title)
+    axes.scatter(rates, losses, s=9, color="#94a3b8", label="loss of a step")
+    axes.plot(rates, curve, color="#0369a1", linewidth=2, label="smoothed")
+    if suggested is not None:
+        axes.axvline(suggested, color="#b91c1c", linewidth=1.2, linestyle="--", label=f"steepest fall: {suggested:.2g}")
+    axes.set_xscale("log")
+    # A last step that exploded would flatten all others.
+    axes.set_ylim(0.9 * min(losses), min(max(losses), 2.0 * losses[0]) * 1.1)
+    axes.set(xlabel="learning rate", ylabel="loss")
+    axes.legend(frameon=False, fontsize=9)
+    write_png(figure, path)
+
+
+class Panel(NamedTuple):
+    """One quantity of all rows.
+
+    Attributes:
+        title: Name and unit.
+        text: Format of a value, e.g. `{:.2f}`.
+        values: One per row; None = not known.
+        has_bars: Bars from zero; False = dots, on an axis that does not begin at zero.
+    """
+
+    title: str
+    text: str
+    values: Sequence[float | None]
+    has_bars: bool = True
+
+
+def draw_panels(names: Sequence[str], panels: Sequence[Panel], title: str, path: Path, others: Sequence[bool] = ()) -> None:
+    """Draw one panel per quantity that is known for some row.
+
+    Args:
+        names: Rows from top to bottom, at least one.
+        panels: Quantities from left to right.
+        title: Title of the figure.
+        path: PNG file to write.
+        others: Whether a row is a baseline, drawn grey; empty = none is.
+    """
+    panels = [panel for panel in panels if any(value is not None for value in panel.values)]
+    titles = [panel.title for panel in panels]
+    figure, all_axes = new_figure(2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names), *titles)
+    figure.suptitle(title, fontsize=10)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        known = {place: value for place, value in enumerate(panel.values) if value is not None}
+        places, numbers = list(known), list(known.values())
+        colours = [_OTHERS if others and others[place] else _OURS for place in places]
+        if panel.has_bars:
+            axes.barh(places, numbers, color=colours, height=0.72)
+            axes.set_xlim(0, 1.25 * max(numbers) or 1)
+        else:
+            axes.scatter(numbers, places, color=colours, s=30)
+            span = max(max(numbers) - min(numbers), 0.01)
+            axes.set_xlim(min(numbers) - 0.2 * span, max(numbers) + 0.6 * span)
+        for place, value in known.items():
+            axes.text(value, place, "  " + panel.text.format(value), va="center", fontsize=8)
+        shown = names if axes is all_axes[0] else ()
+        axes.set_yticks(range(len(shown)), shown, fontsize=9)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.tick_params(axis="x", labelbottom=False, bottom=False)
+        axes.spines["bottom"].set_visible(False)
+    write_png(figure, path)
+
+
+def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the Dice of every case by region, a box around the middle half, the worst case of each region named.
+
+    Args:
+        rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order; regions are drawn in the
+            order of their first row. A `trust` other than `reference` or "" makes a hollow point.
+        path: PNG file to write.
+
+    Raises:
+        ValueError: If there is no row.
+    """
+    if not rows:
+        raise ValueError("a plot of scores needs at least one row")
+    regions = list(dict.fromkeys(row["region"] for row in rows))
+    num_cases = len({row["case"] for row in rows})
+    hollow = " · hollow: reference approximate or absent" if any(row["trust"] not in _SURE for row in rows) else ""
+    title = f"{num_cases} case{'s' if num_cases != 1 else ''}{hollow}"
+    figure, (axes,) = new_figure(2.2 + 2.4 * len(regions), 4.8, title, loc="left")
+    for number, region in enumerate(regions):
+        own = sorted((row for row in rows if row["region"] == region), key=lambda row: row["dice"])
+        values = np.array([row["dice"] for row in own])
+        colour = _COLOURS[number % len(_COLOURS)]
+        if len(own) > 3:
+            axes.boxplot(
+                values,
+                positions=[number],
+                widths=0.5,
+                showfliers=False,
+                manage_ticks=False,
+                boxprops=_BOX,
+                whiskerprops=_BOX,
+                capprops=_BOX,
+                medianprops={"color": "#4b5563", "linewidth": 1.6},
+            )
+        # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
+        offsets = ((np.arange(len(own)) * 0.618) % 1 - 0.5) * 0.36
+        is_sure = np.array([row["trust"] in _SURE for row in own])
+        axes.scatter(number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3)
+        axes.scatter(number + offsets[~is_sure], values[~is_sure], s=26, facecolors="white", edgecolors=colour, zorder=3)
+        axes.annotate(
+            f"{shortened(own[0]['case'], _MAX_NAME)} {values[0]:.3f}",
+            (number + offsets[0], values[0]),
+            xytext=(0, -9),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=8,
+            color="#374151",
+            parse_math=False,
+        )
+    lowest = min(row["dice"] for row in rows)
+    reach = max(1.0 - lowest, 0.02)
+    axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=(lowest - 0.14 * reach, 1.0 + 0.04 * reach), ylabel="Dice")
+    axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    write_png(figure, path)
