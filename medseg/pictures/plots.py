@@ -17,7 +17,9 @@ _BOX = {"color": "#9ca3af"}
 _SURE = ("", "reference")
 
 
-def new_figure(width_in: float, height_in: float, *titles: str, loc: Literal["left", "center"] = "center") -> tuple[Any, Sequence[Any]]:
+def new_figure(
+    width_in: float, height_in: float, *titles: str, loc: Literal["left", "center"] = "center"
+) -> tuple[Any, Sequence[Any]]:
     """Make a figure without a window for plots, of a size in inches.
 
     Returns:
