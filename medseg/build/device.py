@@ -30,7 +30,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     Raises:
         UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
     """
-    from medseg.memory.accounting.step import count_step
+    from medseg.memory.accounting import count_step
     from medseg.memory.device_map import forward_order, named_parts, plan_device_map, resolve_device_map
 
     given = config.model.device_map

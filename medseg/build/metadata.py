@@ -3,6 +3,7 @@
 import contextlib
 import platform
 import subprocess
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "task": task.to_dict(),
         "num_classes": task.num_classes if stage.name is StageName.coarse else task.num_region_classes,
         "spacing_mm": list(config.spacing.target_spacing_mm) if config.spacing.target_spacing_mm else NATIVE,
-        "grid_rule": make_grid_rule(config.spacing).to_dict(),
+        "grid_rule": asdict(make_grid_rule(config.spacing)),
         "resampling": config.spacing.resampling.value,
         "patch_size": list(stage.patch_size) if stage.patch_size else None,
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,

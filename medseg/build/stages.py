@@ -13,7 +13,7 @@ from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import Precision, Resampling
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line
-from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.geometry.grid_rule import GridRule
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.preprocess.resample import ANTIALIASED
@@ -50,7 +50,7 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
             region_mode=metadata["region_mode"],
             precision=precision,
             device=device,
-            rule=GridRule.from_dict(metadata["grid_rule"]) if "grid_rule" in metadata else PLAIN,
+            rule=GridRule(**metadata.get("grid_rule", {})),
             checkpoints={str(path): checksum(path)},
         )
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:

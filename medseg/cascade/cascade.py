@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,15 @@ from torch import Tensor
 from medseg.cascade.join import RegionResult, join, paste_std
 from medseg.cascade.localise import localise
 from medseg.cascade.plausibility import agreement, distortion_warnings, voxel_ml
-from medseg.cascade.refine import refine
-from medseg.cascade.stage import CascadeOptions, TrainedStage
-from medseg.data.task import Task
+from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
+from medseg.data.task import Region, Task
 from medseg.errors import require
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
-from medseg.geometry.grid_rule import distortion, region_crop
+from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.volume import Volume
+from medseg.preprocess.crop import resample_crop
+from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
 from medseg.preprocess.orient import orient
 
 
@@ -41,7 +41,7 @@ class RegionBox:
     def to_dict(self) -> dict[str, Any]:
         """Plain types for a JSON file: voxels, their spacing, and the centres of the corner voxels in LPS."""
         return {
-            "voxels": self.voxels.to_dict(),
+            "voxels": asdict(self.voxels),
             "spacing_mm": list(self.grid.spacing_mm),
             "corners_xyz_mm": self.grid.corners_xyz_mm().tolist(),
         }
@@ -222,3 +222,40 @@ def _timed(durations_s: dict[str, float], step: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     durations_s[step] = time.perf_counter() - start
+
+
+def refine(
+    image_hu: np.ndarray,
+    grid: VoxelGrid,
+    crop: Crop,
+    region: Region,
+    stage: TrainedStage,
+    options: CascadeOptions | None = None,
+) -> Prediction:
+    """Segment one region; only its crop is resampled.
+
+    Args:
+        image_hu: Oriented volume (D, H, W) in HU.
+        grid: Its grid, oriented.
+        crop: Crop of the region, see `region_crop`; may reach outside.
+        region: The region, one of the stage's task.
+        stage: The fine stage.
+        options: How the networks run; the defaults where None.
+
+    Returns:
+        Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are left out and so count as background.
+    """
+    # One name for the image at all times: a second name would keep a second crop in memory while the network runs.
+    image = resample_crop(
+        image_hu, grid, grid.resampled(stage.spacing_mm), crop, stage.air_hu, stage.resampling, limits=HU_LIMITS
+    )
+    image = normalise_hu(image, stage.task.window_hu)
+    # In the mode `mirrored` right sides look like left ones to the network.
+    flipped = [X_AXIS] if stage.region_mode == "mirrored" and region.side == "right" else []
+    if flipped:
+        image = image.flip(flipped)
+    prediction = stage.predict_probs(image, stage.task.regions.index(region), options or CascadeOptions())
+    # `flip` copies, even without an axis: a view would keep the background and the classes of other regions in memory.
+    probs = prediction.probs[1 : 1 + len(region.labels)].flip(flipped)
+    std = prediction.std
+    return prediction._replace(probs=probs, std=None if std is None else std.flip(flipped))

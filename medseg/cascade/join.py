@@ -10,8 +10,7 @@ from torch import Tensor
 
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.postprocess import Planes, fill_holes, remove_small_components
 from medseg.preprocess.resample import resample_image
 

@@ -18,12 +18,10 @@ from medseg.cascade.plausibility import (
 )
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.task import Task
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.inference.postprocess import gas_components, keep_large_components
-from medseg.inference.tiles import most_probable
-from medseg.inference.tiling_plan import TilingPlan
+from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut
 from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
 from medseg.preprocess.resample import resample_image

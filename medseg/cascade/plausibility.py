@@ -12,8 +12,7 @@ from scipy import ndimage
 
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task, is_side_pair
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import distortion
 from medseg.preprocess.orient import FACES
 

@@ -18,9 +18,8 @@ from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.tile_workers import TileWorkers
-from medseg.inference.tiles import PROBS_DTYPE, predict_probs
-from medseg.inference.tiling_plan import TilingPlan, plan_tiling
-from medseg.memory.accounting.forward import forward_bytes_per_voxel
+from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
+from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
 from medseg.preprocess.resample import ANTIALIASED
 

@@ -32,8 +32,7 @@ from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import is_same_source, sources_of
 from medseg.data.task import Task
 from medseg.errors import UserError
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.intensity import AIR_HU, HU_LIMITS
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
@@ -287,10 +286,10 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         split=case.split,
         trust=dict(case.trust),
         folder=folder,
-        grid=VoxelGrid.from_dict(record["grid"]),
+        grid=VoxelGrid(**record["grid"]),
         has_labels="labels" in record["sources"],
         label_counts=dict(record["label_counts"]),
-        region_boxes={name: VoxelBox.from_dict(box) for name, box in record["region_boxes"].items()},
+        region_boxes={name: VoxelBox(**box) for name, box in record["region_boxes"].items()},
         audit=audit,
         ignore_findings=case.ignore_findings,
         resampling=resampling,
@@ -366,10 +365,10 @@ def _build(
         "sources": source.sources,
         "read_as": _read_as(case),
         "configuration": folder.parent.name,
-        "grid": grid.to_dict(),
+        "grid": asdict(grid),
         "num_bytes": {name: (folder / name).stat().st_size for name in files},
         "label_counts": counts,
-        "region_boxes": {name: box.to_dict() for name, box in boxes.items()},
+        "region_boxes": {name: asdict(box) for name, box in boxes.items()},
         "audit": audit.to_dict(),
     }
     with (folder / "case.json").open("w", encoding="utf-8") as text_file:

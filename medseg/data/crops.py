@@ -13,7 +13,7 @@ import numpy as np
 from medseg.data.cache import CachedCase
 from medseg.data.spacings import ScanSpacings, draw_spacing_mm
 from medseg.data.task import Region
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import PLAIN, Crop, GridRule, region_crop
 
 

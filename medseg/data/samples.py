@@ -20,8 +20,7 @@ from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop, GridRule
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
 from medseg.preprocess.intensity import AIR, AIR_HU, normalise_hu

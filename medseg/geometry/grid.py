@@ -1,4 +1,4 @@
-"""Voxel grid: position, spacing and direction of the voxels of an array in the patient.
+"""Voxel grids and voxel boxes: position, spacing and direction of the voxels of an array in the patient, and ranges of voxels.
 
 Only this module converts between array indices (z, y, x) and world points (x, y, z) in LPS millimetres.
 """
@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from medseg.geometry.box import VoxelBox
-
 DIRECTION_TOLERANCE = 1e-3
 """Largest entry of |DᵀD − I| of a direction that still counts as orthonormal (headers store rounded decimals)."""
 
@@ -25,12 +23,124 @@ Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[flo
 IDENTITY: Matrix = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
-def _triple(values: Iterable[Any], name: str) -> tuple[float, float, float]:
-    """Copy three finite numbers into a tuple of plain floats."""
-    result = tuple(float(value) for value in values)
-    if len(result) != 3 or not all(math.isfinite(value) for value in result):
+def _triple(values: Iterable[Any], name: str, kind: type = float) -> tuple[Any, Any, Any]:
+    """Copy three finite numbers into a tuple of plain numbers of one kind."""
+    result = tuple(kind(value) for value in values)
+    if len(result) != 3 or not all(map(math.isfinite, result)):
         raise ValueError(f"{name} needs three finite numbers, got {result}")
     return result
+
+
+@dataclass(frozen=True)
+class VoxelBox:
+    """A box of voxels on some grid; it may reach outside that grid.
+
+    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes to the high end (`stop`).
+
+    Attributes:
+        start: First voxel per axis, (z, y, x).
+        stop: One past the last voxel per axis, (z, y, x), never below `start`.
+    """
+
+    start: tuple[int, int, int]
+    stop: tuple[int, int, int]
+
+    def __post_init__(self) -> None:
+        for name in ("start", "stop"):
+            object.__setattr__(self, name, _triple(getattr(self, name), name, int))
+        if any(stop < start for start, stop in zip(self.start, self.stop, strict=True)):
+            raise ValueError(f"a box must not end before it starts: start {self.start}, stop {self.stop}")
+
+    @classmethod
+    def of(cls, starts: Iterable[int], stops: Iterable[int]) -> VoxelBox:
+        """Make a box of two iterables of three numbers."""
+        return cls(tuple(starts), tuple(stops))  # type: ignore[arg-type]
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> VoxelBox:
+        """Make the box of a whole array of this shape (D, H, W)."""
+        return cls.of((0, 0, 0), shape)
+
+    @classmethod
+    def from_mask(cls, mask: np.ndarray) -> VoxelBox | None:
+        """Find the smallest box around all true voxels of a mask (D, H, W); None where there are none."""
+        if mask.ndim != 3:
+            raise ValueError(f"a mask needs three axes (D, H, W), got {mask.ndim}")
+        bounds: list[tuple[int, int]] = []
+        for axis in range(3):
+            # Outside the bounds found so far the mask is empty: each further axis reads less.
+            inside = mask[tuple(itertools.starmap(slice, bounds))]
+            hits = np.flatnonzero(inside.any(axis=tuple(other for other in range(3) if other != axis)))
+            if hits.size == 0:
+                return None
+            bounds.append((int(hits[0]), int(hits[-1]) + 1))
+        return cls.of(*zip(*bounds, strict=True))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Voxels per axis, (D, H, W)."""
+        return _triple((stop - start for start, stop in zip(self.start, self.stop, strict=True)), "shape", int)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the box contains no voxel."""
+        return 0 in self.shape
+
+    def slices(self) -> tuple[slice, slice, slice]:
+        """Index an array (D, H, W) with the box.
+
+        Raises:
+            ValueError: If the box starts below zero, where numpy would count from the end.
+        """
+        if min(self.start) < 0:
+            raise ValueError(f"a box that starts below zero cannot index an array: start {self.start}")
+        z, y, x = map(slice, self.start, self.stop)
+        return z, y, x
+
+    def contains(self, other: VoxelBox) -> bool:
+        """Whether all voxels of the other box are in this one; every box contains an empty one."""
+        return other.is_empty or self.intersect(other) == other
+
+    def intersect(self, other: VoxelBox) -> VoxelBox:
+        """Keep the voxels that both boxes contain; an empty box where they do not meet."""
+        starts = list(map(max, self.start, other.start))
+        return VoxelBox.of(starts, map(max, starts, map(min, self.stop, other.stop)))
+
+    def shifted(self, offset: Sequence[int]) -> VoxelBox:
+        """Move the box by an offset in voxels, (z, y, x)."""
+        return VoxelBox.of(*([a + b for a, b in zip(ends, offset, strict=True)] for ends in (self.start, self.stop)))
+
+    def expanded(self, voxels: Sequence[int]) -> VoxelBox:
+        """Add this many voxels on both sides of each axis, (z, y, x); negative numbers shrink."""
+        return VoxelBox.of(
+            (start - step for start, step in zip(self.start, voxels, strict=True)),
+            (stop + step for stop, step in zip(self.stop, voxels, strict=True)),
+        )
+
+    def clipped(self, shape: Sequence[int]) -> VoxelBox:
+        """Keep the part inside an array of this shape (D, H, W)."""
+        return self.intersect(VoxelBox.full(shape))
+
+    def at_least(self, min_shape: Sequence[int]) -> VoxelBox:
+        """Grow about the centre to at least this shape (D, H, W); axes that are long enough stay as they are.
+
+        Example:
+            >>> VoxelBox((0, 10, 0), (4, 13, 9)).at_least((6, 6, 6))
+            VoxelBox(start=(-1, 9, 0), stop=(5, 15, 9))
+        """
+        growth = [max(0, want - have) for want, have in zip(min_shape, self.shape, strict=True)]
+        starts = [start - step // 2 for start, step in zip(self.start, growth, strict=True)]
+        return VoxelBox.of(starts, map(sum, zip(starts, self.shape, growth, strict=True)))
+
+    def to_multiple(self, divisor: Sequence[int]) -> VoxelBox:
+        """Grow about the centre until each axis is a multiple of its divisor (z, y, x).
+
+        Raises:
+            ValueError: If a divisor is below one.
+        """
+        if min(divisor) < 1:
+            raise ValueError(f"divisors must be 1 or more, got {tuple(divisor)}")
+        return self.at_least([-(-have // step) * step for have, step in zip(self.shape, divisor, strict=True)])
 
 
 def resampled_shape(
@@ -59,17 +169,16 @@ def resampled_shape(
     """
     if min(*spacing_mm, *target_spacing_mm) <= 0:
         raise ValueError(f"spacings must be positive, got {spacing_mm} and {target_spacing_mm}")
-    depth, height, width = (
-        # A half is rounded up, also where rounding noise lies just below it.
-        max(1, math.floor(size * old / new + 0.5 + INDEX_TOLERANCE))
-        for size, old, new in zip(shape, spacing_mm, target_spacing_mm, strict=True)
-    )
-    return depth, height, width
+    # A half is rounded up, also where rounding noise lies just below it.
+    sizes = np.floor(np.array(shape) * spacing_mm / np.array(target_spacing_mm) + 0.5 + INDEX_TOLERANCE)
+    return _triple(np.maximum(1, sizes), "shape", int)
 
 
 @dataclass(frozen=True)
 class VoxelGrid:
     """Size, spacing, origin and direction of a volume; copies what it is given and never changes.
+
+    `VoxelGrid(**data)` restores what `dataclasses.asdict` made for a JSON file; floats survive exactly.
 
     Attributes:
         shape: Voxels per axis, (D, H, W), each at least 1.
@@ -85,21 +194,13 @@ class VoxelGrid:
     direction: Matrix = IDENTITY
 
     def __post_init__(self) -> None:
-        shape = tuple(int(size) for size in self.shape)
-        if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(f"shape needs three sizes of at least 1, got {shape}")
+        for name, kind in (("shape", int), ("spacing_mm", float), ("origin_xyz_mm", float)):
+            object.__setattr__(self, name, _triple(getattr(self, name), name, kind))
+        object.__setattr__(self, "direction", tuple(_triple(row, "a row of direction") for row in self.direction))
+        if min(self.shape) < 1 or min(self.spacing_mm) <= 0:
+            raise ValueError(f"shape must be at least 1 and spacing_mm positive, got {self.shape} and {self.spacing_mm}")
         if len(self.direction) != 3:
             raise ValueError(f"direction needs three rows, got {len(self.direction)}")
-        copies = {
-            "shape": shape,
-            "spacing_mm": _triple(self.spacing_mm, "spacing_mm"),
-            "origin_xyz_mm": _triple(self.origin_xyz_mm, "origin_xyz_mm"),
-            "direction": tuple(_triple(row, "a row of direction") for row in self.direction),
-        }
-        for name, value in copies.items():
-            object.__setattr__(self, name, value)
-        if min(self.spacing_mm) <= 0:
-            raise ValueError(f"spacing_mm must be positive, got {self.spacing_mm}")
         matrix = np.array(self.direction)
         error = float(np.abs(matrix.T @ matrix - np.eye(3)).max())
         if error > DIRECTION_TOLERANCE:
@@ -191,15 +292,9 @@ class VoxelGrid:
             columns_zyx[:, ::-1].tolist(),
         )
 
-    def has_same_axes(self, other: VoxelGrid, tolerance: float = DIRECTION_TOLERANCE) -> bool:
-        """Whether the directions agree, entry by entry."""
-        return bool(np.abs(np.array(self.direction) - np.array(other.direction)).max() <= tolerance)
-
     def is_close(self, other: VoxelGrid, tolerance_mm: float = 1e-3) -> bool:
         """Whether both grids have the same shape and all corners agree."""
-        if self.shape != other.shape:
-            return False
-        return bool(np.abs(self.corners_xyz_mm() - other.corners_xyz_mm()).max() <= tolerance_mm)
+        return self.shape == other.shape and np.allclose(self.corners_xyz_mm(), other.corners_xyz_mm(), rtol=0, atol=tolerance_mm)
 
     def axis_map_to(self, other: VoxelGrid) -> tuple[tuple[float, float], ...]:
         """Express this grid's indices as indices of another grid with the same axes.
@@ -210,7 +305,7 @@ class VoxelGrid:
         Raises:
             ValueError: If the axes differ.
         """
-        if not self.has_same_axes(other):
+        if not np.allclose(self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE):
             raise ValueError("the two grids do not have the same axes")
         offsets = other.world_to_index_zyx(self.origin_xyz_mm)
         scales = np.array(self.spacing_mm) / np.array(other.spacing_mm)
@@ -228,13 +323,11 @@ class VoxelGrid:
         Returns:
             Box in voxels of this grid; it may reach outside.
         """
-        starts, stops = [], []
-        for (scale, offset), low, high in zip(other.axis_map_to(self), box.start, box.stop, strict=True):
-            # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding 0.5.
-            starts.append(math.floor(scale * (low - 0.5) + offset + 0.5 + INDEX_TOLERANCE))
-            stop = math.ceil(scale * (high - 0.5) + offset + 0.5 - INDEX_TOLERANCE)
-            stops.append(starts[-1] if high == low else max(stop, starts[-1] + 1))
-        return VoxelBox.of(starts, stops)
+        # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding 0.5.
+        scale, offset = np.transpose(other.axis_map_to(self))
+        starts = np.floor(scale * (np.array(box.start) - 0.5) + offset + 0.5 + INDEX_TOLERANCE)
+        stops = np.ceil(scale * (np.array(box.stop) - 0.5) + offset + 0.5 - INDEX_TOLERANCE)
+        return VoxelBox.of(starts, np.where(np.equal(box.start, box.stop), starts, np.maximum(stops, starts + 1)))
 
     def centres_within(self, other: VoxelGrid) -> VoxelBox:
         """Find the voxels of this grid's lattice whose centres are in the field of view of another grid.
@@ -245,21 +338,7 @@ class VoxelGrid:
         Returns:
             Box in voxels of this grid, which may reach outside it; empty where there is none.
         """
-        axes = list(zip(other.axis_map_to(self), other.shape, strict=True))
-        starts = [math.ceil(offset - 0.5 * scale - INDEX_TOLERANCE) for (scale, offset), _ in axes]
-        stops = [math.floor(offset + (size - 0.5) * scale + INDEX_TOLERANCE) + 1 for (scale, offset), size in axes]
-        return VoxelBox.of(starts, map(max, starts, stops))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types for a JSON file; floats survive exactly."""
-        return {
-            "shape": list(self.shape),
-            "spacing_mm": list(self.spacing_mm),
-            "origin_xyz_mm": list(self.origin_xyz_mm),
-            "direction": [list(row) for row in self.direction],
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> VoxelGrid:
-        """Read what `to_dict` wrote."""
-        return cls(data["shape"], data["spacing_mm"], data["origin_xyz_mm"], data["direction"])
+        scale, offset = np.transpose(other.axis_map_to(self))
+        starts = np.ceil(offset - 0.5 * scale - INDEX_TOLERANCE)
+        stops = np.floor(offset + (np.array(other.shape) - 0.5) * scale + INDEX_TOLERANCE) + 1
+        return VoxelBox.of(starts, np.maximum(starts, stops))

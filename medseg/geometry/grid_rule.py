@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 
 
 class Crop(NamedTuple):
@@ -79,24 +78,6 @@ class GridRule:
         box = box.to_multiple(divisor)
         # The deepest level of a network would have a single voxel, and an instance norm has no variance of one.
         return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types for the metadata of a checkpoint."""
-        return {
-            "size": list(self.size) if self.size else None,
-            "is_cube": self.is_cube,
-            "range_mm": list(self.range_mm) if self.range_mm else None,
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> GridRule:
-        """Read what `to_dict` wrote; keys that older checkpoints lack have their defaults."""
-        size, range_mm = data["size"], data.get("range_mm")
-        return cls(
-            (int(size[0]), int(size[1]), int(size[2])) if size else None,
-            bool(data.get("is_cube", False)),
-            (float(range_mm[0]), float(range_mm[1])) if range_mm else None,
-        )
 
 
 PLAIN = GridRule()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from scipy import ndimage
 
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 
 # A lung at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered again when they are needed.
 SLAB_VOXELS = 2**25

@@ -1,15 +1,17 @@
-"""Tiles: class probabilities of a crop from one network pass, or from overlapping tiles that are blended."""
+"""Tiles of a sliding window: the plan that fits the memory budget, positions and weights, and the blended class probabilities."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.tiling import axis_weights, tile_boxes
+from medseg.geometry.grid import VoxelBox
 from medseg.preprocess.crop import pad_at_end
 from medseg.preprocess.intensity import AIR
 
@@ -179,3 +181,133 @@ def _softmax_slabs(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
         planes = slice(start, min(start + step, depth))
         probs[:, planes] = torch.softmax(logits[:, planes, :height, :width], dim=0, dtype=torch.float32)
     return probs
+
+
+# Smaller tiles show too little of an organ, voxels per axis.
+MIN_TILE = 64
+
+
+@dataclass(frozen=True)
+class TilingPlan:
+    """How one crop goes through a network.
+
+    Attributes:
+        tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a whole.
+        batch_size: Number of tiles that go through the network together.
+        num_bytes: Predicted memory of the network, without its weights, the crop and the result.
+    """
+
+    tile_size: Shape | None
+    batch_size: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        if self.tile_size is None:
+            return "whole"
+        return f"tiles of {'×'.join(map(str, self.tile_size))}" + (f", {self.batch_size} at a time" * (self.batch_size > 1))
+
+
+def plan_tiling(
+    shape: Shape,
+    divisor: Shape,
+    bytes_per_voxel: float,
+    budget_bytes: float,
+    tile_size: Shape | None = None,
+    max_batch: int = 1,
+) -> TilingPlan:
+    """Find the largest network input within the budget.
+
+    Args:
+        shape: Size of the crop, (z, y, x).
+        divisor: Required multiple of the input size, (z, y, x).
+        bytes_per_voxel: Memory of the network per voxel of its input.
+        budget_bytes: Memory that the network may use.
+        tile_size: Wanted tile, reduced where the budget is too small for it. None: the whole crop, and where it does not fit the
+            largest tile that does, as close to a cube as the crop allows.
+        max_batch: Largest number of tiles at a time.
+
+    Raises:
+        ValueError: If the smallest tile exceeds the budget; the message names its memory.
+    """
+    wanted = round_up(shape if tile_size is None else tile_size, divisor)
+    tile = list(wanted)
+    least = [min(size, low) for size, low in zip(wanted, round_up((MIN_TILE, MIN_TILE, MIN_TILE), divisor), strict=True)]
+    while math.prod(tile) * bytes_per_voxel > budget_bytes:
+        # The longest axis that can still shrink; the first one of several, z, is where scans are longest.
+        axis = max((axis for axis in range(3) if tile[axis] > least[axis]), key=lambda axis: tile[axis], default=None)
+        if axis is None:
+            raise ValueError(
+                f"the smallest tile, {'×'.join(map(str, tile))}, needs {math.prod(tile) * bytes_per_voxel / 2**30:.2f} GiB"
+            )
+        tile[axis] -= divisor[axis]
+    depth, height, width = tile
+    num_bytes = round(math.prod(tile) * bytes_per_voxel)
+    if tile_size is None and (depth, height, width) == wanted:
+        return TilingPlan(None, 1, num_bytes)
+    batch_size = max(1, min(max_batch, int(budget_bytes // max(1, num_bytes))))
+    return TilingPlan((depth, height, width), batch_size, batch_size * num_bytes)
+
+
+def _starts(size: int, tile: int, overlap: float) -> list[int]:
+    """Spread tiles of one length evenly over one axis, the first at its start and the last at its end."""
+    span = size - tile
+    if span <= 0:
+        return [0]
+    num_steps = math.ceil(span / max(1.0, tile * (1.0 - overlap)))
+    return [round(step * span / num_steps) for step in range(num_steps + 1)]
+
+
+def tile_boxes(shape: tuple[int, int, int], tile_shape: tuple[int, int, int], overlap: float) -> list[VoxelBox]:
+    """Cover a volume with tiles of one shape.
+
+    All tiles lie inside the volume; an axis shorter than the tile gets one tile of its own length.
+
+    Args:
+        shape: Volume size in voxels, (D, H, W).
+        tile_shape: Tile size in voxels, (D, H, W).
+        overlap: Least part of a tile's length that neighbours share per axis, in [0, 1), to a voxel of rounding.
+
+    Returns:
+        Boxes in C order (x fastest) that cover every voxel.
+
+    Raises:
+        ValueError: If a size is below one or the overlap lies outside [0, 1).
+
+    Example:
+        >>> [box.start[0] for box in tile_boxes((10, 4, 4), (4, 8, 4), 0.5)]
+        [0, 2, 4, 6]
+    """
+    if min(*shape, *tile_shape) < 1:
+        raise ValueError(f"sizes must be at least 1, got volume {shape} and tile {tile_shape}")
+    if not 0.0 <= overlap < 1.0:
+        raise ValueError(f"overlap must lie in [0, 1), got {overlap}")
+    lengths = [min(size, tile) for size, tile in zip(shape, tile_shape, strict=True)]
+    depth, height, width = lengths
+    z_starts, y_starts, x_starts = (_starts(size, length, overlap) for size, length in zip(shape, lengths, strict=True))
+    return [VoxelBox((z, y, x), (z + depth, y + height, x + width)) for z in z_starts for y in y_starts for x in x_starts]
+
+
+def axis_weights(size: int, tile: int, overlap: float, sigma_scale: float = 1 / 8) -> dict[int, np.ndarray]:
+    """Weigh the tiles of `tile_boxes` along one axis: most in the middle of a tile, in sum one at each voxel.
+
+    The tiles stand in rows, so the products of three axes' weights sum to one as well, and no sum needs to be kept.
+
+    Args:
+        size: Voxels of the volume along the axis.
+        tile: Voxels of a tile.
+        overlap: As for `tile_boxes`.
+        sigma_scale: Standard deviation of the Gaussian as part of the tile's length, > 0.
+
+    Returns:
+        Weights of a tile's voxels, float32, by the tile's start.
+
+    Source: Isensee et al., nnU-Net, Nature Methods 18 (2021), importance weighting of sliding windows.
+    """
+    length = min(size, tile)
+    distance = (np.arange(length) - (length - 1) / 2) / (sigma_scale * length)
+    profile = np.exp(-0.5 * distance**2)
+    starts = _starts(size, length, overlap)
+    total = np.zeros(size)
+    for start in starts:
+        total[start : start + length] += profile
+    return {start: (profile / total[start : start + length]).astype(np.float32) for start in starts}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medseg.memory.checkpointing import names_below
+from medseg.memory.switches import names_below
 
 
 def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:

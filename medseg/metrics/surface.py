@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from scipy.ndimage import distance_transform_edt
 
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.metrics.overlap import dice, volume_ml
 
 # Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation, reflection and swap of inside and outside.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.pictures.plots import shortened, write_png
 
 BACKGROUND = "#0d1117"

@@ -20,7 +20,7 @@ from medseg.io.atomic import replace_text
 if TYPE_CHECKING:
     from torch import nn
 
-    from medseg.memory.accounting.step import StepMemory
+    from medseg.memory.accounting import StepMemory
 
 Shape = tuple[int, int, int]
 
@@ -88,7 +88,7 @@ def count_memory(
     from medseg.build.network import make_network
     from medseg.build.optimisation import make_optimizer
     from medseg.build.switches import switch_on
-    from medseg.memory.accounting.step import count_step
+    from medseg.memory.accounting import count_step
 
     memory, samples = config.memory, samples_per_rank(config)
     region = torch.zeros(samples, dtype=torch.int64)

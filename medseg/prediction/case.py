@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,7 @@ def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData) -
     report = {
         "input": str(scan.path),
         **scan.reading(),
-        "grid": volume.grid.to_dict(),
+        "grid": asdict(volume.grid),
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},
         "passes": result.tiling_plans,

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.resample import ANTIALIASED, resample_image
 

@@ -80,7 +80,7 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     from medseg.training.checkpoints import Checkpoints
     from medseg.training.history import History
     from medseg.training.machine import peak_bytes
-    from medseg.weights.checkpoint import load_checkpoint
+    from medseg.weights.files import load_checkpoint
 
     _announce(config)
     torch.manual_seed(config.seed)  # initial weights

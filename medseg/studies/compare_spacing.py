@@ -19,8 +19,7 @@ from medseg.config.signature import plain, signature
 from medseg.console import say
 from medseg.data.case_table import write_case_table
 from medseg.errors import EXIT_FAILED, UserError
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
 from medseg.pictures.plots import Panel, draw_panels
@@ -250,7 +249,7 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape:
     """Network input of the largest crop in the report of a prediction; the smallest input if no region was found."""
     divisor = find_divisor(config)
-    boxes = [VoxelBox.from_dict(box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
+    boxes = [VoxelBox(**box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
     return max((box.shape for box in boxes), key=math.prod, default=divisor)
 
 

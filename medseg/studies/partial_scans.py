@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image, write_labels
 from medseg.preprocess.orient import orient

@@ -27,7 +27,7 @@ from medseg.data.spacings import ScanSpacings
 from medseg.data.splits import CaseSource
 from medseg.data.task import Task
 from medseg.errors import UserError
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule
 
 T = TypeVar("T")

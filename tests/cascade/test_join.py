@@ -10,8 +10,7 @@ from oracle import OBLIQUE
 from medseg.cascade import join as joining
 from medseg.cascade.join import clean_labels, join, merge
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import crop_padded
 
 LOBES = Task(

@@ -9,8 +9,7 @@ from oracle import OBLIQUE, TASK
 from medseg.cascade.localise import Localisation, locate_regions
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, is_side_pair
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import region_crop
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)

@@ -12,8 +12,7 @@ import torch
 from medseg.build.stages import load_stage
 from medseg.cascade.localise import Localisation, localise
 from medseg.cascade.stage import TrainedStage
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import region_crop
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec

@@ -7,8 +7,7 @@ import pytest
 from oracle import OBLIQUE, TASK
 
 from medseg.cascade.plausibility import agreement, upside_down_warnings
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
 REGIONS = {region.name: TASK.region_values(region) for region in TASK.regions}

@@ -12,8 +12,7 @@ from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
 from medseg.data.case_table import Case
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 
 LABEL_VALUES = {1: "left_lung", 2: "right_lung"}
 

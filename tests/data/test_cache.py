@@ -28,8 +28,7 @@ from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.scale import HuScale
 
 SPACING_MM = (3.0, 1.25, 1.5)

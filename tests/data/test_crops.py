@@ -10,7 +10,7 @@ from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops, jittered
 from medseg.data.sampler import sample_rng
 from medseg.data.task import Task
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule, region_crop
 
 

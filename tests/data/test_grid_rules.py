@@ -12,8 +12,7 @@ from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase
 from medseg.data.samples import CoarseSamples, CropOf, FineSamples, Sample, collate_padded
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop, GridRule, region_crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels

@@ -23,7 +23,7 @@ from medseg.data.samples import (
     init_worker,
 )
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise_hu

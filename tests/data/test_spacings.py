@@ -18,7 +18,7 @@ from medseg.data.source_case import read_source
 from medseg.data.spacings import AVERAGES, ScanSpacings, draw_spacing_mm, typical_spacing_mm
 from medseg.data.splits import CaseSource, Split
 from medseg.data.task import Task
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule, clamp_spacing, region_crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels

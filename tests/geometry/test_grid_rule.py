@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule, distortion, region_crop
 
 OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
@@ -69,4 +70,4 @@ def test_a_scan_is_seen_at_the_spacing_of_the_range_that_is_nearest_to_its_own()
 
 @pytest.mark.parametrize("rule", [PLAIN, GridRule(size=(32, 48, 40)), GridRule(is_cube=True), GridRule(range_mm=(0.8, 3.0))])
 def test_a_rule_comes_back_from_the_card(rule: GridRule) -> None:
-    assert GridRule.from_dict(rule.to_dict()) == rule
+    assert GridRule(**asdict(rule)) == rule

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.inference import postprocess
 from medseg.inference.postprocess import fill_holes, gas_components, keep_large_components, label_box, remove_small_components
 

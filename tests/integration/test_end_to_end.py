@@ -16,7 +16,7 @@ import torch
 from medseg.cascade.stage import TrainedStage
 from medseg.data.cache import CachedCase
 from medseg.errors import UserError
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image

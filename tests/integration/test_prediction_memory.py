@@ -25,7 +25,7 @@ import dataclasses, sys, torch
 from medseg.cascade import cascade as cascade_module
 from medseg.commands import predict
 from medseg.prediction import batch
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 
 def everywhere(image_hu, grid, stage, options, localise=cascade_module.localise):
     found = localise(image_hu, grid, stage, options)

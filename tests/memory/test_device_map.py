@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.memory.checkpointing import checkpoint_blocks
 from medseg.memory.device_map import apply_device_map, forward_order, named_parts, plan_device_map
+from medseg.memory.switches import checkpoint_blocks
 from medseg.models.unet import UNet
 
 

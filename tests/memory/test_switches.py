@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from medseg.memory.checkpointing import checkpoint_blocks, select_blocks
-from medseg.memory.offload import offload_activations, save_to_host
 from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
-from medseg.memory.switches import apply_switches
+from medseg.memory.switches import apply_switches, checkpoint_blocks, offload_activations, save_to_host, select_blocks
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 

@@ -20,7 +20,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
-from medseg.memory.accounting.tracker import MemoryTracker
+from medseg.memory.accounting import MemoryTracker
 from medseg.planning import plan as plan_app
 from medseg.training.module import SegmentationModule
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
 
 

@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess import resample
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.resample import ANTIALIASED, CUBIC, LINEAR, RESAMPLINGS, axis_taps, resample_image, resample_labels

@@ -14,8 +14,7 @@ import pytest
 from medseg.cascade.cascade import RegionBox
 from medseg.config.schema import MakeWeightsConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
 from medseg.studies import steps as steps_module

@@ -213,13 +213,13 @@ class CaseAudit:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types for a JSON file."""
-        return asdict(self) | {"grid": self.grid.to_dict()}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
         findings = tuple(Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"])
-        return cls(**{**data, "grid": VoxelGrid.from_dict(data["grid"]), "findings": findings})
+        return cls(**{**data, "grid": VoxelGrid(**data["grid"]), "findings": findings})
 
 
 def find(kind: str, **values: Any) -> Finding:

@@ -19,8 +19,7 @@ import numpy as np
 
 from medseg.data.audit.finding import Finding, find
 from medseg.data.task import Region, Task, is_side_pair
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.intensity import AIR_HU
 from medseg.preprocess.orient import FACES
 

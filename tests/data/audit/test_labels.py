@@ -22,8 +22,7 @@ from medseg.data.audit.labels import (
     measure_volumes,
 )
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import draw_spec

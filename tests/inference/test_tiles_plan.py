@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from medseg.inference.tiling_plan import TilingPlan, plan_tiling
+from medseg.inference.tiles import TilingPlan, plan_tiling
 
 DIVISOR = (16, 16, 16)
 CROP = (250, 200, 150)

@@ -8,9 +8,9 @@ import torch
 from oracle import GRID, TASK, FineOracle, scan, stage
 from torch import Tensor
 
-from medseg.cascade.refine import refine
+from medseg.cascade.cascade import refine
 from medseg.data.task import Region, Task
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image

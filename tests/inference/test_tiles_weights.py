@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medseg.geometry.box import VoxelBox
-from medseg.geometry.tiling import axis_weights, tile_boxes
+from medseg.geometry.grid import VoxelBox
+from medseg.inference.tiles import axis_weights, tile_boxes
 
 
 @pytest.mark.parametrize("shape", [(17, 30, 41), (8, 9, 10), (3, 64, 5), (1, 1, 1)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.memory.accounting.forward import WORKSPACE, forward_bytes_per_voxel
+from medseg.memory.accounting import WORKSPACE, forward_bytes_per_voxel
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_live_tensors_are_counted_and_weights_are_not() -> None:
 
 SCRIPT = """
 import sys, torch
-from medseg.memory.accounting.forward import forward_bytes_per_voxel
+from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.switches import use_channels_last
 from medseg.memory.precision import autocast
 from medseg.models.unet import UNet

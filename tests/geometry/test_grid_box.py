@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from medseg.geometry.box import VoxelBox
+from medseg.geometry.grid import VoxelBox
 
 BOX = VoxelBox((-3, 4, 10), (4, 9, 31))
 
@@ -80,9 +81,9 @@ def test_a_box_below_zero_indexes_nothing() -> None:
 
 
 def test_dict_survives_json_and_numpy_integers_become_plain() -> None:
-    assert VoxelBox.from_dict(json.loads(json.dumps(BOX.to_dict()))) == BOX
+    assert VoxelBox(**json.loads(json.dumps(asdict(BOX)))) == BOX
     made = VoxelBox(tuple(np.array([0, 1, 2])), tuple(np.array([3, 4, 5])))
-    assert json.dumps(made.to_dict()) == '{"start": [0, 1, 2], "stop": [3, 4, 5]}'
+    assert json.dumps(asdict(made)) == '{"start": [0, 1, 2], "stop": [3, 4, 5]}'
     bounds = [0, 1, 2]
     copied = VoxelBox(bounds, [3, 4, 5])  # type: ignore[arg-type]
     bounds[0] = 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
-from medseg.memory.accounting.step import StepMemory, count_step
+from medseg.memory.accounting import StepMemory, count_step
 from medseg.memory.switches import apply_switches
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
