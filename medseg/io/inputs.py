@@ -36,11 +36,9 @@ def is_dicom_file(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         head = file.read(132)
-    if head[128:] == b"DICM":
-        return True
     # (0002,00xx) or (0008,00xx), little endian; then two letters, or a length below 64 KiB.
     is_group = len(head) == 132 and head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
-    return is_group and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0")
+    return head[128:] == b"DICM" or (is_group and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0"))
 
 
 def is_dicomdir(path: Path) -> bool:
@@ -59,29 +57,20 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         folder: Where to look.
         is_deep: Whether also in the folders below, links followed once.
     """
-    seen: set[Path] = set()
-    waiting = [folder]
+    seen, waiting = set[Path](), [folder]
     while waiting:
         current = waiting.pop()
-        if current.resolve() in seen:
-            continue
+        entries = [] if current.resolve() in seen else _visible(current)
         seen.add(current.resolve())
-        entries = _visible(current)
         yield from (
             entry for entry in entries if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry)
         )
-        if is_deep:
-            waiting += reversed([entry for entry in entries if entry.is_dir()])
-
-
-def is_dicom_folder(folder: Path) -> bool:
-    """Whether a folder, or one below it, holds DICOM files."""
-    return next(dicom_files(folder), None) is not None
+        waiting += reversed([entry for entry in entries if is_deep and entry.is_dir()])
 
 
 def _may_hold_dicom(folder: Path) -> bool:
     try:
-        return is_dicom_folder(folder)
+        return any(True for _ in dicom_files(folder))
     except OSError:  # as in another user's folder
         return True
 
@@ -110,7 +99,7 @@ def input_format(path: Path) -> str:
     suffix = volume_suffix(path)
     if suffix is not None and path.is_file():
         return SUFFIXES[suffix]
-    if is_dicom_folder(path) if path.is_dir() else is_dicom_file(path):
+    if any(True for _ in dicom_files(path)) if path.is_dir() else is_dicom_file(path):
         return "dicom"
     kind = "folder without DICOM files" if path.is_dir() else "file of another kind"
     raise UserError(f"{path}: expected {', '.join(SUFFIXES)} or a DICOM series, got a {kind}.")
@@ -134,35 +123,33 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
             be searched.
     """
     try:
-        return _list_inputs(path)
+        if not path.is_dir():
+            input_format(path)
+            return [(case_name(path), path)]
+        entries = _visible(path)
+        found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
+        if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
+            others = [entry.name for entry in found if case_name(entry) != case_name(path)]
+            require(
+                not others,
+                f"{path}: holds DICOM files beside {len(others)} volume files such as '{min(others, default='')}'; give one of these files, "
+                "choose the series with series=, or move either kind into a folder of its own.",
+            )
+            return [(case_name(path), path)]
+        found += [entry for entry in entries if entry.is_dir() and _may_hold_dicom(entry)]
+        require(
+            bool(found),
+            f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder holds none; check the path.",
+        )
+        cases: dict[str, Path] = {}
+        for entry in sorted(found):
+            name = case_name(entry)
+            if name in cases:
+                raise UserError(
+                    f"{path}: '{cases[name].name}' and '{entry.name}' would both be called '{name}'; rename one of them."
+                )
+            cases[name] = entry
+        return list(cases.items())
     except OSError as error:
         where = error.filename or path
         raise UserError(f"{where}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
-
-
-def _list_inputs(path: Path) -> list[tuple[str, Path]]:
-    if not path.is_dir():
-        input_format(path)
-        return [(case_name(path), path)]
-    entries = _visible(path)
-    found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
-    if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
-        others = [entry.name for entry in found if case_name(entry) != case_name(path)]
-        require(
-            not others,
-            f"{path}: holds DICOM files beside {len(others)} volume files such as '{min(others, default='')}'; give one of these files, "
-            "choose the series with series=, or move either kind into a folder of its own.",
-        )
-        return [(case_name(path), path)]
-    found += [entry for entry in entries if entry.is_dir() and _may_hold_dicom(entry)]
-    require(
-        bool(found),
-        f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder holds none; check the path.",
-    )
-    cases: dict[str, Path] = {}
-    for entry in sorted(found):
-        name = case_name(entry)
-        if name in cases:
-            raise UserError(f"{path}: '{cases[name].name}' and '{entry.name}' would both be called '{name}'; rename one of them.")
-        cases[name] = entry
-    return list(cases.items())

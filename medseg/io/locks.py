@@ -28,20 +28,18 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
         Whether the lock is held; False after `wait_s`.
     """
     lock = FileLock(path, timeout=-1 if wait_s is None else wait_s, poll_interval=0.1, fallback_to_soft=False)
+    is_held = True
     try:
         lock.acquire()
     except Timeout:
-        yield False
-        return
+        is_held = False
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        yield True
-        return
     try:
-        yield True
+        yield is_held
     finally:
-        lock.release()
+        lock.release()  # without effect on a lock that was not acquired
 
 
 def is_locked(path: Path) -> bool:

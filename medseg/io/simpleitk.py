@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import tempfile
 import zlib
 from contextlib import suppress
@@ -24,8 +23,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
 
-MAX_HEADER_BYTES = 2**20
-MAX_DATA_FILES = 100_000
+MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
 
 # Patterns of one word. No number is so long that a C program reads it in another way than Python.
 NUMBER = r"[-+]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
@@ -37,7 +35,6 @@ SIZES = (1, r"[1-9]\d{0,8}", "a whole number for each axis")
 NUMBERS = (1, NUMBER, "a number for each axis")
 POSITIVE_NUMBERS = (1, NUMBER.removeprefix("[-+]?"), "a positive number for each axis")
 NUM_BYTES = (None, r"-1|\d{1,9}", "a number of bytes")
-FLAG = (None, "true|false|1|0", "True or False")
 # Other programs ignore units, so a length in another unit than mm is ambiguous.
 LENGTHS = (None, r"(?!.*\b(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)\b).*", "lengths in mm")
 NRRD_TYPES = "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|u?int(8|16|32|64)(_t)?|float|double"
@@ -86,7 +83,7 @@ META_GEOMETRY: Rules = {
 
 META_RULES: Rules = {
     **META_GEOMETRY,
-    **dict.fromkeys(("BinaryData", "CompressedData", *META_ORDERS), FLAG),
+    **dict.fromkeys(("BinaryData", "CompressedData", *META_ORDERS), (None, "true|false|1|0", "True or False")),
     "HeaderSize": NUM_BYTES,
     "DistanceUnits": LENGTHS,
 }
@@ -281,7 +278,7 @@ def open_text_volume(path: Path) -> LazyVolume:
     if is_nrrd(path):
         is_big, encoding = values.get("endian", "").lower() == "big", NRRD_ENCODINGS[values["encoding"].lower()]
     else:
-        is_big, is_text = bool(true & {*META_ORDERS}), "BinaryData" in values and "BinaryData" not in true
+        is_big, is_text = not true.isdisjoint(META_ORDERS), "BinaryData" in values and "BinaryData" not in true
         encoding = "deflate" if "CompressedData" in true else "text" if is_text else "raw"
     return lazy_volume(
         path,
@@ -377,8 +374,8 @@ def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
         stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
     old: list[Path] = []
     with suppress(OSError, UserError):
-        is_ours = re.compile(re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw").fullmatch
-        old = [file for file in read_header(path)[2] if is_ours(str(file))]
+        pattern = re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw"
+        old = [file for file in read_header(path)[2] if re.fullmatch(pattern, str(file))]
     names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
     voxels = next(new for name in names if not os.path.lexists(new := path.with_name(f"{name}.zraw")))
     try:
@@ -387,13 +384,12 @@ def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
             whole = part.with_suffix(".mha")
             try:
                 _save(path, whole, array, grid)
-                with whole.open("rb") as source, part.open("xb") as target:
-                    lines = list(iter(source.readline, b"ElementDataFile = LOCAL\n"))
-                    shutil.copyfileobj(source, target)
+                header, _, data = whole.read_bytes().partition(b"LOCAL\n")  # the value of ElementDataFile, the last field
+                part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)
         # The voxels have their name before the header that points to them.
-        replace_bytes(path, b"".join(lines) + f"ElementDataFile = {voxels.name}\n".encode())
+        replace_bytes(path, header + f"{voxels.name}\n".encode())
     except BaseException:
         with suppress(OSError):
             voxels.unlink()

@@ -181,11 +181,11 @@ def open_stream(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any])
     Returns:
         An object whose `read(size)` returns `size` bytes, fewer at the end.
     """
-    if encoding == "bzip2":
-        return bz2.BZ2File(file)
     if encoding == "deflate":
         return igzip.IGzipFile(fileobj=file, mode="rb") if is_gzip(file) else ChunkStream(_inflate(path, file))
-    return ChunkStream(_encode_text(path, file, dtype)) if encoding == "text" else file
+    if encoding == "text":
+        return ChunkStream(_encode_text(path, file, dtype))
+    return bz2.BZ2File(file) if encoding == "bzip2" else file
 
 
 def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -282,13 +282,12 @@ def lazy_volume(
                 # A compressed stream compares its checksum when its end is read.
                 require(not stream.read(1), surplus)
 
-    packed_bytes = 0
+    packed_bytes, ratio = 0, MAX_RATIOS[encoding]
     for name in files:
         require(name.is_file(), f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.")
         with name.open("rb") as file:
             held = max(0, enter(file))
         packed_bytes += held
-        ratio = MAX_RATIOS[encoding]
         require(
             share_bytes <= ratio * held,
             f"{expected}, but the file {'holds' if ratio == 1 else 'can hold at most'} {ratio * held}; it is truncated or damaged: "
@@ -305,12 +304,11 @@ def memory_bytes() -> int:
 
 def _is_exact(values: np.ndarray, dtype: type[np.number[Any]]) -> bool:
     """Whether a type holds all values exactly; float32 is taken for every image."""
-    if dtype is np.float32 or (values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype)):
+    is_whole = values.dtype.kind in "iu"
+    if dtype is np.float32 or (is_whole and np.can_cast(values.dtype, dtype)):
         return True
     limits = np.iinfo(dtype)  # type: ignore[type-var]
-    if not (values.min() >= limits.min and values.max() <= limits.max):
-        return False
-    return values.dtype.kind in "iu" or bool((values == np.rint(values)).all())
+    return bool(values.min() >= limits.min and values.max() <= limits.max and (is_whole or (values == np.rint(values)).all()))
 
 
 def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, int]:
@@ -363,15 +361,13 @@ def load_image(volume: LazyVolume) -> Volume:
         UserError: If the file is too short or too long.
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES)
-    remarks = []
-    if num_gaps:
-        remarks.append(
-            f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and "
-            f"count as air, {AIR_HU} HU"
-        )
-    if min(image_hu.shape) == 1:
-        remarks.append(f"the scan of {describe(image_hu.shape[::-1])} voxels is a single slice: expect a poor result")
-    return Volume(image_hu, volume.grid, volume.header, (*volume.remarks, *remarks))
+    remarks = {
+        f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
+        f"air, {AIR_HU} HU": num_gaps > 0,
+        f"the scan of {describe(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(image_hu.shape) == 1,
+    }
+    shown_remarks = (remark for remark, applies in remarks.items() if applies)
+    return Volume(image_hu, volume.grid, volume.header, (*volume.remarks, *shown_remarks))
 
 
 def load_labels(volume: LazyVolume) -> Volume:

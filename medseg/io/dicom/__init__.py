@@ -1,1 +1,1 @@
-"""DICOM: from file headers (`frames`) to stacks (`series`) on a regular grid (`stack`) in HU (`pixels`, `codecs`), all in `read`."""
+"""DICOM: file headers (`frames`), pixels of a slice in HU (`pixels`), and one series on a regular grid (`read`)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import imagecodecs
@@ -42,28 +42,26 @@ JPEG_TAIL_BYTES = 10
 """Some writers append bytes to the end of a code, not always zeros."""
 
 
-class PixelReader:
-    """Reads slices; keeps the file that was decoded last, for its other frames."""
+READ_FILE = partial(dcmread, force=True)
+"""Reads a file whose pixels are compressed; where it holds several slices, a cache of one file saves time."""
 
-    def __init__(self) -> None:
-        self._read_file = lru_cache(maxsize=1)(partial(dcmread, force=True))
 
-    def hu(self, frame: Frame) -> np.ndarray:
-        """Read the HU (H, W) of a slice: int32 where slope and intercept are whole numbers, else float32.
+def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) -> np.ndarray:
+    """Read the HU (H, W) of a slice: int32 where slope and intercept are whole numbers, else float32.
 
-        Raises:
-            UserError: If the pixels are damaged, too few, or compressed in an unknown way.
-        """
-        try:
-            with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
-                return to_hu(_stored_values(frame, self._read_file), frame)
-        except (UserError, MemoryError, OSError):
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, cannot be decoded; it is "
-                "damaged, copy or export it again."
-            ) from error
+    Raises:
+        UserError: If the pixels are damaged, too few, or compressed in an unknown way.
+    """
+    try:
+        with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+            return to_hu(_stored_values(frame, read_file), frame)
+    except (UserError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, cannot be decoded; it is damaged, copy "
+            "or export it again."
+        ) from error
 
 
 def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Reader of one CT series: its slices on a regular grid, duplicates dropped, gaps filled, a tilted stack made rectangular.
+"""Reader of one CT series: its stack of slices on a regular grid, duplicates dropped, gaps filled, a tilted stack made rectangular.
 
 The rules, which docs/DICOM.md repeats:
 
@@ -13,18 +13,28 @@ The rules, which docs/DICOM.md repeats:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+from scipy.ndimage import shift
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.dicom.frames import Frame, some
-from medseg.io.dicom.pixels import PixelReader, is_whole
-from medseg.io.dicom.series import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of
-from medseg.io.volume import AIR_HU, LazyVolume, grid_from_columns
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, group_by, plain, read_frames, some
+from medseg.io.dicom.pixels import READ_FILE, is_whole, read_hu
+from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
+from medseg.io.volume import AIR_HU, LazyVolume, grid_from_columns, shown
+
+SAME_POSITION_MM = 0.01
+"""Slices nearer than this have one position: the thinnest CT slices are ten times as far apart."""
+
+SAME_SPACING = 1e-3
+"""Pixel spacings with a smaller relative difference are equal: headers store rounded decimals."""
 
 JITTER_TOLERANCE_MM = 0.1
 """Largest distance of a slice from its position on an even, straight stack: positions are rounded decimals."""
@@ -38,8 +48,226 @@ MAX_FILLED_SHARE = 0.1
 MAX_TILT_DEG = 45.0
 """Gantries tilt by 30° at most."""
 
-ACQUISITION = 0
-"""Index of the acquisition in `Frame.phases`."""
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Parallel slices of one size, at two positions at least, that may be one volume.
+
+    Attributes:
+        part: Number of the stack within its series, from 1; 0 where it is the only one.
+        phase: What distinguishes it from the other parts, or "".
+        frames: Its slices, sorted along the normal.
+        heights_mm: Their positions along the normal, ascending.
+    """
+
+    part: int
+    phase: str
+    frames: tuple[Frame, ...]
+    heights_mm: np.ndarray
+
+
+def normal_of(frame: Frame) -> np.ndarray:
+    """Compute the LPS unit vector across a slice, right-handed with its row and column."""
+    normal = np.cross(*frame.axes)
+    return np.asarray(normal / np.linalg.norm(normal))
+
+
+def natural(value: str) -> tuple[float, str]:
+    """Sort key that puts 2 before 10, and both before text."""
+    try:
+        return float(value), value
+    except ValueError:
+        return float("inf"), value
+
+
+def _is_parallel(frame: Frame, other: Frame) -> bool:
+    """Whether size, pixel spacing and orientation of two slices agree."""
+    return (
+        frame.pixels.shape == other.pixels.shape
+        and np.abs(frame.axes - other.axes).max() <= DIRECTION_TOLERANCE
+        and np.abs(np.divide(frame.spacing_mm, other.spacing_mm) - 1).max() <= SAME_SPACING
+    )
+
+
+def heights_of(frames: Sequence[Frame], normal: np.ndarray) -> np.ndarray:
+    """Compute the positions of slices along a normal, in mm."""
+    return np.array([frame.position_xyz_mm for frame in frames]) @ normal
+
+
+def num_positions(heights_mm: np.ndarray) -> int:
+    """Count the positions of sorted slices."""
+    return 1 + int((np.diff(heights_mm) > SAME_POSITION_MM).sum())
+
+
+def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
+    """Divide parallel slices that fill the same space more than once: acquisitions, time points, kernels.
+
+    Values that follow each other along the normal (the rotations of one scan) are one stack, also where they share a slice.
+
+    Returns:
+        Pairs (what distinguishes the stack, its slices).
+    """
+    for key in range(first_key, len(PHASES)):
+        groups = group_by(frames, lambda frame, key=key: frame.phases[key])  # type: ignore[misc]
+        # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+        if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values())):
+            return [
+                (", ".join(filter(None, (f"{PHASES[key][0]} {plain(value) or 'unknown'}", rest))), part)
+                for value in sorted(groups, key=natural)
+                for rest, part in _by_phase(groups[value], key + 1)
+            ]
+    return [("", frames)]
+
+
+def _overlap(groups: list[list[Frame]]) -> bool:
+    """Whether two groups of parallel slices share more than one position along the normal."""
+    heights_mm = [heights_of(group, normal_of(groups[0][0])) for group in groups]
+    steps_mm = np.diff(np.sort(np.concatenate(heights_mm)))
+    steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
+    step_mm = np.median(steps_mm) if steps_mm.size else 0.0
+    starts_mm, stops_mm = np.array(sorted((heights.min(), heights.max()) for heights in heights_mm)).T
+    return bool((np.maximum.accumulate(stops_mm)[:-1] - starts_mm[1:] > 0.5 * step_mm).any())
+
+
+def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
+    """Divide the slices of one series into stacks, and list the slices without a second one in their plane or at another position."""
+    found: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
+    alone: list[NoSlice] = []
+    planes = group_by(frames, lambda frame: next(first for first in frames if _is_parallel(frame, first)))
+    for phase, part in [stack for plane in planes.values() for stack in _by_phase(plane)]:
+        heights_mm = heights_of(part, normal_of(part[0]))
+        keys = [
+            (round(height_mm / SAME_POSITION_MM), frame.path, frame.index)
+            for height_mm, frame in zip(heights_mm, part, strict=True)
+        ]
+        order = sorted(range(len(part)), key=keys.__getitem__)
+        if num_positions(heights_mm[order]) > 1:
+            found.append((phase, tuple(part[index] for index in order), heights_mm[order]))
+        else:
+            alone += [NoSlice(frame.path, frame.series, "slice alone at its place") for frame in part]
+    return [Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)], alone
+
+
+def _name_pattern(path: Path) -> str:
+    """Reduce a name to what names of slices share: a suffix of DICOM, else all but their numbers, which may have letters for digits.
+
+    Example:
+        >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z")), _name_pattern(Path("1.dcm"))
+        ('im.#', 'im.#', '.dcm')
+    """
+    name = path.name.lower()
+    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
+
+
+def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Iterator[NoSlice]:
+    """Find files that are named like the slices beside them and are no DICOM, such as copies that never got a byte."""
+    slices = {image.path for image in images if isinstance(image, Frame)}
+    for folder, neighbours in group_by(slices, lambda path: path.parent).items():
+        patterns = set(map(_name_pattern, neighbours))
+        for entry in sorted(folder.iterdir()):
+            if _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "." and not entry.is_dir():
+                num_bytes = entry.stat().st_size if entry.is_file() else 0
+                reason = (
+                    f"expected a slice, as its name is like those of the slices beside it, but its {num_bytes} bytes are no DICOM; "
+                    "copy it again or remove it."
+                )
+                yield NoSlice(entry, Series(), reason, is_unreadable=True)
+
+
+def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
+    """Read the headers of all files and find the one stack that is meant.
+
+    Unreadable files are refused with their series: other series stay readable beside them. A series of unreadable files alone is
+    left out, like an object that is no CT, where there is one other to read.
+
+    Args:
+        path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
+        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
+
+    Returns:
+        The stack, and remarks on what was left out.
+
+    Raises:
+        UserError: If there is none, or more than one, or a file of it cannot be read.
+    """
+    is_folder = path.is_dir() or is_dicomdir(path)
+    files = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_folder))
+    images = [image for file in files for image in read_frames(file)]
+    images += _broken_copies(set(files), images)
+    only_file = None if is_folder else path
+    stacks: list[Stack] = []
+    left_out = [image for image in images if isinstance(image, NoSlice) and not image.is_unreadable]
+    unreadable = [image for image in images if isinstance(image, NoSlice) and image.is_unreadable]
+    frames = [image for image in images if isinstance(image, Frame)]
+    for same_series in group_by(frames, lambda frame: frame.series.uid).values():
+        its_stacks, alone = find_stacks(same_series)
+        stacks += its_stacks
+        left_out += alone
+    stacks.sort(key=lambda stack: (natural(stack.frames[0].series.number), stack.frames[0].series.uid, stack.part))
+    in_file = [stack for stack in stacks if only_file is None or any(frame.path == only_file for frame in stack.frames)]
+    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part)]
+    require(
+        len(chosen) <= 1,
+        f"{path}: expected one CT series, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
+        "column series of a case table.",
+    )
+    uids = {stack.frames[0].series.uid for stack in chosen} or {
+        image.series.uid
+        for image in images
+        if only_file in (None, image.path) and (wanted is None or not in_file or _is_meant(wanted, image.series))
+    }
+    in_folder = group_by(images, lambda image: image.path.parent)
+    broken = [image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])]
+    if broken:
+        raise UserError(f"{some([image.path for image in broken])}: {broken[0].reason}")
+    is_any = wanted is None and only_file is None
+    listed = Counter((str(image.series), image.reason) for image in left_out if is_any or image.series.uid in uids)
+    summary = ", ".join(f"{count} x {reason} ({series})" for (series, reason), count in listed.items())
+    require(
+        bool(in_file),
+        f"{path}: expected a CT series of at least two slices, but found only {summary or 'no image'}; give the folder of a CT "
+        "series.",
+    )
+    require(bool(chosen), f"{path}: there is no series={wanted} among {_list(in_file, stacks)}; give one of them.")
+    remarks = [f"left out, being no slices of the scan: {summary}"] if summary else []
+    for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
+        names = some([f"'{image.path.name}'" for image in lost])
+        remarks.append(f"{series} was left out, since it cannot be read: {names}: {lost[0].reason.rstrip('.')}")
+    return chosen[0], remarks
+
+
+def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
+    """Whether `series=` names a series, and this part where it names one; `part` 0 means all parts."""
+    uid_or_number, _, wanted_part = wanted.partition("/")
+    return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
+
+
+def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:
+    """Whether a file may belong to one of these series.
+
+    Where its own cannot be read, it may be any of the series in its folder; where the folder holds nothing else, any at all.
+    """
+    if image.series.uid:
+        return image.series.uid in uids
+    near = {neighbour.series.uid for neighbour in neighbours} - {""}
+    return not near or not near.isdisjoint(uids) or "" in uids
+
+
+def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
+    """List stacks by the value that `series=` takes, their description, number of slices and spacing (z, y, x)."""
+    uids = group_by(
+        {(stack.frames[0].series.number, stack.frames[0].series.uid) for stack in all_stacks}, lambda series: series[0]
+    )
+    names = []
+    for stack in stacks:
+        first, series = stack.frames[0], stack.frames[0].series
+        is_unique = bool(series.number) and len(uids[series.number]) == 1
+        key = plain(series.number if is_unique else series.uid) + (f"/{stack.part}" if stack.part else "")
+        about = ", ".join(filter(None, (shown(series.description) if series.description else "", stack.phase)))
+        step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
+        spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *first.spacing_mm))
+        names.append(f"series={key} {about + ' ' if about else ''}({len(stack.frames)} slices, {spacing} mm)")
+    return "; ".join(names)
 
 
 def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
@@ -82,17 +310,17 @@ def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
     dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
 
     def slabs() -> Iterator[np.ndarray]:
-        reader = PixelReader()
+        hu = partial(read_hu, read_file=lru_cache(maxsize=1)(READ_FILE))
 
         @lru_cache(maxsize=2)  # two neighbours, for the planes between them
         def placed(index: int) -> np.ndarray:
             """Read one slice and move it to its position on the grid."""
             # Padding far below air would blur into its neighbours.
-            image_hu = np.maximum(reader.hu(frames[index]), AIR_HU).astype(np.float32)
+            image_hu = np.maximum(hu(frames[index]), AIR_HU).astype(np.float32)
             return shifted(image_hu, shifts_px[index], shape[1:]) if tilt else image_hu
 
         for below, weight in planes:
-            image_hu = placed(below) if filled or tilt else reader.hu(frames[below])
+            image_hu = placed(below) if filled or tilt else hu(frames[below])
             if weight:
                 image_hu = image_hu + np.float32(weight) * (placed(below + 1) - image_hu)
             # HU stay whole numbers where the slices have them.
@@ -114,8 +342,6 @@ def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...]) 
         >>> shifted(np.array([[0.0, 100.0]], np.float32), np.array([0.0, 0.25]), (1, 3)).tolist()
         [[-256.0, 75.0, -743.0]]
     """
-    from scipy.ndimage import shift
-
     canvas = np.full(shape, AIR_HU, np.float32)
     canvas[: image_hu.shape[0], : image_hu.shape[1]] = image_hu
     return np.asarray(shift(canvas, shift_px, order=1, mode="grid-constant", cval=AIR_HU))
@@ -129,7 +355,6 @@ def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np
     """
     kept: list[tuple[Frame, float]] = []
     dropped: dict[str, list[Frame]] = {}
-    read_hu = PixelReader().hu
     for frame, height_mm in zip(stack.frames, stack.heights_mm.tolist(), strict=True):
         if not kept or height_mm - kept[-1][1] > SAME_POSITION_MM:
             kept.append((frame, height_mm))
@@ -139,7 +364,7 @@ def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np
         why = "doubles of equal slices were dropped: "
         if is_beside or not np.array_equal(read_hu(frame), read_hu(other)):
             why = "acquisitions meet at one place, where the slice of the earlier one was kept: without "
-            number, other_number = frame.phases[ACQUISITION], other.phases[ACQUISITION]
+            number, other_number = frame.phases[0], other.phases[0]  # acquisitions, the first of PHASES
             require(
                 number != other_number,
                 f"{path}: expected one slice at each place, but {other} and {frame} lie at the same one and differ; remove one of "
