@@ -6,16 +6,12 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
 
-from medseg.report.compare import Comparison
-from medseg.report.run import FINISHED, METRICS, PEAK, STEP, VAL_DICE, Study
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from medseg.report.compare import FINISHED, METRICS, PEAK, STEP, VAL_DICE, Comparison, Study
 
 _DICE_TITLE = "validation Dice"
 _SIZE_IN, _SMALL_SIZE_IN = (5.6, 3.3), (4.4, 3.0)
@@ -57,8 +53,8 @@ def curves(comparison: Comparison) -> Charts:
         points = {index: curve for index, run in enumerate(comparison.runs) if (curve := run.curve(column))}
         if points:
             title = f"{heading} over the optimiser steps of {len(points)} runs"
-            svg = draw(comparison, points, title, "optimiser step", y_title, "{y:.4f} at step {x:.0f}", is_line=True)
-            charts.append((heading, svg))
+            tooltip = "{y:.4f} at step {x:.0f}"
+            charts.append((heading, draw(comparison, points, title, "optimiser step", y_title, tooltip, is_line=True)))
     return charts
 
 
@@ -139,7 +135,7 @@ def draw(
             axes.step(x, best_of.accumulate(y), where="post", color=_QUIET, linewidth=1.2, clip_on=False, gid="best")
         groups = {}
         for index, line in points.items():
-            run, setting = comparison.runs[index], comparison.settings[comparison.setting_of[index]]
+            run, setting = comparison.runs[index], comparison.setting_of[index]
             label = f" · {setting.label}" if setting.label != run.name else ""
             text = escape(f"{run.name}{label}: {tooltip.format(x=line[-1][0], y=line[-1][1])}")
             for kind, style in (_LINE if is_line else _DOT).items():
@@ -158,7 +154,7 @@ def draw(
     return Markup(f'<svg class="chart" role="img" aria-label="{escape(title)}" {drawing}')
 
 
-def _scale(axes: Axes, name: str, values: Sequence[Any], *, is_dice: bool = False, is_count: bool = False) -> None:
+def _scale(axes: Any, name: str, values: Sequence[Any], *, is_dice: bool = False, is_count: bool = False) -> None:
     """Choose scale and ticks of an axis for names, a Dice near 1, values of several magnitudes, and whole numbers.
 
     Args:
@@ -208,7 +204,7 @@ def _dice_chart(
         for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True))
         if run.status == FINISHED and value is not None and (dice := VAL_DICE.of(run)) is not None
     }
-    if len({comparison.setting_of[index] for index in points}) < 2 or len({x for ((x, _),) in points.values()}) < 2:
+    if len({comparison.setting_of[index].number for index in points}) < 2 or len({x for ((x, _),) in points.values()}) < 2:
         return []
     with suppress(ValueError):  # names: one place each, in the order of their appearance
         points = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}

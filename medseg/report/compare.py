@@ -1,18 +1,153 @@
-"""Comparison of runs: the keys that differ, the repeats of one setting, and the best setting."""
+"""Comparison of runs: the metrics of each run, the keys that differ, the repeats of one setting, and the best setting."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from medseg.report.run import FINISHED, METRICS, PEAK, VAL_DICE, Run
-
+FINISHED = "finished"
+# No result yet: neither a success nor a failure.
+OPEN = frozenset({"running", "interrupted", "unfinished"})
+# Ended on purpose by a search.
+PRUNED = "pruned"
 # Runs that differ in nothing else are repeats of one setting: their standard deviation says how much a difference is worth.
 REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder; any of its files may be missing.
+
+    Attributes:
+        name: Path below the reported folder; `.` is that folder itself.
+        folder: The run folder.
+        status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file gives a status.
+        message: Why it did not finish, or "".
+        settings: Resolved configuration, flat, without the keys that only name places. A run that never began has its overrides only.
+        has_config: Whether `settings` is the whole configuration.
+        overrides: Arguments that made a job of a multirun.
+        summary: `summary.json`.
+        history: Lines of `history.csv` without their empty cells.
+        pictures: Overlays of validation cases at the last step that has any.
+    """
+
+    name: str
+    folder: Path
+    status: str
+    message: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    has_config: bool = True
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    history: tuple[Mapping[str, float], ...] = ()
+    pictures: tuple[Path, ...] = ()
+
+    def curve(self, column: str) -> list[tuple[float, float]]:
+        """Points (optimiser step, value) of a column of the history."""
+        return [(line["step"], line[column]) for line in self.history if column in line and "step" in line]
+
+
+class Metric(NamedTuple):
+    """A figure by which runs are compared.
+
+    Attributes:
+        key: Column of `report.csv`.
+        title: Heading of a column.
+        what: One sentence for the heading's tooltip.
+        of: Reads it from a run; None where the run does not have it.
+        write: Formats a value for people.
+        better: 1 when more is better, -1 when less is, 0 when neither.
+    """
+
+    key: str
+    title: str
+    what: str
+    of: Callable[[Run], float | None]
+    write: Callable[[float], str]
+    better: int
+
+
+Study = Mapping[str, Any]
+"""Result of a search as in `study.json`: `name`, `objectives` (metric key to `maximize` or `minimize`), `space` (searched key to its
+distribution), `num_trials` planned in all, `best` (names of the best runs: one, or the front of two objectives) and `importances`
+(searched key to its share in [0, 1]; empty for few results)."""
+
+
+def write_duration(duration_s: float) -> str:
+    """Format seconds in the units that people use.
+
+    Example:
+        >>> [write_duration(s) for s in (0.4, 59.6, 60, 3599, 7260, 200000)]
+        ['0.4 s', '1 min', '1 min', '1 h', '2 h 1 min', '55 h 33 min']
+    """
+    if round(duration_s) < 60:
+        return f"{duration_s:.{1 if duration_s < 10 else 0}f} s"
+    hours, minutes = divmod(round(duration_s / 60), 60)
+    return " ".join(part for part, is_there in ((f"{hours} h", hours), (f"{minutes} min", minutes or not hours)) if is_there)
+
+
+def write_count(number: float) -> str:
+    """Format a large count with three digits.
+
+    Example:
+        >>> [write_count(n) for n in (950, 12_300, 1_450_000)]
+        ['950', '12.3 k', '1.45 M']
+    """
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def _reader(key: str, column: str = "", pick: Callable[[Sequence[float]], float] = max) -> Callable[[Run], float | None]:
+    """Make a reader of a finite number in the summary; where it is absent, `pick` takes one of a column of the history."""
+
+    def read(run: Run) -> float | None:
+        value = run.summary.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        values = [value for _, value in run.curve(column)]
+        return pick(values) if values else None
+
+    return read
+
+
+def _val_dice_worst(run: Run) -> float | None:
+    lines = [line for line in run.history if "val_dice" in line and "val_dice_worst" in line]
+    return max(lines, key=lambda line: line["val_dice"])["val_dice_worst"] if lines else None
+
+
+# fmt: off
+VAL_DICE = Metric(
+    "val_dice", "Val Dice", "Best mean Dice over the validation cases", _reader("val_dice_best", "val_dice"), "{:.4f}".format, 1
+)
+PEAK = Metric(
+    "peak_gib", "Peak GiB", "Most memory held: on the GPU where there is one, else resident", _reader("peak_gib", "peak_gib"),
+    "{:.2f}".format, -1,
+)
+STEP = Metric(
+    "seconds_per_step", "s/step", "Median seconds per optimiser step, validation left out", _reader("", "seconds_per_step", median),
+    "{:.3g}".format, -1,
+)
+METRICS = (
+    VAL_DICE,
+    Metric(
+        "val_dice_worst", "Worst case", "Dice of the worst validation case, at the step of the best mean", _val_dice_worst,
+        "{:.4f}".format, 1,
+    ),
+    Metric("steps", "Steps", "Optimiser steps made", _reader("steps", "step"), "{:.0f}".format, 0),
+    STEP,
+    Metric("train_s", "Time", "Training and validation together", _reader("train_s"), write_duration, -1),
+    PEAK,
+    Metric("num_parameters", "Weights", "Number of parameters of the network", _reader("num_parameters"), write_count, 0),
+)
+# fmt: on
 
 
 class Column(NamedTuple):
@@ -34,14 +169,14 @@ class Setting(NamedTuple):
 
     Attributes:
         number: Place in the order of first appearance, from 0; its colour.
-        runs: Indices of its runs.
+        runs: Its runs.
         label: Its values for a legend.
         values: Its text in each column but those of `REPEAT_KEYS`.
         metrics: Metric key to the values of its finished runs; metrics without a value are left out.
     """
 
     number: int
-    runs: tuple[int, ...]
+    runs: Sequence[Run]
     label: str
     values: tuple[str, ...]
     metrics: Mapping[str, Sequence[float]]
@@ -54,25 +189,22 @@ class Comparison:
     Attributes:
         runs: In natural order of their names.
         columns: The keys that differ.
+        setting_columns: Those in which settings differ.
         settings: In order of first appearance.
-        setting_of: Index of the setting of each run.
+        setting_of: The setting of each run.
         ranked: Indices of the settings from the best mean validation Dice to the worst; those without a result last.
         best: Index of the best setting, the smaller peak deciding between equals; None without results.
         same: Flat configuration that all runs share.
     """
 
     runs: tuple[Run, ...]
-    columns: tuple[Column, ...]
+    columns: Sequence[Column]
+    setting_columns: Sequence[Column]
     settings: tuple[Setting, ...]
-    setting_of: Mapping[int, int]
+    setting_of: Sequence[Setting]
     ranked: Sequence[int]
     best: int | None
     same: Mapping[str, str]
-
-    @property
-    def setting_columns(self) -> list[Column]:
-        """Columns in which settings differ."""
-        return [column for column in self.columns if column.key not in REPEAT_KEYS]
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -87,6 +219,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     for index in range(len(runs)):
         members.setdefault(tuple(texts[key][index] for key in differing if key not in REPEAT_KEYS), []).append(index)
     settings = tuple(_setting(number, indices, runs, shown) for number, indices in enumerate(members.values()))
+    setting_of = {index: settings[number] for number, indices in enumerate(members.values()) for index in indices}
 
     def merit(number: int) -> tuple[float, float]:
         """Smaller is better: Dice first, then memory."""
@@ -96,9 +229,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
     ranked = sorted(range(len(settings)), key=merit)
     return Comparison(
         runs=tuple(runs),
-        columns=tuple(columns),
+        columns=columns,
+        setting_columns=shown,
         settings=settings,
-        setting_of={index: setting.number for setting in settings for index in setting.runs},
+        setting_of=[setting_of[index] for index in range(len(runs))],
         ranked=ranked,
         best=ranked[0] if ranked and VAL_DICE.key in settings[ranked[0]].metrics else None,
         same={key: values.pop() for key, values in known.items() if len(values) == 1},
@@ -108,8 +242,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Rows of `report.csv`, one per run: keys that differ, status, metrics, and mean and standard deviation of its setting."""
     rows = []
-    for index, run in enumerate(comparison.runs):
-        setting = comparison.settings[comparison.setting_of[index]]
+    for index, (run, setting) in enumerate(zip(comparison.runs, comparison.setting_of, strict=True)):
         dices = setting.metrics.get(VAL_DICE.key, ())
         rows.append(
             {
@@ -163,15 +296,13 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
         is_below = column in group_keys and key.startswith(f"{column}.")
         return all(shown == value for shown, value in pairs) or (is_below and len(pairs) == len({shown for shown, _ in pairs}))
 
-    also: dict[str, list[str]] = {}
+    equal: dict[str, list[str]] = {}
     for key in sorted(texts, key=lambda key: (key in REPEAT_KEYS, key not in group_keys, key not in overridden)):
-        twin = next((column for column in also if is_repeated(column, key)), None)
-        if twin is None:
-            also[key] = []
-        else:
-            also[twin].append(key)
-    shown = {key: tuple(MISSING if text is None else text for text in texts[key]) for key in also}
-    return [Column(key, shown[key], tuple(others)) for key, others in also.items()]
+        equal.setdefault(next((column for column in equal if is_repeated(column, key)), key), []).append(key)
+    return [
+        Column(key, tuple(MISSING if text is None else text for text in texts[key]), tuple(others))
+        for key, *others in equal.values()
+    ]
 
 
 def _setting(number: int, indices: list[int], runs: Sequence[Run], columns: Sequence[Column]) -> Setting:
@@ -180,15 +311,11 @@ def _setting(number: int, indices: list[int], runs: Sequence[Run], columns: Sequ
     names = [column.key.rsplit(".", 1)[-1] for column in columns]
     short = [name if names.count(name) == 1 else column.key for name, column in zip(names, columns, strict=True)]
     parts = [f"{name} {value}" for name, value in zip(short, values, strict=True) if value != MISSING]
-    finished = [runs[index] for index in indices if runs[index].status == FINISHED]
+    members = [runs[index] for index in indices]
+    finished = [run for run in members if run.status == FINISHED]
     metrics = {metric.key: [value for run in finished if (value := metric.of(run)) is not None] for metric in METRICS}
-    return Setting(
-        number,
-        tuple(indices),
-        ", ".join(parts) or runs[indices[0]].name,
-        values,
-        {key: found for key, found in metrics.items() if found},
-    )
+    label = ", ".join(parts) or members[0].name
+    return Setting(number, members, label, values, {key: found for key, found in metrics.items() if found})
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The report as one HTML page without server, network or further files."""
+"""Report page: one HTML file without server, network or further files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import base64
 import io
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -15,9 +16,19 @@ from markupsafe import Markup
 
 from medseg import __version__
 from medseg.report.charts import by_key, costs, curves, progress
-from medseg.report.compare import MISSING, Comparison
-from medseg.report.rows import run_rows, setting_rows, shown_metrics, write_mean
-from medseg.report.run import FINISHED, METRICS, OPEN, PRUNED, VAL_DICE, Run, Study, write_duration
+from medseg.report.compare import (
+    FINISHED,
+    METRICS,
+    MISSING,
+    OPEN,
+    PRUNED,
+    VAL_DICE,
+    Comparison,
+    Metric,
+    Run,
+    Study,
+    write_duration,
+)
 
 _TEMPLATES = Path(__file__).parent / "page"
 # A reader can distinguish so many hues; more settings get shades by rank.
@@ -46,8 +57,9 @@ def render(
     )
     metrics = shown_metrics(comparison)
     settings, runs = comparison.settings, comparison.runs
+    best = None if comparison.best is None else settings[comparison.best]
     places = {number: place for place, number in enumerate(comparison.ranked)}
-    order = sorted(range(len(runs)), key=lambda index: places[comparison.setting_of[index]])
+    order = sorted(range(len(runs)), key=lambda index: places[comparison.setting_of[index].number])
     pictures = [(index, path) for index in order for path in runs[index].pictures]
     return templates.get_template("page.html").render(
         css=Markup((_TEMPLATES / "page.css").read_text(encoding="utf-8")),
@@ -57,23 +69,31 @@ def render(
         title=title,
         folder=folder,
         comparison=comparison,
-        colours=_colours(comparison),
+        num_hues=_NUM_HUES,
+        places=places,
         legend=[settings[number] for number in comparison.ranked],
         is_named_by_run=_NUM_HUES < len(settings) == len(runs),
         study=study,
         best_trials=_best_trials(comparison, study) if study else [],
         progress=progress(comparison, study) if study else [],
-        tiles=_tiles(runs),
-        best=_best(comparison),
-        settings=setting_rows(comparison, metrics) if len(settings) < len(runs) else [],
-        runs=run_rows(comparison, metrics),
+        statuses=sorted(Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED),
+        total_s=sum(value for run in runs if isinstance(value := run.summary.get("train_s"), int | float)),
+        best=best,
+        best_run=_best_run(best.runs) if best else None,
+        best_metrics=[metric for metric in METRICS if best and metric.better and metric.key in best.metrics],
+        missing=MISSING,
+        write_mean=write_mean,
+        write_duration=write_duration,
+        setting_figures=setting_figures(comparison, metrics),
+        run_texts=[[column.values[index] for column in comparison.columns] for index in range(len(runs))],
+        run_figures=run_figures(comparison, metrics),
         metrics=metrics,
         curves=curves(comparison),
         costs=costs(comparison),
         by_key=by_key(comparison),
-        failures=[run for run in runs if run.is_failed],
+        failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
         pictures=[
-            {"uri": uri, "run": runs[index], "setting": settings[comparison.setting_of[index]], "step": path.stem.split("_")[1]}
+            {"uri": uri, "run": runs[index], "setting": comparison.setting_of[index], "step": path.stem.split("_")[1]}
             for index, path in pictures[:num_pictures]
             if (uri := _data_uri(path, say))
         ],
@@ -82,47 +102,49 @@ def render(
     )
 
 
-def _colours(comparison: Comparison) -> list[str]:
-    """CSS colour of each setting: hues where few enough, else shades from the best to the worst."""
-    count = len(comparison.settings)
-    if count <= _NUM_HUES:
-        return [f"var(--hue-{number})" for number in range(count)]
-    colours = [""] * count
-    for place, number in enumerate(comparison.ranked):
-        share = 200 * place / (count - 1)
-        start, end, percent = ("best", "middle", share) if share <= 100 else ("middle", "worst", share - 100)
-        colours[number] = f"color-mix(in oklab, var(--rank-{start}), var(--rank-{end}) {percent:.0f}%)"
-    return colours
+def shown_metrics(comparison: Comparison) -> list[Metric]:
+    """Metrics that some run has; those without a better direction (steps, weights) only where they differ."""
+    values = {metric.key: {metric.of(run) for run in comparison.runs} - {None} for metric in METRICS}
+    return [metric for metric in METRICS if len(values[metric.key]) > (0 if metric.better else 1)]
 
 
-def _tiles(runs: tuple[Run, ...]) -> list[tuple[str, str]]:
-    """Figures at the head of the page, (name, value): runs, runs by status, time."""
-    counts = sorted(Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED)
-    tiles = [("runs", str(len(runs))), *((status.replace("_", " "), str(count)) for status, count in counts)]
-    total_s = sum(value for run in runs if isinstance(value := run.summary.get("train_s"), int | float))
-    return [*tiles, ("training in all", write_duration(total_s))] if total_s else tiles
+def setting_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
+    """Cells of each metric over the settings, the best first."""
+    settings = [comparison.settings[number] for number in comparison.ranked]
+    return [_column(metric, [one.metrics.get(metric.key, ()) for one in settings], [True] * len(settings)) for metric in metrics]
 
 
-def _best(comparison: Comparison) -> Mapping[str, Any] | None:
-    """The best setting, its best run and their figures, for the head of the page."""
-    if comparison.best is None:
-        return None
-    setting = comparison.settings[comparison.best]
-    finished = [comparison.runs[index] for index in setting.runs if comparison.runs[index].status == FINISHED]
-    run = max(finished, key=lambda one: VAL_DICE.of(one) or 0.0)
-    values = zip((column.key for column in comparison.setting_columns), setting.values, strict=True)
-    return {
-        "setting": setting,
-        "run": run,
-        "values": [(key, value) for key, value in values if value != MISSING],
-        "figures": [
-            (metric.title, write_mean(metric, setting.metrics[metric.key]))
-            for metric in METRICS
-            if metric.better and metric.key in setting.metrics
-        ],
-        "count": len(setting.metrics[VAL_DICE.key]),
-        "checkpoint": run.summary.get("checkpoint", ""),
-    }
+def run_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
+    """Cells of each metric over the runs in the order of the folders; only finished runs can be the best."""
+    is_finished = [run.status == FINISHED for run in comparison.runs]
+    return [
+        _column(metric, [() if (value := metric.of(run)) is None else (value,) for run in comparison.runs], is_finished)
+        for metric in metrics
+    ]
+
+
+def write_mean(metric: Metric, values: Sequence[float]) -> str:
+    """Format the mean of at least one value, with the standard deviation where the repeats differ."""
+    text = metric.write(fmean(values))
+    return f"{text} ± {metric.write(stdev(values))}" if metric.better and len(set(values)) > 1 else text
+
+
+def _column(metric: Metric, rows: Sequence[Sequence[float]], is_counted: Sequence[bool]) -> list[dict[str, Any]]:
+    """Cells of a metric: text, number to sort by ("" comes last), and the mark of the best counted row where they differ."""
+    means = [fmean(values) if values else None for values in rows]
+    candidates = {mean for mean, counts in zip(means, is_counted, strict=True) if counts and mean is not None}
+    best = max(candidates, key=lambda mean: mean * metric.better) if metric.better and len(candidates) > 1 else None
+    return [
+        {"text": MISSING, "order": "", "is_best": False}
+        if mean is None
+        else {"text": write_mean(metric, values), "order": repr(mean), "is_best": mean == best and counts}
+        for mean, values, counts in zip(means, rows, is_counted, strict=True)
+    ]
+
+
+def _best_run(runs: Sequence[Run]) -> Run:
+    """The finished run with the highest validation Dice."""
+    return max((run for run in runs if run.status == FINISHED), key=lambda run: VAL_DICE.of(run) or 0.0)
 
 
 def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
@@ -130,7 +152,7 @@ def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
     objectives = [metric for metric in METRICS if metric.key in study["objectives"]]
     return [
         {
-            "number": comparison.setting_of[index],
+            "number": comparison.setting_of[index].number,
             "name": run.name,
             "figures": {m.key: MISSING if (value := m.of(run)) is None else m.write(value) for m in objectives},
             "drawn": {key: _four_digits(run.overrides.get(key, MISSING)) for key in study["space"]},

@@ -18,9 +18,8 @@ from medseg.config.signature import flat
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
-from medseg.report.compare import compare, csv_rows
+from medseg.report.compare import Run, Study, compare, csv_rows
 from medseg.report.page import render
-from medseg.report.run import Run, Study
 from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE
 from medseg.runs.sweeps import JOB_FILE

@@ -19,7 +19,7 @@ from medseg.config.signature import decisive, flat, plain, signature
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
 from medseg.io.atomic import replace_text
-from medseg.report.run import METRICS
+from medseg.report.compare import METRICS
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
 from medseg.runs.processes import check_start, run_in_process
 from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report

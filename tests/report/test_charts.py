@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from medseg.report.charts import by_key, costs, curves, draw, progress
-from medseg.report.compare import Comparison, compare
-from medseg.report.run import Run
+from medseg.report.compare import Comparison, Run, compare
 
 EVIL = '<script>alert("x")</script> & "quoted" #030303 <g id="mark-0">'
 DICES = (0.0, 0.9, 0.95, 0.98, 0.99)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import stdev
 
-from medseg.report.compare import compare, csv_rows
-from medseg.report.rows import run_rows, setting_rows, shown_metrics
-from medseg.report.run import Run
+from medseg.report.compare import Run, compare, csv_rows
+from medseg.report.page import render, run_figures, setting_figures, shown_metrics
 
 
 def run(name: str, dice: float | None = None, status: str = "finished", *, peak: float = 1.0, **settings: object) -> Run:
@@ -64,15 +63,14 @@ def test_repeats_have_mean_and_standard_deviation_of_the_finished_runs() -> None
     runs += [run("3", 0.1, "running", seed=3, lr=1), run("4", 0.92, seed=0, lr=2)]
     comparison = compare(runs)
     repeated, single = comparison.settings
-    assert repeated.runs == (0, 1, 2, 3)
+    assert [one.name for one in repeated.runs] == ["0", "1", "2", "3"]
     assert repeated.metrics["val_dice"] == list(dices)
     assert single.metrics["val_dice"] == [0.92]
     assert [row["setting_val_dice_sd"] for row in csv_rows(comparison)] == [*[f"{stdev(dices):.6g}"] * 4, None]
     assert comparison.best == 0
-    rows = setting_rows(comparison, shown_metrics(comparison))
-    assert [row.number for row in rows] == [0, 1]
-    assert rows[0].figures[0].text == "0.9300 ± 0.0265"
-    assert rows[0].figures[-1].text == "3 of 4"
+    assert comparison.ranked == [0, 1]
+    assert setting_figures(comparison, shown_metrics(comparison))[0][0]["text"] == "0.9300 ± 0.0265"
+    assert ">3 of 4</td>" in render(comparison, None, "", "", 0, print)
 
 
 def test_folds_are_repeats_too() -> None:
@@ -92,7 +90,7 @@ def test_the_best_is_finished_and_the_smaller_of_equals() -> None:
 def test_not_a_number_is_no_result() -> None:
     comparison = compare([run("0", float("nan"), lr=1), run("1", 0.5, lr=2)])
     assert comparison.best == 1
-    assert run_rows(comparison, shown_metrics(comparison))[0].figures[0].text == "–"
+    assert run_figures(comparison, shown_metrics(comparison))[0][0]["text"] == "–"
 
 
 def test_metrics_without_a_better_direction_are_shown_where_they_differ() -> None:

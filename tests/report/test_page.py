@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from medseg.report.compare import compare
+from medseg.report.compare import Run, compare
 from medseg.report.page import render
-from medseg.report.run import Run
 
 EVIL = '<script>alert("x")</script> & "quoted"'
 
