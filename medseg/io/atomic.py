@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 
 PART_PREFIX = ".medseg-"
 STALE_AFTER_S = 3600.0
@@ -31,8 +31,10 @@ def replace_path(path: Path) -> Iterator[Path]:
     # A short name of its own: the name of the target may already have the greatest length.
     part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
-        if target.exists() and not target.is_file():
-            raise UserError(f"{path}: cannot be written, since it is a folder or a device; choose another name.")
+        require(
+            target.is_file() or not target.exists(),
+            f"{path}: cannot be written, since it is a folder or a device; choose another name.",
+        )
         target.parent.mkdir(parents=True, exist_ok=True)
         yield part
         with part.open("rb") as file:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from isal import igzip
@@ -259,11 +259,10 @@ def write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Head
     if like is not None and not grid_of_header(path, like)[0].is_close(grid):
         raise ValueError(f"{path}: the header to keep does not belong to the grid of the array")
     header = new_header(array.dtype, grid, like)
-    with replace_path(path) as part, part.open("xb") as file, ExitStack() as stack:
-        target: BinaryIO = file
-        if path.name.lower().endswith(".gz"):
-            # Without a name and a time in the stream, equal labels give equal files.
-            target = stack.enter_context(igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0))  # type: ignore[assignment]
-        target.write(header.binaryblock.ljust(int(header["vox_offset"]), b"\0"))
-        for plane in array:
-            target.write(np.ascontiguousarray(plane, header.get_data_dtype()).tobytes())
+    with replace_path(path) as part, part.open("xb") as file:
+        # Without a name and a time in the stream, equal labels give equal files.
+        packed = igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0) if path.name.lower().endswith(".gz") else nullcontext(file)
+        with packed as target:
+            target.write(header.binaryblock.ljust(int(header["vox_offset"]), b"\0"))
+            for plane in array:
+                target.write(np.ascontiguousarray(plane, header.get_data_dtype()).tobytes())

@@ -10,10 +10,10 @@ import numpy as np
 from medseg.errors import require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import WRITTEN_SUFFIXES, volume_suffix
-from medseg.io.volume import LABEL_DTYPES
+from medseg.io.volume import LABEL_DTYPES, Volume
 
 
-def _write(path: Path, array: np.ndarray, grid: VoxelGrid, like: Any) -> None:
+def _write(path: Path, volume: Volume) -> None:
     """Write voxels of a type that the formats have; the library of the format is imported only now."""
     path = Path(path)
     suffix = volume_suffix(path)
@@ -21,16 +21,14 @@ def _write(path: Path, array: np.ndarray, grid: VoxelGrid, like: Any) -> None:
         suffix in WRITTEN_SUFFIXES,
         f"{path}: expected an output name that ends in {', '.join(WRITTEN_SUFFIXES)}; choose one of them.",
     )
-    if array.shape != grid.shape:
-        raise ValueError(f"array {array.shape} and grid {grid.shape} differ in shape")
     if suffix in (".nii", ".nii.gz"):
         from medseg.io.nifti import write_nifti
 
-        write_nifti(path, array, grid, like)
+        write_nifti(path, volume.array, volume.grid, volume.header)
     else:
         from medseg.io.simpleitk import write_text_volume
 
-        write_text_volume(path, array, grid)
+        write_text_volume(path, volume.array, volume.grid)
 
 
 def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:
@@ -56,7 +54,7 @@ def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = No
         if not fitting:
             raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
         labels = labels.astype(fitting[0])
-    _write(path, labels, grid, like)
+    _write(path, Volume(labels, grid, like))
 
 
 def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:
@@ -74,4 +72,4 @@ def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid, like: Any = N
     """
     if image_hu.dtype not in (np.int16, np.float32):
         raise ValueError(f"an image must be int16 or float32, got {image_hu.dtype}")
-    _write(path, image_hu, grid, like)
+    _write(path, Volume(image_hu, grid, like))

@@ -105,7 +105,7 @@ class PixelFormat:
         offset: First byte of uncompressed little-endian pixels; None if they must be decoded.
         dtype: Type of the stored values, little endian.
         bits_stored: Bits that are used of each value.
-        padding: Smallest and largest stored value that mean "no pixel" by the header, or None.
+        padding: The stored value that means "no pixel" by the header, or the smallest and the largest such value, or none.
     """
 
     shape: tuple[int, int]
@@ -113,7 +113,7 @@ class PixelFormat:
     offset: int | None
     dtype: np.dtype[Any]
     bits_stored: int
-    padding: tuple[int, int] | None
+    padding: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +200,7 @@ def _whole(header: Dataset, keyword: str, default: int) -> int:
     Raises:
         ValueError: If it is not.
     """
-    value = header.get(keyword)
-    return default if value in (None, "") else int(value)
+    return default if header.get(keyword) in (None, "") else int(header[keyword].value)
 
 
 def _find(places: tuple[Dataset, ...], keyword: str) -> Any:
@@ -246,11 +245,11 @@ def read_frames(path: Path) -> list[Frame | NoSlice]:
             number = _text(header.get("SeriesNumber"))
             # Where the file ends within its series, only a number after the UID proves that the UID is whole.
             if number or not is_cut:
-                description = "" if is_cut else _text(header.get("SeriesDescription"))
-                series = Series(_text(header.get("SeriesInstanceUID")), number, description)
+                series = Series(
+                    _text(header.get("SeriesInstanceUID")), number, "" if is_cut else _text(header.get("SeriesDescription"))
+                )
             require(not is_cut, "the DICOM file is truncated: it ends within its header; copy or export it again.")
-            reason = _other_kind(header)
-            if reason:
+            if reason := _other_kind(header):
                 return [NoSlice(path, series, reason)]
             pixels = _pixel_format(file, header)
             shared = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
@@ -264,9 +263,9 @@ def read_frames(path: Path) -> list[Frame | NoSlice]:
     except Exception as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         # All but refusals of this module is what a damaged file makes pydicom raise.
-        is_refusal = isinstance(error, UserError)
-        says = why if is_refusal else f"the DICOM file cannot be read ({plain(why)}); it is damaged, copy or export it again."
-        return [NoSlice(path, series, says, is_unreadable=True)]
+        if not isinstance(error, UserError):
+            why = f"the DICOM file cannot be read ({plain(why)}); it is damaged, copy or export it again."
+        return [NoSlice(path, series, why, is_unreadable=True)]
 
 
 def _other_kind(header: FileDataset) -> str:
@@ -378,8 +377,9 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         f"used up to bit {high_bit}; export the DICOM series again.",
     )
     is_implicit, is_little_endian = header.original_encoding
-    assumed = uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian
-    syntax = uid.UID(header.file_meta.get("TransferSyntaxUID") or assumed)
+    syntax = uid.UID(
+        header.file_meta.get("TransferSyntaxUID") or (uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian)
+    )
     is_plain = syntax in (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
     num_bytes = rows * columns * num_frames * bits // 8
     element = file.read(8 if is_implicit else 12)  # tag, length; explicit: tag, type, length
@@ -406,5 +406,4 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         for end in (header.get_item(keyword) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"))
         if isinstance(end, RawDataElement) and end.value
     ]
-    limits = (min(padding), max(padding)) if padding else None
-    return PixelFormat((rows, columns), syntax, file.tell() if is_plain else None, dtype, stored, limits)
+    return PixelFormat((rows, columns), syntax, file.tell() if is_plain else None, dtype, stored, tuple(sorted(padding)))

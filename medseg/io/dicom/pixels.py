@@ -124,11 +124,11 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
         hu += int(frame.intercept)
     else:
         hu = (values.astype(np.float64) * frame.slope + frame.intercept).astype(np.float32)
-    if frame.pixels.padding is not None:
-        low, high = sorted(_with_sign(np.array(frame.pixels.padding), frame).tolist())
+    if frame.pixels.padding:
+        padding = _with_sign(np.array(frame.pixels.padding), frame).tolist()
         # Padding below air stays: every image is clipped later.
-        if max(low * frame.slope, high * frame.slope) + frame.intercept > DENSEST_HU:
-            hu[(values >= low) & (values <= high)] = AIR_HU
+        if max(value * frame.slope for value in padding) + frame.intercept > DENSEST_HU:
+            hu[(values >= min(padding)) & (values <= max(padding))] = AIR_HU
     return hu
 
 

@@ -261,7 +261,7 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
     names = []
     for stack in stacks:
         first, series = stack.frames[0], stack.frames[0].series
-        is_unique = bool(series.number) and len(uids[series.number]) == 1
+        is_unique = series.number and len(uids[series.number]) == 1
         key = plain(series.number if is_unique else series.uid) + (f"/{stack.part}" if stack.part else "")
         about = ", ".join(filter(None, (shown(series.description) if series.description else "", stack.phase)))
         step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
@@ -440,6 +440,6 @@ def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> 
         f"{path}: expected slices stacked along their normal, but they drift {tilt_deg:.0f}° away from it; such a stack is no CT of a "
         "tilted gantry (30° at most).",
     )
-    found = f"the slices lie up to {np.abs(shifts_mm).max():.1f} mm beside a straight stack: they"
-    found = f"the gantry was tilted by {tilt_deg:.1f}°: the slices" if is_line else found
+    beside = f"the slices lie up to {np.abs(shifts_mm).max():.1f} mm beside a straight stack: they"
+    found = f"the gantry was tilted by {tilt_deg:.1f}°: the slices" if is_line else beside
     return shifts_mm, np.zeros(2), [f"{found} were resampled to a rectangular grid, on which results lie"]
