@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.audit.labels import GRID_TOLERANCE_MM
+from medseg.data.audit.labels import GRID_TOLERANCE_MM, times
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.task import Task
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import SUFFIXES, case_name, volume_suffix
 from medseg.io.read import read_labels
@@ -42,11 +42,9 @@ def find_predictions(pred_dir: Path) -> dict[str, list[Path]]:
     Raises:
         UserError: If there is none.
     """
-    if not pred_dir.is_dir():
-        raise UserError(f"pred={pred_dir} is not a folder; give the folder that predict wrote.")
+    require(pred_dir.is_dir(), f"pred={pred_dir} is not a folder; give the folder that predict wrote.")
     found = _label_maps(pred_dir)
-    if not found:
-        raise UserError(f"pred={pred_dir} holds no label map ({', '.join(SUFFIXES)}); give predict's folder.")
+    require(bool(found), f"pred={pred_dir} holds no label map ({', '.join(SUFFIXES)}); give predict's folder.")
     return found
 
 
@@ -65,21 +63,17 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
         UserError: If there is none, or two files of a folder are one case.
     """
     if ref.is_dir():
-        if split is not None:
-            raise UserError(f"split={split} needs a case table as ref, got the folder {ref}; leave split out.")
+        require(split is None, f"split={split} needs a case table as ref, got the folder {ref}; leave split out.")
         found = _label_maps(ref)
-        for first, *others in found.values():
-            if others:
-                raise UserError(f"{ref} holds {first.name} and {others[0].name} for one case; keep one.")
-        if not found:
-            raise UserError(f"ref={ref} holds no label map ({', '.join(SUFFIXES)}); give a case table or their folder.")
+        for paths in found.values():
+            names = " and ".join(path.name for path in paths[:2])
+            require(len(paths) == 1, f"{ref} holds {names} for one case; keep one.")
+        require(bool(found), f"ref={ref} holds no label map ({', '.join(SUFFIXES)}); give a case table or their folder.")
         return {key: Reference(case_name(path), path) for key, (path,) in found.items()}, set()
-    if not ref.exists():
-        raise UserError(f"ref={ref} does not exist; give a case table or a folder of label maps.")
+    require(ref.exists(), f"ref={ref} does not exist; give a case table or a folder of label maps.")
     cases = read_case_table(ref, labels_column)
     references = {_key(one.name): Reference(one.name, one.labels, one) for one in cases if split in (None, one.split)}
-    if not references:
-        raise UserError(f"{ref} has no case of split {split}; correct split or fill the table's column split.")
+    require(bool(references), f"{ref} has no case of split {split}; correct split or fill the table's column split.")
     return references, {_key(one.name) for one in cases} - set(references)
 
 
@@ -91,38 +85,33 @@ def read_pair(
     Raises:
         UserError: If a file cannot be read, the grids differ, or a value has no meaning.
     """
-    if len(pred_files) > 1:
-        raise UserError(f"there are two predictions, {pred_files[0].name} and {pred_files[1].name}; keep one")
+    names = " and ".join(path.name for path in pred_files[:2])
+    require(len(pred_files) == 1, f"there are two predictions, {names}; keep one")
     if reference.labels is None:
         raise UserError("the case has no reference; give its label map")
     pred_volume, target_volume = read_labels(pred_files[0]), read_labels(reference.labels)
     # Both are oriented first: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
-    if not is_same_grid(grid, target_grid):
-        raise UserError(
-            f"the prediction's grid ({describe(grid)}) is not the reference's ({describe(target_grid)}); "
-            "predict the image that the reference belongs to"
-        )
-    if int(pred.min()) < 0 or int(pred.max()) > len(task.labels):
-        raise UserError(
-            f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, expected 0 to "
-            f"{len(task.labels)} (task {task.name}); evaluate label maps of this task"
-        )
+    check_grid("prediction's", grid, "reference's", target_grid, "; predict the image that the reference belongs to")
+    require(
+        int(pred.min()) >= 0 and int(pred.max()) <= len(task.labels),
+        f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, expected 0 to "
+        f"{len(task.labels)} (task {task.name}); evaluate label maps of this task",
+    )
     return pred, _task_values(target, reference.labels, task, label_values), grid
 
 
-def is_same_grid(one: VoxelGrid, other: VoxelGrid) -> bool:
-    """Whether two grids agree within the tolerance of the audit."""
-    return one.is_close(other, GRID_TOLERANCE_MM)
+def check_grid(owner: str, grid: VoxelGrid, other_owner: str, other: VoxelGrid, cure: str = "") -> None:
+    """Refuse two grids that differ by more than the tolerance of the audit."""
+    difference = f"the {owner} grid ({_describe(grid)}) is not the {other_owner} ({_describe(other)})"
+    require(grid.is_close(other, GRID_TOLERANCE_MM), difference + cure)
 
 
-def describe(grid: VoxelGrid) -> str:
+def _describe(grid: VoxelGrid) -> str:
     """Format size, spacing and origin for a sentence."""
-    shape = "×".join(map(str, grid.shape))
-    spacing = "×".join(f"{step:.4g}" for step in grid.spacing_mm)
     origin = ", ".join(f"{value:.2f}" for value in grid.origin_xyz_mm)
-    return f"{shape} voxels of {spacing} mm from ({origin})"
+    return f"{times(grid.shape)} voxels of {times(grid.spacing_mm)} mm from ({origin})"
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
-"""Scoring of label maps against references: a row per case and region, statistics, costs, pictures."""
+"""Scoring of label maps against references: scores per case and region, their statistics, costs, tables, pictures."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,9 +13,8 @@ import numpy as np
 
 from medseg.data.case_table import Case
 from medseg.data.task import Region, Task
-from medseg.errors import UserError
-from medseg.evaluation.matching import Reference, describe, find_predictions, find_references, is_same_grid, read_pair, some_of
-from medseg.evaluation.statistics import COLUMNS, METRICS, console_table, summarise
+from medseg.errors import UserError, require
+from medseg.evaluation.matching import Reference, check_grid, find_predictions, find_references, read_pair, some_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
@@ -23,11 +23,20 @@ from medseg.metrics.surface import score_region
 from medseg.pictures.overlay import overlay_montage
 from medseg.pictures.plots import score_plot
 from medseg.preprocess.orient import orient
-from medseg.report.tables import write_csv
+from medseg.report.tables import table_lines, write_csv
 
+METRICS = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml")
+ALL = "all"
+COLUMNS = ("region", "trust", "metric", "number", "infinite", "mean", "std", "median", "min", "max", "worst_case")
+_HEADINGS = {
+    "region": "region", "trust": "trust", "number": "n", "dice": "Dice", "std": "±", "min": "min", "nsd_1mm": "NSD 1mm",
+    "nsd_2mm": "NSD 2mm", "hd95_mm": "HD95 mm", "infinite": "inf", "worst_case": "worst case",
+}  # fmt: skip
 MAX_FILE_VALUE = 65535
 # Costs of a prediction: seconds from file to file, area under its memory over time, most memory of its process.
 COSTS = ("total_s", "memory_gb_s", "peak_gb")
+
+Row = Mapping[str, Any]
 
 
 @dataclass
@@ -91,12 +100,12 @@ def evaluate_folder(
     references, elsewhere = find_references(ref, labels_column, split)
     labelled = {key: reference for key, reference in references.items() if reference.labels is not None}
     common = [key for key in labelled if key in predictions]
-    if not common:
-        raise UserError(
-            f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
-            f"(predictions: {some_of(list(predictions))}; references: {some_of(list(references))}); "
-            "name each prediction after its case."
-        )
+    require(
+        bool(common),
+        f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
+        f"(predictions: {some_of(list(predictions))}; references: {some_of(list(references))}); "
+        "name each prediction after its case.",
+    )
     check_writable(output)
     summary = EvaluationSummary(
         without_prediction=[reference.name for key, reference in labelled.items() if key not in predictions],
@@ -132,16 +141,16 @@ def _scored_regions(task: Task, label_values: Mapping[int, str]) -> list[Region]
         UserError: If there is none, or a value cannot be one of a label map.
     """
     regions = [region for region in task.regions if set(region.labels) <= set(label_values.values())]
-    if not regions:
-        raise UserError(
-            f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected the labels of "
-            f"at least one region of the task {task.name} ({', '.join(task.labels)}); correct the names."
-        )
-    if not 0 <= min(label_values) <= max(label_values) <= MAX_FILE_VALUE:
-        raise UserError(
-            f"data.label_values has values from {min(label_values)} to {max(label_values)}, expected values of label "
-            f"maps from 0 to {MAX_FILE_VALUE}; correct them."
-        )
+    require(
+        bool(regions),
+        f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected the labels of "
+        f"at least one region of the task {task.name} ({', '.join(task.labels)}); correct the names.",
+    )
+    require(
+        0 <= min(label_values) <= max(label_values) <= MAX_FILE_VALUE,
+        f"data.label_values has values from {min(label_values)} to {max(label_values)}, expected values of label "
+        f"maps from 0 to {MAX_FILE_VALUE}; correct them.",
+    )
     return regions
 
 
@@ -176,8 +185,7 @@ def _score_case(
         summary.costs[reference.name] = cost
     if overlays is not None and case is not None:
         try:
-            remarks = _draw(case, pred, target, grid, task, overlays)
-            summary.warnings += [f"{reference.name}: {remark}" for remark in remarks]
+            summary.warnings += [f"{case.name}: {remark}" for remark in _draw(case, pred, target, grid, task, overlays)]
         except (UserError, OSError, ValueError) as error:
             summary.warnings.append(f"{reference.name}: no picture, {error}")
     return f"Dice {', '.join(dices)}"
@@ -201,8 +209,7 @@ def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, tas
     """
     volume = read_image(case.image, case.series)
     image_hu, image_grid, _ = orient(case.hu.apply(volume.array), volume.grid)
-    if not is_same_grid(image_grid, grid):
-        raise UserError(f"the image's grid ({describe(image_grid)}) is not the labels' ({describe(grid)})")
+    check_grid("image's", image_grid, "labels'", grid)
     overlay_montage(
         image_hu,
         pred,
@@ -243,3 +250,48 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
         )
     if summary.failed:
         progress(f"{len(summary.failed)} failed: {some_of(list(summary.failed))}")
+
+
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Compute the statistics of every group: each region and all, each trust and all.
+
+    Args:
+        rows: Scores with the keys `case`, `region`, `trust` ("" = not given) and `METRICS`; none give no statistics.
+
+    Returns:
+        Rows with the keys `COLUMNS`: `number` of scores, `infinite` ones among them, which the following figures leave
+        out; `std` is divided by the number, not by one less; the figures are None where every score is infinite.
+        `worst_case` has the worst score (an infinite distance counts); it is empty for volumes, which are neither.
+    """
+    statistics = []
+    for region in [*dict.fromkeys(row["region"] for row in rows), ALL]:
+        for trust in [ALL, *sorted({row["trust"] for row in rows} - {""})]:
+            group = [row for row in rows if region in (row["region"], ALL) and trust in (row["trust"], ALL)]
+            if group:
+                statistics += [_statistics(group, region, trust, metric) for metric in METRICS]
+    return statistics
+
+
+def console_table(statistics: Sequence[Row]) -> list[str]:
+    """Lay the main figures of each group out in aligned columns; no statistics give no line."""
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for one in statistics:
+        groups.setdefault((one["region"], one["trust"]), {})[one["metric"]] = one
+    has_trusts = len({trust for _, trust in groups} - {ALL}) > 1
+    rows = [
+        {**group["dice"], **{metric: group[metric]["mean"] for metric in METRICS}, "infinite": group["hd95_mm"]["infinite"]}
+        for (_, trust), group in groups.items()
+        if trust == ALL or has_trusts
+    ]
+    formats = {"hd95_mm": ".2f", **dict.fromkeys(("dice", "std", "min", "nsd_1mm", "nsd_2mm"), ".4f")}
+    return table_lines(rows, _HEADINGS, formats, missing="-") if rows else []
+
+
+def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> dict[str, Any]:
+    """Statistics of one metric over one group of at least one row."""
+    values = [float(row[metric]) for row in group]
+    finite = np.array([value for value in values if math.isfinite(value)])
+    figures = (float(function(finite)) if len(finite) else None for function in (np.mean, np.std, np.median, np.min, np.max))
+    worst = max(values) if metric == "hd95_mm" else min(values)
+    worst_case = "" if metric.startswith("volume") else group[values.index(worst)]["case"]
+    return dict(zip(COLUMNS, (region, trust, metric, len(values), len(values) - len(finite), *figures, worst_case), strict=True))

@@ -15,7 +15,7 @@ from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.data.splits import split_cases
 from medseg.data.task import Task
-from medseg.evaluation.statistics import METRICS
+from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient

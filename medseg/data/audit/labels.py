@@ -74,7 +74,7 @@ def audit_grids(
         return [find("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
     if label_grid.shape == image_grid.shape:
         return [find("label_shape:axes", difference=difference)]
-    return [find("label_shape", shape=_times(label_grid.shape), image_shape=_times(image_grid.shape))]
+    return [find("label_shape", shape=times(label_grid.shape), image_shape=times(image_grid.shape))]
 
 
 def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
@@ -84,8 +84,8 @@ def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
     angle_deg = float(np.degrees(np.arccos(np.clip(cosines.min(), -1, 1))))
     off_mm = np.abs(label_grid.corners_xyz_mm() - image_grid.corners_xyz_mm()).max()
     parts = {
-        f"it has {_times(label_grid.shape)} voxels in LPS order, the image {_times(image_grid.shape)}": not is_same_shape,
-        f"its spacing is {_times(label_grid.spacing_mm)} mm, the image's {_times(image_grid.spacing_mm)} mm": not np.allclose(
+        f"it has {times(label_grid.shape)} voxels in LPS order, the image {times(image_grid.shape)}": not is_same_shape,
+        f"its spacing is {times(label_grid.spacing_mm)} mm, the image's {times(image_grid.spacing_mm)} mm": not np.allclose(
             label_grid.spacing_mm, image_grid.spacing_mm, rtol=1e-3
         ),
         f"its axes are turned by {angle_deg:.1f} degrees": angle_deg > 0.1,
@@ -94,7 +94,8 @@ def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
     return ", ".join(text for text, holds in parts.items() if holds)
 
 
-def _times(values: Sequence[float]) -> str:
+def times(values: Sequence[float]) -> str:
+    """Format one number per axis."""
     return "×".join(f"{value:.4g}" for value in values)
 
 
