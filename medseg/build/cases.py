@@ -10,8 +10,7 @@ from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.splits import CaseSource, Split, split_cases
 from medseg.errors import UserError
-from medseg.io.atomic import check_writable
-from medseg.io.locks import locked
+from medseg.io.atomic import check_writable, locked
 from medseg.preprocess.scale import HuScale
 
 # Synthetic scans made at a time; one of full detail takes 2 to 5 GB.

@@ -17,8 +17,7 @@ from medseg.config.schema import TrainConfig
 from medseg.config.signature import decisive, flat, plain, signature
 from medseg.console import say
 from medseg.errors import UserError, require
-from medseg.io.atomic import replace_text
-from medseg.io.locks import is_locked, locked
+from medseg.io.atomic import is_locked, locked, replace_text
 from medseg.runs.status import Status
 
 CONFIG_FILE = "config.yaml"

@@ -23,8 +23,7 @@ from medseg.config.schema import TrainConfig
 from medseg.config.signature import plain, signature
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, UserError
-from medseg.io.atomic import replace_text
-from medseg.io.locks import is_locked
+from medseg.io.atomic import is_locked, replace_text
 from medseg.report.tables import write_csv
 from medseg.runs.folder import CONFIG_FILE, LOCK_FILE, is_busy, open_run, read_summary, remove_if_empty, settle
 from medseg.runs.processes import check_start, exit_on_signals, run_in_process

@@ -15,8 +15,7 @@ from medseg.config.schema import Profiler, SpacingStrategy, StageName, TrainConf
 from medseg.config.signature import plain
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_USER_ERROR
-from medseg.io.atomic import PART_PREFIX, replace_text
-from medseg.io.locks import locked
+from medseg.io.atomic import PART_PREFIX, locked, replace_text
 from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, write_end
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, status_of

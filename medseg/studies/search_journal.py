@@ -17,7 +17,7 @@ from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
 
 from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SweepConfig
-from medseg.io.locks import locked
+from medseg.io.atomic import locked
 from medseg.studies.search_space import describe, text_of
 
 JOURNAL_FILE = "study.journal"

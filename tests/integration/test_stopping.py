@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import medseg
-from medseg.io.locks import is_locked
+from medseg.io.atomic import is_locked
 from medseg.runs.folder import LOCK_FILE
 
 from .test_runs import command

@@ -14,7 +14,7 @@ from medseg.config.check import resolved, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
-from medseg.io.locks import is_locked, locked
+from medseg.io.atomic import is_locked, locked
 from medseg.runs.folder import CONFIG_FILE, LOCK_FILE, Status, changed_config, find_run, load_config, open_run, write_end
 
 

@@ -80,7 +80,7 @@ def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path: Path) -> None
     turns = study.turns()
     turn = next(turns)
     turns.close()
-    holder = "import sys\nfrom pathlib import Path\nfrom medseg.io.locks import locked\nwith locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
+    holder = "import sys\nfrom pathlib import Path\nfrom medseg.io.atomic import locked\nwith locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
     command = [sys.executable, "-c", holder, str(tmp_path / str(turn.number) / TRIAL_LOCK_FILE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
