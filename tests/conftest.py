@@ -44,7 +44,7 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         import torch
 
         from medseg.build.network import make_network
-        from medseg.build.trainer import make_module, make_trainer
+        from medseg.build.run import make_module, make_trainer
         from medseg.config.check import to_config
         from medseg.config.folder import conf_dir
         from medseg.config.schema import TrainConfig

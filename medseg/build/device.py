@@ -51,7 +51,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     memory = count_step(
         lambda: make_network(config),
         (1, 1, *(config.stage.patch_size or (128, 128, 128))),
-        loss=make_loss(config),
+        loss=make_loss(config.loss),
         make_optimizer=make_target("optimizer", config.optimizer, None),
         precision=config.memory.precision.value,
         call=lambda network, image: network(image, region),

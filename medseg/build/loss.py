@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from medseg.config.schema import TrainConfig
+from medseg.config.schema import LossConfig
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 
 
-def make_loss(config: TrainConfig) -> nn.Module:
-    """Make the weighted sum of Dice and cross-entropy of the `loss` group."""
-    return DiceCrossEntropyLoss(**vars(config.loss))
+def make_loss(loss: LossConfig) -> nn.Module:
+    """Make the weighted sum of Dice and cross-entropy."""
+    return DiceCrossEntropyLoss(**vars(loss))

@@ -6,7 +6,7 @@ from typing import Any
 
 from medseg.build.task import make_task
 from medseg.config.rules import choose_strides
-from medseg.config.schema import TrainConfig
+from medseg.config.schema import ModelConfig, SpacingConfig, StageConfig, TrainConfig
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line
 from medseg.models.regional import RegionalNetwork
@@ -21,7 +21,9 @@ def make_network(config: TrainConfig) -> RegionalNetwork:
     Raises:
         UserError: If the arguments contradict each other.
     """
-    return make_described_network(network_arguments(config), make_task(config.task), region_mode_of(config))
+    return make_described_network(
+        network_arguments(config.model, config.spacing), make_task(config.task), region_mode_of(config.stage)
+    )
 
 
 def make_described_network(arguments: dict[str, Any], task: Task, region_mode: str) -> RegionalNetwork:
@@ -47,9 +49,8 @@ def make_described_network(arguments: dict[str, Any], task: Task, region_mode: s
         raise UserError(f"model: {error}") from error
 
 
-def network_arguments(config: TrainConfig) -> dict[str, Any]:
-    """Translate the `model` group to arguments of `UNet`."""
-    model = config.model
+def network_arguments(model: ModelConfig, spacing: SpacingConfig) -> dict[str, Any]:
+    """Translate the `model` group to arguments of `UNet`; its strides follow the spacing."""
     return {
         "width": model.width,
         "depth": model.depth,
@@ -58,13 +59,13 @@ def network_arguments(config: TrainConfig) -> dict[str, Any]:
         "stem": model.stem.value,
         "refine": model.refine,
         "norm": model.norm.value,
-        "strides": choose_strides(config),
+        "strides": choose_strides(model, spacing),
     }
 
 
-def region_mode_of(config: TrainConfig) -> str:
+def region_mode_of(stage: StageConfig) -> str:
     """Name how the regions share the network; the coarse stage predicts all of them at once (`whole`)."""
-    return config.stage.region_mode.value if config.stage.region_mode else "whole"
+    return stage.region_mode.value if stage.region_mode else "whole"
 
 
 def load_initial_weights(network: RegionalNetwork, config: TrainConfig) -> None:
@@ -77,7 +78,7 @@ def load_initial_weights(network: RegionalNetwork, config: TrainConfig) -> None:
         return
     given = f"init_from={config.init_from}"
     metadata, weights = read_weights(Path(config.init_from), config.stage.name.value, "init_from")
-    ours = {"model": _with_defaults(network_arguments(config)), "region_mode": region_mode_of(config)}
+    ours = {"model": _with_defaults(network_arguments(config.model, config.spacing)), "region_mode": region_mode_of(config.stage)}
     theirs = {"model": _with_defaults(metadata["model"]), "region_mode": metadata["region_mode"]}
     if ours != theirs:
         raise UserError(

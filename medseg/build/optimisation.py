@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medseg.config.schema import LrScaling, TrainConfig
+from medseg.config.schema import LrScaling
 from medseg.errors import UserError
 
 # Arguments of optimisers and schedules that are learning rates.
@@ -55,30 +55,35 @@ def make_target(group: str, node: dict[str, Any], *leading: Any) -> Callable[...
     return functools.partial(target, **arguments)
 
 
-def make_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the `optimizer` group as a function of the parameters; its rate is that for the whole batch."""
-    return make_target("optimizer", scale_rates(config.optimizer, config), None)
+def make_optimizer(group: dict[str, Any], lr_factor: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return the `optimizer` group as a function of the parameters, its rates multiplied by a factor."""
+    return make_target("optimizer", scale_rates(group, lr_factor), None)
 
 
-def make_schedule(config: TrainConfig) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+def make_schedule(
+    group: dict[str, Any], lr_factor: float, warmup_steps: int
+) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """Return the `schedule` group as a function of the optimiser, multiplied by the warm-up.
 
     In step n, counted from 0, of the warm-up the rate is (n + 1) / (`warmup_steps` + 1) of the schedule's.
     """
-    make = make_target("schedule", scale_rates(config.schedule, config), None)
-    if not config.warmup_steps:
+    make = make_target("schedule", scale_rates(group, lr_factor), None)
+    if not warmup_steps:
         return make
     from torch.optim.lr_scheduler import ChainedScheduler, LinearLR
 
     def make_both(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        ramp = LinearLR(optimizer, start_factor=1 / (config.warmup_steps + 1), total_iters=config.warmup_steps)
+        ramp = LinearLR(optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps)
         return ChainedScheduler([ramp, make(optimizer)], optimizer)
 
     return make_both
 
 
-def scale_rates(node: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """Multiply the learning rates among a group's arguments for the batch size, as `lr_scaling` says."""
-    exponent = {LrScaling.none: 0.0, LrScaling.sqrt: 0.5, LrScaling.linear: 1.0}[config.lr_scaling]
-    factor = config.stage.batch_size**exponent
-    return {key: value * factor if key in LR_KEYS else value for key, value in node.items()}
+def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
+    """Factor on all learning rates for the batch size, as `lr_scaling` says."""
+    return float(batch_size ** {LrScaling.none: 0.0, LrScaling.sqrt: 0.5, LrScaling.linear: 1.0}[lr_scaling])
+
+
+def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
+    """Multiply the learning rates among the arguments of a group."""
+    return {key: value * lr_factor if key in LR_KEYS else value for key, value in group.items()}

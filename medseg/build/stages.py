@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from medseg.build.metadata import NATIVE
 from medseg.build.network import make_described_network, to_tuples
 from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import Precision, Resampling
@@ -17,7 +16,7 @@ from medseg.geometry.grid_rule import GridRule
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.preprocess.resample import ANTIALIASED
-from medseg.weights.files import checksum, read_weights
+from medseg.weights.files import NATIVE, checksum, read_weights
 
 
 def load_stage(path: Path, stage: str, device: torch.device, precision: str | None = None) -> TrainedStage:

@@ -2,15 +2,14 @@
 
 from torch import nn
 
-from medseg.config.schema import TrainConfig
+from medseg.config.schema import MemoryConfig
 from medseg.errors import UserError
 from medseg.memory.switches import apply_switches
 from medseg.models.regional import RegionalNetwork
 
 
-def switch_on(network: RegionalNetwork, config: TrainConfig, device_type: str) -> nn.Module:
+def switch_on(network: RegionalNetwork, memory: MemoryConfig, device_type: str, *, sync_batchnorm: bool = False) -> nn.Module:
     """Apply the `memory` group to a network that will run on a `cpu` or `cuda` device."""
-    memory = config.memory
     try:
         return apply_switches(
             network,
@@ -18,7 +17,7 @@ def switch_on(network: RegionalNetwork, config: TrainConfig, device_type: str) -
             offload=memory.offload,
             channels_last=memory.channels_last,
             compile=memory.compile,
-            synchronise=config.trainer.sync_batchnorm,
+            synchronise=sync_batchnorm,
             device_type=device_type,
         )
     except ValueError as error:

@@ -40,10 +40,9 @@ def find_lr(config: FindLrConfig) -> int:
     )
     import torch
 
-    from medseg.build.data import make_data_module
     from medseg.build.network import load_initial_weights, make_network
-    from medseg.build.optimisation import scale_rates
-    from medseg.build.trainer import make_module, make_trainer
+    from medseg.build.optimisation import find_lr_factor
+    from medseg.build.run import make_data_module, make_module, make_trainer
     from medseg.pictures.plots import draw_lr_range
     from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 
@@ -71,7 +70,7 @@ def find_lr(config: FindLrConfig) -> int:
         say("the loss never falls; try a lower lowest_lr or more steps")
         return EXIT_FAILED
     # `lr_scaling` multiplies the rate that is given.
-    factor = scale_rates({"lr": 1.0}, config)["lr"]
+    factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     print(f"optimizer.lr={found / factor:.2g}")
     print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")
     return 0

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from medseg.commands import entry
 from medseg.config.check import resolved, to_config
+from medseg.config.rules import notes
 from medseg.config.schema import TrainConfig
 from medseg.console import say
 from medseg.errors import require
@@ -37,9 +38,14 @@ def read(composed: DictConfig) -> TrainConfig:
     """Check the composed configuration, or that of the run to resume with the keys that the command line changes."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN or composed.resume in (None, "auto"):
-        return to_config(composed, TrainConfig)
-    default = resolved(hydra.compose("train"))
-    return changed_config(composed.resume, resolved(composed), default, hydra_config.overrides.task)
+        config = to_config(composed, TrainConfig)
+    else:
+        default = resolved(hydra.compose("train"))
+        config = changed_config(composed.resume, resolved(composed), default, hydra_config.overrides.task)
+    if rank() == 0:
+        for note in notes(config):
+            say(note)
+    return config
 
 
 def train(config: TrainConfig) -> int:
@@ -51,8 +57,10 @@ def train(config: TrainConfig) -> int:
             "torchrun starts the ranks of one run; start a multirun with python, its jobs start their own",
         )
         return sweeps.run_job(config)
-    check_start(config)
-    opened = from_first_rank(open_or_leave(config) if rank() == 0 else None)
+    check_start(config.trainer, config.resume)
+    opened = open_or_leave(config) if rank() == 0 else None
+    if is_under_torchrun():
+        opened = from_first_rank(opened)
     remove_if_empty(Path(hydra_config.runtime.output_dir))
     return 0 if opened is None else start_ranks(opened)
 

@@ -12,6 +12,7 @@ from typing import Any
 from medseg.config.schema import (
     Accelerator,
     LrScaling,
+    ModelConfig,
     Norm,
     Precision,
     PredictConfig,
@@ -96,19 +97,19 @@ def notes(config: TrainConfig) -> list[str]:
     return found
 
 
-def find_divisor(config: TrainConfig) -> tuple[int, int, int]:
+def find_divisor(model: ModelConfig, spacing: SpacingConfig) -> tuple[int, int, int]:
     """Find the required multiple of the network's input size, in voxels (z, y, x).
 
     A spacing that is not known yet counts as the same for all axes, which requires the largest multiple.
     """
-    return total_strides(choose_strides(config))
+    return total_strides(choose_strides(model, spacing))
 
 
-def choose_strides(config: TrainConfig) -> tuple[tuple[int, int, int], ...]:
+def choose_strides(model: ModelConfig, spacing: SpacingConfig) -> tuple[tuple[int, int, int], ...]:
     """Choose the strides of each network level, finest first; they follow the spacing where the strategy says so."""
-    num_levels = config.model.depth + (config.model.stem is not Stem.conv)
-    follows = config.spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA)
-    return level_strides(config.spacing.target_spacing_mm if follows else None, num_levels)
+    num_levels = model.depth + (model.stem is not Stem.conv)
+    follows = spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA)
+    return level_strides(spacing.target_spacing_mm if follows else None, num_levels)
 
 
 def _require_all(rules: Rules) -> None:
@@ -251,7 +252,8 @@ def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
 
 def _size_rules(config: TrainConfig) -> Rules:
     """Sizes of network inputs: multiples of the divisor, more than one voxel at the deepest level, within the crop."""
-    model, stage, divisor, whole = config.model, config.stage, find_divisor(config), config.spacing.size
+    model, stage, whole = config.model, config.stage, config.spacing.size
+    divisor = find_divisor(model, config.spacing)
     sizes = {"spacing.size": whole, "stage.patch_size": stage.patch_size, "inference.tile_size": config.inference.tile_size}
     rules = []
     for key, size in sizes.items():

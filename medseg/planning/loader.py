@@ -35,8 +35,8 @@ class Setting(NamedTuple):
 
 def tune_loader(config: TuneLoaderConfig) -> int:
     """Time the same batches under each setting; print the table and the best setting."""
-    from medseg.build.data import make_data_module
     from medseg.build.device import pick_device
+    from medseg.build.run import make_data_module
 
     find_spacing(config.spacing, config.data)
     device = pick_device(config.trainer.accelerator)

@@ -86,24 +86,26 @@ def count_memory(
 
     from medseg.build.loss import make_loss
     from medseg.build.network import make_network
-    from medseg.build.optimisation import make_optimizer
+    from medseg.build.optimisation import find_lr_factor, make_optimizer
     from medseg.build.switches import switch_on
     from medseg.memory.accounting import count_step
 
     memory, samples = config.memory, samples_per_rank(config)
     region = torch.zeros(samples, dtype=torch.int64)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
-    uncompiled = replace(config, memory=replace(memory, compile=False))
+    uncompiled = replace(memory, compile=False)
 
     def make_ours() -> nn.Module:
-        return switch_on(make_network(config), uncompiled, "cuda" if memory.offload else "cpu")
+        return switch_on(
+            make_network(config), uncompiled, "cuda" if memory.offload else "cpu", sync_batchnorm=config.trainer.sync_batchnorm
+        )
 
     try:
         return count_step(
             make_baseline or make_ours,
             (samples, 1, *shape),
-            loss=make_loss(config),
-            make_optimizer=make_optimizer(config),
+            loss=make_loss(config.loss),
+            make_optimizer=make_optimizer(config.optimizer, find_lr_factor(config.lr_scaling, config.stage.batch_size)),
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,
@@ -168,7 +170,7 @@ def input_shape(config: PlanConfig) -> Shape:
         depth = height = width = max(depth, height, width)
     if config.stage.max_voxels:
         depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
-    divisors = zip((depth, height, width), find_divisor(config), strict=True)
+    divisors = zip((depth, height, width), find_divisor(config.model, config.spacing), strict=True)
     depth, height, width = (math.ceil(size / divisor) * divisor for size, divisor in divisors)
     return depth, height, width
 

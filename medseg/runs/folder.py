@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from medseg.build.spacing import find_spacing
 from medseg.config.check import TARGET_WHITELIST, to_config
 from medseg.config.schema import TrainConfig
-from medseg.config.signature import decisive, flat, plain, signature
 from medseg.console import say
 from medseg.errors import UserError, require
 from medseg.io.atomic import is_locked, locked, replace_text
+from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import Status
 
 CONFIG_FILE = "config.yaml"
@@ -149,7 +150,7 @@ def load_config(run_dir: Path) -> TrainConfig:
     Raises:
         UserError: If it is damaged or not right.
     """
-    config = to_config(_read_config(run_dir), TrainConfig)
+    config = to_config(OmegaConf.create(read_config(run_dir)), TrainConfig)
     _set_run_dir(config, run_dir)
     return config
 
@@ -170,13 +171,18 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _read_config(run_dir: Path) -> DictConfig:
-    loaded = OmegaConf.load(run_dir / CONFIG_FILE)
-    if not isinstance(loaded, DictConfig):
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Read the configuration of a run folder, unchecked, without the keys that no longer exist.
+
+    Raises:
+        UserError: If it is damaged.
+    """
+    loaded = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE))
+    if not isinstance(loaded, dict):
         raise UserError(f"{run_dir / CONFIG_FILE} is damaged: a mapping was expected")
     for key in REMOVED_KEYS:
         loaded.pop(key, None)
-    return loaded
+    return typing.cast(dict[str, Any], loaded)
 
 
 def _existing_run(resume: str) -> Path:
@@ -216,6 +222,6 @@ def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> 
 
 def _signature(run_dir: Path) -> str | None:
     try:
-        return signature(OmegaConf.to_container(_read_config(run_dir)))  # type: ignore[arg-type]
+        return signature(read_config(run_dir))
     except (OSError, YAMLError, KeyError, TypeError, UserError):
         return None  # of another version, or no run

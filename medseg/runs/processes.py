@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medseg.config.schema import TrainConfig
+from medseg.config.schema import TrainConfig, TrainerConfig
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, require
 from medseg.runs.folder import SUMMARY_FILE, read_summary, write_end
@@ -27,18 +27,18 @@ LOOK_S = 0.5
 STOP_S = 600
 
 
-def check_start(config: TrainConfig) -> None:
+def check_start(trainer: TrainerConfig, resume: str | None) -> None:
     """Refuse a start that this process cannot make.
 
     Raises:
         UserError: With the way to make it.
     """
-    if config.trainer.num_nodes == 1:
+    if trainer.num_nodes == 1:
         return
-    begin = f"trainer.num_nodes={config.trainer.num_nodes}: "
+    begin = f"trainer.num_nodes={trainer.num_nodes}: "
     require(is_under_torchrun(), f"{begin}this command starts one machine; put torchrun in the place of python, on each machine")
     require(
-        config.resume is not None,
+        resume is not None,
         f"{begin}when torchrun starts the ranks again, they must find their run; give hydra.run.dir=<run folder> resume=auto",
     )
 

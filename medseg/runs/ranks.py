@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from medseg.config.schema import Strategy, TrainConfig
+from medseg.config.schema import MemoryConfig, Strategy, TrainerConfig
 from medseg.errors import require
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def from_first_rank(value: T) -> T:
     return values[0]
 
 
-def share_among_ranks(config: TrainConfig) -> None:
+def share_among_ranks(trainer: TrainerConfig, memory: MemoryConfig) -> None:
     """Let the ranks that were started, whatever number was planned, share the batch, in place.
 
     The micro-batch stays, and with it the result: half the ranks accumulate twice as often.
@@ -78,7 +78,6 @@ def share_among_ranks(config: TrainConfig) -> None:
     Raises:
         UserError: If the micro-batches of a step cannot be divided among the ranks.
     """
-    trainer, memory = config.trainer, config.memory
     num_micro_batches = trainer.devices * trainer.num_nodes * memory.accumulate
     require(
         num_micro_batches % num_ranks() == 0,

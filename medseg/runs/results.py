@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from medseg.config.signature import flat
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
@@ -22,6 +21,7 @@ from medseg.report.compare import Run, Study, compare, csv_rows
 from medseg.report.page import render
 from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE
+from medseg.runs.signature import flat
 from medseg.runs.sweeps import JOB_FILE
 
 HISTORY_FILE = "history.csv"

@@ -20,13 +20,13 @@ from omegaconf import DictConfig, open_dict
 
 from medseg.config.overrides import quote_paths
 from medseg.config.schema import TrainConfig
-from medseg.config.signature import plain, signature
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, UserError
 from medseg.io.atomic import is_locked, replace_text
 from medseg.report.tables import write_csv
 from medseg.runs.folder import CONFIG_FILE, LOCK_FILE, is_busy, open_run, read_summary, remove_if_empty, settle
 from medseg.runs.processes import check_start, exit_on_signals, run_in_process
+from medseg.runs.signature import plain, signature
 from medseg.runs.status import FAILURES, Status, exit_code_of, status_of
 
 JOB_FILE = "job.json"
@@ -126,7 +126,7 @@ def run_job(config: TrainConfig) -> int:
         return not _is_basic_launcher() and os.getppid() != parent
 
     try:
-        check_start(config)
+        check_start(config.trainer, config.resume)
         open_run(config)
         code = run_in_process(config, is_orphan)
         message = read_summary(job_dir).get("message", "")

@@ -10,13 +10,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from medseg.config.rules import notes
-from medseg.config.schema import Profiler, SpacingStrategy, StageName, TrainConfig
-from medseg.config.signature import plain
+from medseg.config.schema import DebugConfig, Profiler, SpacingStrategy, StageName, TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_USER_ERROR
 from medseg.io.atomic import PART_PREFIX, locked, replace_text
-from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, write_end
+from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config, write_end
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, status_of
 from medseg.training.preemption import StopRequest
@@ -65,23 +63,22 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     Returns:
         The summary that is written to `summary.json`.
     """
-    run_dir, saved_config = Path(config.run_dir), plain(config)
-    share_among_ranks(config)
+    run_dir = Path(config.run_dir)
+    share_among_ranks(config.trainer, config.memory)
     # Imported after the configuration is known to be right: this takes seconds.
     import torch
     from lightning.pytorch.callbacks import LearningRateMonitor
 
-    from medseg.build.data import make_data_module, make_views
-    from medseg.build.metadata import collect_versions, make_metadata
     from medseg.build.network import load_initial_weights, make_network
-    from medseg.build.trainer import make_module, make_trainer
+    from medseg.build.run import make_data_module, make_metadata, make_module, make_trainer, make_views
+    from medseg.build.versions import collect_versions
     from medseg.training.callbacks import Distortions, ValidationPictures
     from medseg.training.checkpoints import Checkpoints
     from medseg.training.history import History
     from medseg.training.machine import peak_bytes
     from medseg.weights.files import load_checkpoint
 
-    _announce(config)
+    _announce(config.debug)
     torch.manual_seed(config.seed)  # initial weights
     network = make_network(config)
     load_initial_weights(network, config)
@@ -106,7 +103,7 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
             for part in run_dir.rglob(pattern):
                 part.unlink()
         _note_start(run_dir, {"seed": config.seed, **collect_versions()})
-    module = make_module(config, network, make_metadata(config, saved_config))
+    module = make_module(config, network, make_metadata(config, read_config(run_dir)))
     data = make_data_module(config)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(last) if start_step else None, weights_only=True)
@@ -132,18 +129,16 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     return summary
 
 
-def debug_switches(config: TrainConfig) -> dict[str, bool]:
+def debug_switches(debug: DebugConfig) -> dict[str, bool]:
     """Name the debug switches and whether they are on."""
-    return {**vars(config.debug), "profiler": config.debug.profiler is not Profiler.none}
+    return {**vars(debug), "profiler": debug.profiler is not Profiler.none}
 
 
-def _announce(config: TrainConfig) -> None:
-    """Print what the user should know of a configuration, and silence what libraries print beside it."""
-    for key, is_on in debug_switches(config).items():
+def _announce(debug: DebugConfig) -> None:
+    """Name the debug switches that are on, and silence what libraries print at the start."""
+    for key, is_on in debug_switches(debug).items():
         if is_on:
             say(f"debug.{key} is on: this run is for finding faults, not for results")
-    for note in notes(config):
-        say(note)
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # greetings and tips
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state

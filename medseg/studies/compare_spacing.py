@@ -15,7 +15,6 @@ from medseg.build.cases import find_sources
 from medseg.build.spacing import make_grid_rule
 from medseg.config.rules import find_divisor
 from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
-from medseg.config.signature import plain, signature
 from medseg.console import say
 from medseg.data.case_table import write_case_table
 from medseg.errors import EXIT_FAILED, UserError
@@ -28,6 +27,7 @@ from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
 from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import read_summary
+from medseg.runs.signature import plain, signature
 from medseg.runs.status import Status, status_of
 from medseg.studies.steps import (
     Step,
@@ -237,7 +237,7 @@ def spacing_in_words(spacing: SpacingConfig) -> str:
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """Voxels of a whole scan as the coarse stage trains on it, if the body fills the scan."""
-    rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
+    rule, divisor = make_grid_rule(config.spacing), find_divisor(config.model, config.spacing)
     lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(rule.spacing_mm(grid.spacing_mm))
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = crop.box.to_multiple(divisor).shape
@@ -248,7 +248,7 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape:
     """Network input of the largest crop in the report of a prediction; the smallest input if no region was found."""
-    divisor = find_divisor(config)
+    divisor = find_divisor(config.model, config.spacing)
     boxes = [VoxelBox(**box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
     return max((box.shape for box in boxes), key=math.prod, default=divisor)
 

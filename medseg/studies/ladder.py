@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.config.schema import LadderConfig, TrainConfig
-from medseg.config.signature import plain
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.plan import Shape, input_shape
 from medseg.report.tables import print_table, write_csv
 from medseg.runs.folder import read_summary
+from medseg.runs.signature import plain
 from medseg.studies.baselines import BASELINES, install_baselines
 from medseg.studies.steps import compose_train, folder_name, merge_arguments, run_steps, train_steps, without_keys
 

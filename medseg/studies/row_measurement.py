@@ -12,7 +12,7 @@ import torch
 from medseg.build.device import pick_device
 from medseg.build.loss import make_loss
 from medseg.build.network import make_network
-from medseg.build.optimisation import make_optimizer
+from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.switches import switch_on
 from medseg.build.task import make_task
 from medseg.config.schema import TrainConfig
@@ -67,10 +67,11 @@ def time_steps(config: TrainConfig, shape: Shape, timed_steps: int, baseline: st
         network = make_baseline(baseline, task.num_region_classes).to(device)
     else:
         ours = make_network(config).to(device)
-        network = switch_on(ours, config, device.type)
+        network = switch_on(ours, config.memory, device.type, sync_batchnorm=config.trainer.sync_batchnorm)
         inputs.append(torch.zeros(samples, dtype=torch.int64, device=device))  # number of the region of each sample
     target = torch.randint(task.num_region_classes, (samples, *shape), dtype=torch.uint8, device=device)
-    loss, optimizer = make_loss(config), make_optimizer(config)(network.parameters())
+    lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
+    loss, optimizer = make_loss(config.loss), make_optimizer(config.optimizer, lr_factor)(network.parameters())
     durations_s = []
     for _ in range(timed_steps + 1):
         start_s = time.perf_counter()

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from medseg.config.check import to_config
 from medseg.config.schema import TrainConfig
 from medseg.config.search import Objective, SearchConfig
-from medseg.config.signature import decisive, flat, plain, signature
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
 from medseg.io.atomic import replace_text
@@ -23,6 +22,7 @@ from medseg.report.compare import METRICS
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
 from medseg.runs.processes import check_start, run_in_process
 from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
+from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
 from medseg.studies.search_space import Compose, check_space, composer, text_of
@@ -124,7 +124,7 @@ def run_job(turn: Turn, job_dir: Path, config: TrainConfig) -> tuple[Status, str
         if status in ENDED:  # the search was killed before it recorded the end
             return status, read_summary(job_dir).get("message", "")
         config.resume = str(job_dir)
-    check_start(config)
+    check_start(config.trainer, config.resume)
     run_dir, reason = open_run(config), ""
 
     def is_behind() -> bool:

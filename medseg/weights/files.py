@@ -62,6 +62,8 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
 
 # Raised when the metadata of a checkpoint change their meaning.
 METADATA_FORMAT = 1
+# Spacing of a stage that does not resample; a missing value must not mean it.
+NATIVE = "native"
 SUFFIX = ".safetensors"
 PREFIX = "network."
 SHIPPED = Path(__file__).parent

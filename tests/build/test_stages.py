@@ -9,16 +9,16 @@ import hydra
 import pytest
 import torch
 
-from medseg.build.metadata import make_metadata
 from medseg.build.network import load_initial_weights, make_network
+from medseg.build.run import make_metadata
 from medseg.build.stages import load_stage, load_stages
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
-from medseg.config.signature import plain
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.models.regional import RegionalNetwork
+from medseg.runs.signature import plain
 from medseg.weights.files import write_weights
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import hydra
 import numpy as np
 import pytest
 
-from medseg.build.data import make_data_module
+from medseg.build.run import make_data_module
 from medseg.commands.prepare import prepare
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir

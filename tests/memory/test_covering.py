@@ -138,7 +138,7 @@ def test_the_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> N
 def test_what_is_refused_says_why_before_anything_runs(values: Row, said: str) -> None:
     def begin() -> None:
         config = compose(values)
-        switches.switch_on(make_network(config), config, "cpu")  # type: ignore[arg-type]
+        switches.switch_on(make_network(config), config.memory, "cpu")  # type: ignore[arg-type]
 
     with pytest.raises(UserError) as caught:
         begin()
@@ -196,7 +196,7 @@ def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeyp
     # The first loss is that of the network without any switch of `memory`.
     config = compose({**row, "memory.checkpointing": "none", "memory.compile": "false"})
     plain, first = make_network(config), batches[0]
-    expected = loss.make_loss(config)(plain(first["image"], first["region"]), first["target"])
+    expected = loss.make_loss(config.loss)(plain(first["image"], first["region"]), first["target"])
     assert watcher.losses[0] == pytest.approx(float(expected), rel=2e-2 if row["memory.precision"] == "bf16" else 1e-4)
 
 

@@ -9,7 +9,7 @@ import hydra
 import pytest
 import torch
 
-from medseg.build.data import make_data_module
+from medseg.build.run import make_data_module
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TuneLoaderConfig

@@ -14,8 +14,8 @@ import torch
 from medseg.build.loss import make_loss
 from medseg.build.network import make_network
 from medseg.build.optimisation import make_target
+from medseg.build.run import make_trainer
 from medseg.build.switches import switch_on
-from medseg.build.trainer import make_trainer
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
@@ -128,8 +128,8 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     planned = plan_app.count_memory(config, (32, 32, 48))
     network = make_network(config)
     module = SegmentationModule(
-        switch_on(network, config, "cpu"),
-        make_loss(config),
+        switch_on(network, config.memory, "cpu"),
+        make_loss(config.loss),
         make_target("optimizer", config.optimizer, None),
         make_target("schedule", config.schedule, None),
         seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, metadata={},

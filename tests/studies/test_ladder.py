@@ -15,8 +15,8 @@ from PIL import Image
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import LadderConfig, TrainConfig
-from medseg.config.signature import plain
 from medseg.errors import UserError
+from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
 from medseg.studies.row_measurement import measure_row
 

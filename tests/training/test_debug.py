@@ -12,7 +12,7 @@ import hydra
 import pytest
 import torch
 
-from medseg.build.data import make_data_module
+from medseg.build.run import make_data_module
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -26,7 +26,7 @@ def compose(*overrides: str) -> TrainConfig:
 
 
 def test_all_are_off_unless_asked() -> None:
-    switches = debug_switches(compose())
+    switches = debug_switches(compose().debug)
     assert set(switches) == set(vars(compose().debug))
     assert not any(switches.values())
 
@@ -34,7 +34,7 @@ def test_all_are_off_unless_asked() -> None:
 @pytest.mark.parametrize("name", ["anomaly", "overfit", "fast", "profile"])
 def test_each_file_turns_on_one_and_no_more(name: str) -> None:
     config = compose(f"debug={name}", "experiment=ct_fine")
-    assert [key for key, is_on in debug_switches(config).items() if is_on] == [name if name != "profile" else "profiler"]
+    assert [key for key, is_on in debug_switches(config.debug).items() if is_on] == [name if name != "profile" else "profiler"]
     assert config.steps == (2 if name == "fast" else 1800)
 
 

@@ -29,8 +29,9 @@ class Rates:
 
     def __init__(self, *overrides: str) -> None:
         config = compose(*overrides)
-        self.optimizer = build.make_optimizer(config)([nn.Parameter(torch.ones(1))])
-        self.schedule = build.make_schedule(config)(self.optimizer)
+        factor = build.find_lr_factor(config.lr_scaling, config.stage.batch_size)
+        self.optimizer = build.make_optimizer(config.optimizer, factor)([nn.Parameter(torch.ones(1))])
+        self.schedule = build.make_schedule(config.schedule, factor, config.warmup_steps)(self.optimizer)
 
     def next(self, num_steps: int) -> list[float]:
         rates = []
@@ -90,7 +91,7 @@ def test_a_step_by_trust_ratio_does_not_see_the_scale_of_a_gradient(optimizer: s
         weight = nn.Parameter(torch.arange(1.0, 7).view(2, 3))
         weight.grad = scale * torch.tensor([[1.0, -2, 3], [-4, 5, -6]])
         before = weight.detach().clone()
-        build.make_optimizer(compose(f"optimizer={optimizer}", "optimizer.weight_decay=0"))([weight]).step()
+        build.make_optimizer(compose(f"optimizer={optimizer}", "optimizer.weight_decay=0").optimizer, 1.0)([weight]).step()
         steps.append(weight.detach() - before)
     torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=0)
     assert steps[0].norm() > 0
@@ -98,13 +99,13 @@ def test_a_step_by_trust_ratio_does_not_see_the_scale_of_a_gradient(optimizer: s
 
 def test_a_misspelled_argument_of_an_optimizer_is_refused_where_the_class_takes_any() -> None:
     with pytest.raises(UserError, match=r"optimizer: Lamb does not take these arguments .*wieght_decay.*it knows lr"):
-        build.make_optimizer(compose("optimizer=lamb", "+optimizer.wieght_decay=1"))
+        build.make_optimizer(compose("optimizer=lamb", "+optimizer.wieght_decay=1").optimizer, 1.0)
 
 
 def test_an_optimizer_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(UserError, match=r"needs pip install 'medseg\[optimizers\]'"):
-        build.make_optimizer(compose("optimizer=lamb"))
+        build.make_optimizer(compose("optimizer=lamb").optimizer, 1.0)
 
 
 SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from medseg import __version__
-from medseg.build.metadata import make_metadata
 from medseg.build.network import make_network
+from medseg.build.run import make_metadata
 from medseg.build.stages import load_stage
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir

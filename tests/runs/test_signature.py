@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
-from medseg.config.signature import LATER_KEYS, NEUTRAL_KEYS, flat, plain, signature
+from medseg.runs.signature import LATER_KEYS, NEUTRAL_KEYS, flat, plain, signature
 
 
 def composed(*overrides: str) -> dict[str, object]:

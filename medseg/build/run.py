@@ -1,26 +1,38 @@
-"""Lightning's trainer and module of a run."""
+"""Objects of a run from its whole configuration: Lightning's trainer and module, the data module, the metadata of its checkpoints."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from medseg.build.augmentation import make_augmentation
+from medseg.build.cases import find_sources
 from medseg.build.device import make_device_map, pick_device
 from medseg.build.logger import make_logger
 from medseg.build.loss import make_loss
-from medseg.build.optimisation import make_optimizer, make_schedule
+from medseg.build.network import network_arguments, region_mode_of
+from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
+from medseg.build.spacing import make_grid_rule
+from medseg.build.stages import load_stage
 from medseg.build.switches import switch_on
-from medseg.config.schema import Profiler, RegionMode, Strategy, TrainConfig
+from medseg.build.task import make_task
+from medseg.build.versions import collect_versions
+from medseg.config.rules import find_divisor
+from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
 from medseg.memory.precision import lightning_precision, set_tf32
 from medseg.models.regional import RegionalNetwork
+from medseg.training.callbacks import View
+from medseg.training.data_module import CasesDataModule, StageInput
+from medseg.training.module import SegmentationModule
+from medseg.weights.files import METADATA_FORMAT, NATIVE
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from medseg.training.module import SegmentationModule
 
 
 def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[str, Any]) -> SegmentationModule:
@@ -34,18 +46,17 @@ def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[st
     Raises:
         UserError: If a switch does not work on the device.
     """
-    from medseg.training.module import SegmentationModule
-
     device_type = pick_device(config.trainer.accelerator).type
     if config.trainer.sync_batchnorm and device_type == "cpu":
         raise UserError(
             "trainer.sync_batchnorm=true works on GPUs only, but torch sees none here; choose trainer.sync_batchnorm=false"
         )
+    lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     return SegmentationModule(
-        switch_on(network, config, device_type),
-        make_loss(config),
-        make_optimizer(config),
-        make_schedule(config),
+        switch_on(network, config.memory, device_type, sync_batchnorm=config.trainer.sync_batchnorm),
+        make_loss(config.loss),
+        make_optimizer(config.optimizer, lr_factor),
+        make_schedule(config.schedule, lr_factor, config.warmup_steps),
         seed=config.seed,
         accumulate=config.memory.accumulate,
         tile_size=config.inference.tile_size,
@@ -95,7 +106,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         limit_val_batches=1 if config.debug.fast else 1.0,
         use_distributed_sampler=False,  # samples are a function of (seed, n)
         log_every_n_steps=10,
-        logger=make_logger(config, start_step),
+        logger=make_logger(config.logger, start_step),
         callbacks=callbacks,
         default_root_dir=config.run_dir,
         enable_model_summary=False,
@@ -123,3 +134,77 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     if trainer.strategy is Strategy.ddp and config.stage.region_mode is RegionMode.separate:
         return "ddp_find_unused_parameters_true"
     return trainer.strategy.value
+
+
+def make_data_module(config: TrainConfig) -> CasesDataModule:
+    """Make the data module of a configuration; makes missing phantoms and loads the coarse checkpoint where one is given."""
+    stage, data = config.stage, config.data
+    stage_input = StageInput(
+        is_coarse=stage.name is StageName.coarse,
+        spacing_mm=config.spacing.target_spacing_mm,
+        rule=make_grid_rule(config.spacing),
+        resampling=config.spacing.resampling.value,
+        follows_scans=config.spacing.draw is SpacingDraw.tail,
+        divisor=find_divisor(config.model, config.spacing),
+        max_voxels=stage.max_voxels,
+        slab_share=stage.slab_share or 0.0,
+        patch_size=stage.patch_size,
+        boundary_share=stage.boundary_share or 0.0,
+        elsewhere_share=stage.elsewhere_share or 0.0,
+        region_margin_mm=stage.region_margin_mm or 0.0,
+        box_jitter_mm=stage.box_jitter_mm or 0.0,
+        is_mirrored=stage.region_mode is RegionMode.mirrored,
+        tile_size=config.inference.tile_size,
+    )
+    return CasesDataModule(
+        find_sources(data),
+        make_task(config.task),
+        stage_input,
+        cache_dir=Path(data.cache),
+        augmentation=make_augmentation(config.augment),
+        seed=config.seed,
+        steps=config.steps,
+        batch_size=stage.batch_size,
+        accumulate=config.memory.accumulate,
+        num_workers=data.num_workers,
+        prefetch=data.prefetch,
+        pin_memory=data.pin_memory,
+        overfit=config.debug.overfit,
+        coarse=load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator)) if stage.coarse else None,
+    )
+
+
+def make_views(config: TrainConfig) -> list[View]:
+    """Name the classes of each region for validation pictures, and say whether the network sees the region mirrored."""
+    task = make_task(config.task)
+    if config.stage.name is StageName.coarse:
+        return [View({value: name for name, value in task.labels.items()}, False)]
+    is_mirrored = config.stage.region_mode is RegionMode.mirrored
+    return [View(dict(enumerate(region.labels, start=1)), is_mirrored and region.side == "right") for region in task.regions]
+
+
+def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, Any]:
+    """Describe a run for its checkpoints.
+
+    Args:
+        config: Checked configuration.
+        plain_config: Content of `config.yaml` of the run folder, kept as a record; never executed.
+    """
+    task, stage = make_task(config.task), config.stage
+    return {
+        "format": METADATA_FORMAT,
+        "stage": stage.name.value,
+        "task": task.to_dict(),
+        "num_classes": task.num_classes if stage.name is StageName.coarse else task.num_region_classes,
+        "spacing_mm": list(config.spacing.target_spacing_mm) if config.spacing.target_spacing_mm else NATIVE,
+        "grid_rule": asdict(make_grid_rule(config.spacing)),
+        "resampling": config.spacing.resampling.value,
+        "patch_size": list(stage.patch_size) if stage.patch_size else None,
+        "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
+        "region_margin_mm": stage.region_margin_mm or 0.0,
+        "region_mode": region_mode_of(config.stage),
+        "precision": config.memory.precision.value,
+        "model": network_arguments(config.model, config.spacing),
+        "config": plain_config,
+        "versions": collect_versions(),
+    }

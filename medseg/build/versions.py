@@ -1,0 +1,26 @@
+"""Versions that a result depends on."""
+
+import contextlib
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+from medseg import __version__
+
+
+def collect_versions() -> dict[str, str]:
+    """Name the versions that a result depends on, and the commit of a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    commit = ""
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError):  # git is not installed: the version alone must do
+            commit = subprocess.run(
+                ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+            ).stdout.strip()
+    return {
+        "medseg": __version__,
+        "commit": commit,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "lightning", "numpy")},
+    }
