@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -26,12 +27,6 @@ VERSION = 3
 """To be raised whenever equal specs give other voxels; finished cases are then made again."""
 
 _FILES = {"image": "ct.nii.gz", "labels": "lungs.nii.gz", "organs": "organs.nii.gz"}
-
-
-def spec_hash(spec: PhantomSpec) -> str:
-    """Fingerprint of a spec and of the drawing code's version."""
-    text = json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_phantoms(
@@ -68,7 +63,14 @@ def write_phantoms(
     rows: list[dict[str, str]] = []
     cases = [f"phantom_{index:03d}" for index in range(num_cases)]
     specs = [draw_spec(seed, index, detail) for index in range(num_cases)]
-    with _written([folder / case for case in cases], specs, num_workers) as written:
+    with ExitStack() as stack:
+        write: Callable[..., Iterator[dict[str, bool]]] = functools.partial(map, write_case)
+        if num_workers > 1:
+            # Spawned: a forked child of a process with threads may hang.
+            pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
+            write = functools.partial(stack.enter_context(pool).map, write_case)
+            stack.callback(pool.shutdown, cancel_futures=True)
+        written = write([folder / case for case in cases], specs)
         for case, spec, side, present in zip(cases, specs, sides, written, strict=True):
             files = {column: f"{case}/{file}" for column, file in _FILES.items()}
             trust = {f"trust_{region}": "reference" if is_there else "absent" for region, is_there in present.items()}
@@ -77,20 +79,6 @@ def write_phantoms(
                 progress(len(rows), num_cases, case)
     write_csv(folder / "table.csv", rows)
     return folder / "table.csv"
-
-
-@contextmanager
-def _written(folders: Sequence[Path], specs: Sequence[PhantomSpec], num_workers: int) -> Iterator[Iterator[dict[str, bool]]]:
-    """Write the cases, several at a time if asked for, and give the results of `write_case` in their order."""
-    if num_workers == 1:
-        yield map(write_case, folders, specs)
-        return
-    # Spawned: a forked child of a process with threads may hang.
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
-        try:
-            yield pool.map(write_case, folders, specs)
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:
@@ -117,7 +105,8 @@ def write_case(folder: Path, spec: PhantomSpec) -> dict[str, bool]:
     Returns:
         Whether `left_lung` and `right_lung` are in the image.
     """
-    note, fingerprint = folder / "phantom.json", spec_hash(spec)
+    note, text = folder / "phantom.json", json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True)
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()
     if all((folder / name).is_file() for name in _FILES.values()):
         with suppress(FileNotFoundError, json.JSONDecodeError):
             known = json.loads(note.read_text(encoding="utf-8"))

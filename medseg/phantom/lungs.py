@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medseg.phantom.anatomy import SIDES, Anatomy
-from medseg.phantom.organs import draw_central_tubes, heart_fields, hilum, spine_distance, vein_roots
+from medseg.phantom.organs import bronchi, draw_central_tubes, heart_fields, spine_distance, vein_roots
 from medseg.phantom.shapes import (
     Field,
     Lattice,
@@ -224,19 +224,23 @@ class LungTexture(NamedTuple):
             ends = points[rng.permutation(len(points))[: spec.num_vessel_ends]]
             return ends + rng.uniform(-0.5, 0.5, ends.shape) * _COARSE_MM
 
-        for side in SIDES:
-            points = places[side]
+        for side, points in places.items():
             if len(points) < 50:
                 continue
             ends = draw_ends(points)
-            bundle = grow_tree(hilum(anatomy, side), ends, rng)
+            bundle = grow_tree(bronchi(anatomy)["left" if side > 0 else "right"][0][-1], ends, rng)
             radii = bundle.radii_mm(thin)
             # Arteries run beside the airways that share their course.
             aside = (1.9 * radii)[:, None] * np.array([0.35, -0.75, 0.55])
             _draw_tree(vessels, lattice, bundle.starts_xyz_mm + aside, bundle.ends_xyz_mm + aside, radii)
             veins = grow_tree(vein_roots(anatomy, side), draw_ends(points), rng)
             _draw_tree(vessels, lattice, veins.starts_xyz_mm, veins.ends_xyz_mm, veins.radii_mm(thin))
-            _draw_bronchi(airways, walls, lattice, bundle, len(ends), anatomy.trachea_mm)
+            # The upper generations are bronchi: lumen and wall (about 0.2 of the outer radius).
+            share = bundle.num_ends / len(ends)
+            keep = share > 0.012
+            lumen = 0.56 * anatomy.trachea_mm * share[keep] ** (1 / 2.4)
+            for field, outer in ((walls, lumen * 1.2 + 0.35), (airways, lumen)):
+                _draw_tree(field, lattice, bundle.starts_xyz_mm[keep], bundle.ends_xyz_mm[keep], outer)
             if spec.emphysema > 0:
                 upper = points[points[:, 2] > np.quantile(points[:, 2], 0.35)]
                 count = int(900 * spec.emphysema)
@@ -244,7 +248,7 @@ class LungTexture(NamedTuple):
                 splat_threads(holes, lattice, centres, centres + rng.normal(0, 3, (count, 3)), rng.uniform(1.5, 5.5, count))
         np.maximum(walls, cover(tubes[1] - np.float32(1.4), lattice.edge_mm), out=walls)
         np.maximum(airways, cover(tubes[1], lattice.edge_mm), out=airways)
-        candidates = np.concatenate([places[side] for side in SIDES])
+        candidates = np.concatenate(list(places.values()))
         nodules, opaque = _draw_disease(spec, lattice, candidates, rng) if len(candidates) else (lattice.full(30), [])
         return cls(spec, vessels, airways, walls, nodules, opaque, holes, _fissures(rng))
 
@@ -309,15 +313,6 @@ def _draw_tree(share: Field, lattice: Lattice, starts_xyz_mm: Array, ends_xyz_mm
     for a, b, r in zip(starts_xyz_mm[thick], ends_xyz_mm[thick], radii_mm[thick], strict=True):
         draw_tube(distance, lattice, np.stack([a, b]), r, margin_mm=lattice.edge_mm)
     np.maximum(share, np.clip(np.float32(0.5) - distance / np.float32(lattice.edge_mm), 0, 1), out=share)
-
-
-def _draw_bronchi(airways: Field, walls: Field, lattice: Lattice, tree: Tree, num_ends: int, trachea_mm: float) -> None:
-    """Draw the upper generations of a tree as bronchi: lumen and wall (wall about 0.2 of the outer radius)."""
-    share = tree.num_ends / num_ends
-    keep = share > 0.012
-    lumen = 0.56 * trachea_mm * share[keep] ** (1 / 2.4)
-    for field, radii in ((walls, lumen * 1.2 + 0.35), (airways, lumen)):
-        _draw_tree(field, lattice, tree.starts_xyz_mm[keep], tree.ends_xyz_mm[keep], radii)
 
 
 def _fissures(rng: np.random.Generator) -> dict[int, list[tuple[Array, float]]]:

@@ -224,11 +224,6 @@ def vein_roots(anatomy: Anatomy, side: int) -> Points:
     return np.array([anatomy.shift_x_mm + 2.0 + side * 36, 6.0, float(anatomy.heart_centre_xyz_mm[2]) + 20.0])
 
 
-def hilum(anatomy: Anatomy, side: int) -> Points:
-    """Point where bronchus and artery of one side enter the lung, xyz in mm."""
-    return bronchi(anatomy)["left" if side > 0 else "right"][0][-1]
-
-
 def oesophagus(anatomy: Anatomy) -> Tube:
     """Oesophagus, in front of the spine and left of the midline below."""
     s = anatomy.shift_x_mm

@@ -47,38 +47,34 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     Returns:
         Image, labels and grid; a voxel belongs to a label that covers more than half of its volume.
     """
-    anatomy = draw_anatomy(spec)
+    anatomy, rng = draw_anatomy(spec), spec.rng("noise")
     scan = place_scan(spec, anatomy)
-    lattice = scan.lattice(spec.model_spacing_mm, body_bounds_mm(spec, anatomy))
-    model, rng = draw_model(spec, anatomy, lattice), spec.rng("noise")
-    grid, shape = scan.grid, scan.grid.shape
-    image = np.empty(shape, dtype=np.int16)
-    labels, organs = np.zeros(shape, dtype=np.uint8), np.zeros(shape, dtype=np.uint8)
-    outside_circle = padding_mask(grid)
+    lattice = place_lattice(spec, anatomy, scan)
+    model_hu, *fields = draw_model(spec, anatomy, lattice)
+    shape = scan.grid.shape
+    image, labels, organs = (np.empty(shape, dtype=kind) for kind in (np.int16, np.uint8, np.uint8))
+    y, x = ((np.arange(size) - (size - 1) / 2) / (size / 2) for size in shape[1:])
+    # Pixels outside the circle that a scanner reconstructs, (H, W).
+    is_padding = ((x * x)[None, :] + (y * y)[:, None] > 1) & (spec.padding_hu is not None)
     support_mm = (122 + 1.1 * spec.fat_mm) if spec.is_prone else (125 + 0.8 * spec.fat_mm)
     for start in range(0, shape[0], _SLICES_AT_ONCE):
         planes = slice(start, min(start + _SLICES_AT_ONCE, shape[0]))
-        hu = sample(model.image_hu, lattice, scan, planes, -1000)
+        hu = sample(model_hu, lattice, scan, planes, -1000)
         if spec.has_table:
             paint_table(hu, spec, scan, support_mm, planes)
         reconstruct(hu, spec, scan, rng)
-        if spec.padding_hu is not None:
-            hu[:, outside_circle] = spec.padding_hu
+        hu[:, is_padding] = spec.padding_hu or 0
         image[planes] = np.rint(np.clip(hu, -32768, 3071))
-        for target, field, values in ((labels, model.lungs, (1, 2)), (organs, model.organs, (3, 4))):
+        for target, field, (first, second) in zip((labels, organs), fields, ((1, 2), (3, 4)), strict=True):
             share = sample(field, lattice, scan, planes, 0)
-            if spec.padding_hu is not None:
-                share[:, outside_circle] = 0
-            target[planes] = np.where(share > 50, values[0], np.where(share < -50, values[1], 0))
+            share[:, is_padding] = 0
+            target[planes] = np.where(share > 50, first, np.where(share < -50, second, 0))
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
     np.copyto(organs, labels, where=labels > 0)
     flips = (spec.flips[0] != spec.is_feet_first, spec.flips[1], spec.flips[2])
     axes = tuple(axis for axis in range(3) if flips[axis])
-
-    def stored(array: NDArray[Any]) -> NDArray[Any]:
-        return np.ascontiguousarray(np.flip(array, axes))
-
-    return Phantom(stored(image), stored(labels), stored(organs), grid.reoriented((0, 1, 2), flips))
+    stored = [np.ascontiguousarray(np.flip(array, axes)) for array in (image, labels, organs)]
+    return Phantom(*stored, scan.grid.reoriented((0, 1, 2), flips))
 
 
 def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:
@@ -126,35 +122,14 @@ class Scan(NamedTuple):
     Attributes:
         grid: LPS-like grid (maybe oblique), world mm.
         scale_xyz: World mm per canonical mm.
-        offset_xyz_mm: World point of the canonical origin.
+        matrix: From voxel index (z, y, x) to canonical point (z, y, x) in mm, (3, 3).
+        offset: Canonical point (z, y, x) in mm of the first voxel, (3,).
     """
 
     grid: VoxelGrid
     scale_xyz: tuple[float, float, float]
-    offset_xyz_mm: tuple[float, float, float]
-
-    def to_canonical(self) -> tuple[Matrix, Matrix]:
-        """Affine from voxel index (z, y, x) to canonical point (z, y, x) in mm: matrix (3, 3), offset (3,)."""
-        scale = np.array(self.scale_xyz)
-        matrix = (np.array(self.grid.direction) * np.array(self.grid.spacing_mm)[::-1]) / scale[:, None]
-        offset = (np.array(self.grid.origin_xyz_mm) - np.array(self.offset_xyz_mm)) / scale
-        return np.ascontiguousarray(matrix[::-1, ::-1]), offset[::-1].copy()
-
-    def lattice(self, spacing_mm: tuple[float, float, float], body_zyx_mm: tuple[Matrix, Matrix]) -> Lattice:
-        """Make the smallest lattice around the part of the body (given by two corners) that is in the field of view."""
-        matrix, offset = self.to_canonical()
-        corners = np.array(list(np.ndindex(2, 2, 2))) * np.array(self.grid.shape, dtype=np.float64) - 0.5
-        points = corners @ matrix.T + offset
-        low, high = np.maximum(points.min(axis=0), body_zyx_mm[0]), np.minimum(points.max(axis=0), body_zyx_mm[1])
-        return Lattice.covering(low, np.maximum(high, low + 8), spacing_mm)
-
-
-def body_bounds_mm(spec: PhantomSpec, anatomy: Anatomy) -> tuple[Matrix, Matrix]:
-    """Corners (z, y, x) of a canonical box around everything that is not air or table."""
-    fat, width = 1.7 * spec.fat_mm, 180 * anatomy.width_factor
-    front = 128 + fat + (50 if spec.sex == "female" else 0)
-    side = {"none": width + fat, "up": width + fat + 50, "down": 275 + fat}[spec.arms]
-    return np.array([-440, -front, -side]), np.array([330, 128 + fat, side])
+    matrix: Matrix
+    offset: Matrix
 
 
 def place_scan(spec: PhantomSpec, anatomy: Anatomy) -> Scan:
@@ -166,10 +141,22 @@ def place_scan(spec: PhantomSpec, anatomy: Anatomy) -> Scan:
     middle = np.array([0.0, 2.0, 0.5 * (low + high)]) * scale + [x_mm, y_mm, z_mm]
     middle += [spec.centre_offset_mm[1], spec.centre_offset_mm[0], 0]
     direction = _rotation(spec.tilt_deg)
-    shape = (num, *spec.matrix)
-    origin = middle - direction @ ((np.array(shape[::-1]) - 1) / 2 * spacing_xyz)
-    grid = VoxelGrid(shape, spec.spacing_mm, tuple(origin), direction.tolist())
-    return Scan(grid, anatomy.scale_xyz, (float(x_mm), float(y_mm), float(z_mm)))
+    origin = middle - direction @ ((np.array([*spec.matrix[::-1], num]) - 1) / 2 * spacing_xyz)
+    grid = VoxelGrid((num, *spec.matrix), spec.spacing_mm, tuple(origin), direction.tolist())
+    matrix = (np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]) / scale[:, None]
+    offset = (np.array(grid.origin_xyz_mm) - [x_mm, y_mm, z_mm]) / scale
+    return Scan(grid, anatomy.scale_xyz, np.ascontiguousarray(matrix[::-1, ::-1]), offset[::-1].copy())
+
+
+def place_lattice(spec: PhantomSpec, anatomy: Anatomy, scan: Scan) -> Lattice:
+    """Make the smallest lattice around everything in the field of view that is not air or table."""
+    corners = np.array(list(np.ndindex(2, 2, 2))) * np.array(scan.grid.shape, dtype=np.float64) - 0.5
+    points = corners @ scan.matrix.T + scan.offset
+    fat, width = 1.7 * spec.fat_mm, 180 * anatomy.width_factor
+    front = 128 + fat + (50 if spec.sex == "female" else 0)
+    side = {"none": width + fat, "up": width + fat + 50, "down": 275 + fat}[spec.arms]
+    low, high = np.maximum(points.min(axis=0), [-440, -front, -side]), np.minimum(points.max(axis=0), [330, 128 + fat, side])
+    return Lattice.covering(low, np.maximum(high, low + 8), spec.model_spacing_mm)
 
 
 def sample(volume: NDArray[np.integer[Any]], lattice: Lattice, scan: Scan, planes: slice, outside: float) -> Field:
@@ -185,9 +172,8 @@ def sample(volume: NDArray[np.integer[Any]], lattice: Lattice, scan: Scan, plane
     Returns:
         Mean over each voxel's thickness, float32 (planes, H, W).
     """
-    matrix, offset = scan.to_canonical()
     spacing = np.array(lattice.spacing_mm)
-    step, start = matrix / spacing[:, None], (offset - lattice.origin_zyx_mm) / spacing
+    step, start = scan.matrix / spacing[:, None], (scan.offset - lattice.origin_zyx_mm) / spacing
     count = max(1, round(scan.grid.spacing_mm[0] / (scan.scale_xyz[2] * lattice.spacing_mm[0])))
     shape = (planes.stop - planes.start, *scan.grid.shape[1:])
     if np.count_nonzero(step) == 3:
@@ -243,7 +229,7 @@ def paint_table(image: Field, spec: PhantomSpec, scan: Scan, model_back_mm: floa
     foam_hu, skin_hu, mattress_hu = rng.uniform(-985, -820), rng.uniform(-600, 100), rng.uniform(-950, -700)
     hollow, half_width_mm = float(rng.uniform(0, 0.0011)), float(rng.uniform(170, 260))
     gap_mm = float(rng.uniform(5, 45)) if rng.random() < 0.5 else 0.0
-    matrix, offset = scan.to_canonical()
+    matrix, offset = scan.matrix, scan.offset
     k, j, i = np.ogrid[planes, : image.shape[1], : image.shape[2]]
     y, x = ((matrix[r, 0] * k + matrix[r, 1] * j + matrix[r, 2] * i + offset[r]).astype(np.float32) for r in (1, 2))
     depth = ((-1.0 if spec.is_prone else 1.0) * y - model_back_mm + hollow * x * x) * scan.scale_xyz[1]
@@ -287,9 +273,3 @@ def reconstruct(image: Field, spec: PhantomSpec, scan: Scan, rng: np.random.Gene
             plane = plane + sigma * grain + spec.noise_hu * strength * streak
         image[k] = plane
     np.maximum(image, -1024, out=image)
-
-
-def padding_mask(grid: VoxelGrid) -> NDArray[np.bool_]:
-    """Mask the pixels outside the circle that a scanner reconstructs, (H, W)."""
-    y, x = ((np.arange(size) - (size - 1) / 2) / (size / 2) for size in grid.shape[1:])
-    return np.asarray((x * x)[None, :] + (y * y)[:, None] > 1)

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 VIEWS = ("whole", "apex", "mid", "bases", "apices_cut", "bases_cut", "trunk", "abdomen", "neck")
-DETAILS = ("small", "full")
+# Range of the pixel size in mm, slice distances in mm and their shares, matrix, least model spacing in mm, ends of each vessel tree.
+DETAILS = {
+    "small": ((2.4, 3.1), (2.5, 3.0, 4.0, 5.0), (0.3, 0.4, 0.2, 0.1), 128, 2.6, 700),
+    "full": (
+        (0.62, 0.95),
+        (0.625, 1.0, 1.25, 2.0, 2.5, 3.0, 5.0, 8.0),
+        (0.06, 0.14, 0.18, 0.1, 0.2, 0.12, 0.15, 0.05),
+        512,
+        1.2,
+        3500,
+    ),
+}
 
 
 def stream(seed: int, index: int, name: str) -> np.random.Generator:
@@ -136,18 +147,9 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         view = str(rng.choice(VIEWS[1:], p=(0.08, 0.10, 0.14, 0.16, 0.16, 0.20, 0.10, 0.06)))
     sex = "female" if chance(0.5) else "male"
     is_off_centre = index >= 2 and chance(0.08)
-    if detail == "small":
-        pixel_mm = float(rng.uniform(2.4, 3.1))
-        slice_mm = float(rng.choice((2.5, 3.0, 4.0, 5.0), p=(0.3, 0.4, 0.2, 0.1)))
-        matrix, model_mm, ends = 128, 2.6, 700
-    else:
-        pixel_mm = float(rng.uniform(0.62, 0.95))
-        slice_mm = float(
-            rng.choice((0.625, 1.0, 1.25, 2.0, 2.5, 3.0, 5.0, 8.0), p=(0.06, 0.14, 0.18, 0.1, 0.2, 0.12, 0.15, 0.05))
-        )
-        matrix, model_mm, ends = 512, 1.2, 3500
-    if is_off_centre:
-        pixel_mm *= 0.6
+    pixel_range_mm, slices_mm, shares, matrix, model_mm, ends = DETAILS[detail]
+    pixel_mm = float(rng.uniform(*pixel_range_mm)) * (0.6 if is_off_centre else 1.0)
+    slice_mm = float(rng.choice(slices_mm, p=shares))
     model_z_mm = float(np.clip(0.5 * slice_mm, model_mm, max(2.4, model_mm)))
     if detail == "full" and view in ("trunk", "abdomen"):
         # On the finest lattice a long body in thin slices takes 5 GB.

@@ -14,22 +14,15 @@ from medseg.phantom.shapes import Field, Lattice, cover, draw_tube, ellipsoid, m
 from medseg.phantom.spec import PhantomSpec
 
 
-class Model(NamedTuple):
-    """The patient drawn on a lattice.
+def draw_model(
+    spec: PhantomSpec, anatomy: Anatomy, lattice: Lattice
+) -> tuple[NDArray[np.int16], NDArray[np.int8], NDArray[np.int8]]:
+    """Draw the patient of a case on a lattice.
 
-    Attributes:
-        image_hu: int16 (D, H, W).
-        lungs: int8 (D, H, W): covered share × 100, positive in the left lung, negative in the right.
-        organs: int8 (D, H, W): covered share × 100, positive in the heart, negative in the spine.
+    Returns:
+        HU (D, H, W); covered share × 100 of the lungs, positive in the left and negative in the right one; covered share × 100,
+        positive in the heart and negative in the spine.
     """
-
-    image_hu: NDArray[np.int16]
-    lungs: NDArray[np.int8]
-    organs: NDArray[np.int8]
-
-
-def draw_model(spec: PhantomSpec, anatomy: Anatomy, lattice: Lattice) -> Model:
-    """Draw the patient of a case on a lattice."""
     tubes = draw_central_tubes(anatomy, lattice)
     bone, cartilage = draw_bones(anatomy, lattice, spec.arms)
     colon, arms = draw_colon(spec, anatomy, lattice), lattice.full(300)
@@ -40,22 +33,24 @@ def draw_model(spec: PhantomSpec, anatomy: Anatomy, lattice: Lattice) -> Model:
     texture = LungTexture.draw(spec, anatomy, lattice, tubes)
     waves = draw_waves(spec, lattice)
     fine_noise, noise = noise_field(spec.rng("fine tissue"), lattice, 7.0), noise_field(spec.rng("tissue"), lattice, 26.0)
-    model = Model(*(np.empty(lattice.shape, dtype=kind) for kind in (np.int16, np.int8, np.int8)))
+    image, lungs, organs = (np.empty(lattice.shape, dtype=kind) for kind in (np.int16, np.int8, np.int8))
     edge = lattice.edge_mm
     for slab in lattice.slabs():
         x, y, z = lattice.points(slab)
         thorax = measure_thorax(spec, anatomy, tubes, waves, slab, x, y, z)
         part = _Slab(spec, anatomy, x, y, z, thorax, noise[slab], fine_noise[slab], edge)
-        hu = part.paint_trunk(arms[slab])
-        part.paint_bones(hu, bone[slab], cartilage[slab])
+        hu = part.paint_trunk(arms[slab], bone[slab], cartilage[slab])
         part.paint_inside(hu, tubes[0][slab], tubes[1][slab], tubes[2][slab], colon[slab])
-        left, right = part.paint_lungs(hu, texture, slab)
-        model.image_hu[slab] = np.clip(np.rint(hu), -1024, 3071)
-        model.lungs[slab] = np.rint(100 * (left - right))
+        left, right = (cover(thorax.lung[side], edge) for side in SIDES)
+        for side, share in zip(SIDES, (left, right), strict=True):
+            inside_hu = texture.image_hu(side, slab, x, y, z, thorax, noise[slab], fine_noise[slab])
+            paint(hu, (np.float32(8) + 4 * noise[slab], cover(thorax.fluid[side], edge)), (inside_hu, share))
+        image[slab] = np.clip(np.rint(hu), -1024, 3071)
+        lungs[slab] = np.rint(100 * (left - right))
         bones, column, canal, _ = thorax.spine
         spine = cover(np.maximum(np.minimum(bones, column), 0.5 - canal), edge)
-        model.organs[slab] = np.rint(100 * (cover(thorax.heart[0], edge) - spine))
-    return model
+        organs[slab] = np.rint(100 * (cover(thorax.heart[0], edge) - spine))
+    return image, lungs, organs
 
 
 class _Slab(NamedTuple):
@@ -71,8 +66,8 @@ class _Slab(NamedTuple):
     fine_noise: Field
     edge_mm: float
 
-    def paint_trunk(self, arms: Field) -> Field:
-        """Paint air, skin, fat, muscle and arms."""
+    def paint_trunk(self, arms: Field, bone: Field, cartilage: Field) -> Field:
+        """Paint air, skin, fat, muscle, arms, bones with cortex and marrow, cartilage, and the spine."""
         spec, anatomy, x, y, z, thorax, noise, fine_noise, edge = self
         cage = np.minimum(thorax.cavity[1], thorax.cavity[-1])
         wall = union(anatomy.muscle_outline(x, y, z), cage - np.float32(11 + 0.4 * anatomy.muscle_mm), 14)
@@ -108,14 +103,9 @@ class _Slab(NamedTuple):
             paint(hu, (-100, cover(armpit - 3 * fine_noise, 2 * edge) * np.float32(0.9)))
         plane = np.abs(cage - np.float32(13) - 2 * noise) - np.float32(0.3 + 0.03 * spec.fat_mm) - np.float32(1.2) * fine_noise
         paint(hu, (-85, cover(np.maximum(plane, wall + 3), 1.5 * edge) * np.float32(0.8)))
-        return hu
-
-    def paint_bones(self, hu: Field, bone: Field, cartilage: Field) -> None:
-        """Paint ribs and other drawn bones with cortex and marrow, cartilage, and the spine."""
-        edge, noise, fine_noise = self.edge_mm, self.noise, self.fine_noise
-        hard = np.float32(1.15 - 0.005 * (self.spec.age_years - 40))
-        age = np.float32(np.clip((self.spec.age_years - 35) / 40, 0, 1))
-        spine, column, canal, disc = self.thorax.spine
+        hard = np.float32(1.15 - 0.005 * (spec.age_years - 40))
+        age = np.float32(np.clip((spec.age_years - 35) / 40, 0, 1))
+        spine, column, canal, disc = thorax.spine
         paint(
             hu,
             (np.float32(95) + 130 * age * np.clip(fine_noise, 0, 1.5), cover(cartilage, edge)),
@@ -131,6 +121,7 @@ class _Slab(NamedTuple):
             (-30, cover(canal, edge)),
             (30, cover(canal + 3.2, edge)),
         )
+        return hu
 
     def paint_inside(self, hu: Field, blood: Field, airway: Field, gullet: Field, colon: Field) -> None:
         """Paint abdomen, mediastinum, heart, vessels and central airways."""
@@ -160,15 +151,6 @@ class _Slab(NamedTuple):
             (50, cover(airway - 1.8, edge)),
             (-1000, cover(airway, edge)),
         )
-
-    def paint_lungs(self, hu: Field, texture: LungTexture, slab: slice) -> tuple[Field, Field]:
-        """Paint pleural fluid and lungs; returns the covered share of the left and of the right lung."""
-        _, _, x, y, z, thorax, noise, fine_noise, edge = self
-        left, right = (cover(thorax.lung[side], edge) for side in SIDES)
-        for side, share in zip(SIDES, (left, right), strict=True):
-            tissue = texture.image_hu(side, slab, x, y, z, thorax, noise, fine_noise)
-            paint(hu, (np.float32(8) + 4 * noise, cover(thorax.fluid[side], edge)), (tissue, share))
-        return left, right
 
 
 def draw_colon(spec: PhantomSpec, anatomy: Anatomy, lattice: Lattice) -> Field:
