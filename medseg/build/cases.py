@@ -7,8 +7,7 @@ from typing import Any
 
 from medseg.config.schema import DataConfig, PhantomCountsConfig
 from medseg.data.audit.finding import check_ignored
-from medseg.data.case_table import Case, read_case_table
-from medseg.data.splits import CaseSource, Split, split_cases
+from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, locked
 from medseg.preprocess.scale import HuScale

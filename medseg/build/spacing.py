@@ -22,7 +22,7 @@ def find_spacing(spacing: SpacingConfig, data: DataConfig) -> None:
     if spacing.strategy not in FOUND_IN_DATA or spacing.target_spacing_mm is not None:
         return
     from medseg.build.cases import find_sources
-    from medseg.data.spacings import typical_spacing_mm
+    from medseg.data.crops import typical_spacing_mm
     from medseg.io.read import read_grid
     from medseg.preprocess.orient import oriented_grid
 

@@ -37,7 +37,7 @@ def prepare(config: PrepareConfig) -> int:
 
     from medseg.build.cases import find_cases
     from medseg.build.task import make_task
-    from medseg.data.prepare import prepare_cases
+    from medseg.data.cache import prepare_cases
     from medseg.pictures.audit import cut_slices
 
     task = make_task(config.task)

@@ -41,7 +41,7 @@ SpacingStrategy = StrEnum(  # see docs/spacing.md
         "multi_scale",
     ],
 )
-SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.spacings`
+SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.crops`
 Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `medseg.preprocess.resample`
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`

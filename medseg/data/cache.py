@@ -1,4 +1,4 @@
-"""Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar.
+"""Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar, filled case by case.
 
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, labels.npy, case.json}`.
 The paths are absolute, so cases of one name from two data sets have two entries. Where none of a case's files exists (a
@@ -10,23 +10,26 @@ not.
 from __future__ import annotations
 
 import errno
+import functools
 import glob
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Severity
 from medseg.data.audit.labels import ABSENT, audit_vanished
+from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import is_same_source, sources_of
@@ -42,19 +45,18 @@ ABANDONED_AFTER_S = 24 * 3600.0
 DIGEST_LENGTH = 8
 
 
+Targets = Sequence[tuple[tuple[float, float, float] | None, str]]
+"""Spacing of each cache entry, (z, y, x) or None for that of the scan, and the filter of its image."""
+
+
 @dataclass(frozen=True)
 class CachedCase:
     """One entry of the cache. Cheap to pickle: the arrays are mapped on each access.
 
     Attributes:
         name: Name of the case.
-        patient: Patient of the scan.
-        split: Split of the case table, or None.
-        trust: Region name to the trust in its reference.
         folder: Folder of the entry.
         grid: The oriented, resampled grid of the arrays.
-        has_labels: Whether there is a label map.
-        label_counts: Label name to its number of voxels on `grid`.
         region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left out.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
@@ -62,13 +64,8 @@ class CachedCase:
     """
 
     name: str
-    patient: str
-    split: str | None
-    trust: dict[str, str]
     folder: Path
     grid: VoxelGrid
-    has_labels: bool
-    label_counts: dict[str, int]
     region_boxes: dict[str, VoxelBox]
     audit: CaseAudit
     ignore_findings: frozenset[str] = frozenset()
@@ -81,13 +78,7 @@ class CachedCase:
 
     @property
     def labels(self) -> np.ndarray:
-        """The label map in the task's values as a read-only memory map, (D, H, W) uint8.
-
-        Raises:
-            ValueError: If the case has none.
-        """
-        if not self.has_labels:
-            raise ValueError(f"the case {self.name!r} has no label map")
+        """The label map in the task's values as a read-only memory map, (D, H, W) uint8."""
         return np.load(self.folder / "labels.npy", mmap_mode="r")
 
 
@@ -99,7 +90,6 @@ def prepare_case(
     label_values: dict[int, str],
     *,
     resampling: str = ANTIALIASED,
-    require_labels: bool = True,
     read: Callable[[], SourceCase] | None = None,
 ) -> CachedCase:
     """Make sure that the cache holds a current entry of the case, and open it.
@@ -115,14 +105,13 @@ def prepare_case(
         label_values: Value in the file to label name. Several values may share a name; a name that the task does not
             know becomes background.
         resampling: Filter of the image, see `medseg.preprocess.resample`.
-        require_labels: Whether a case without a label map is refused (training) or kept without one.
         read: Reads the case where its entry must be built; a cached function reads the files once for several spacings.
 
     Raises:
         CaseRefusedError: If the audit found an error.
         UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of the task.
     """
-    if require_labels and case.labels is None:
+    if case.labels is None:
         raise UserError(
             f"The case {case.name!r} has no label map, which training and scoring need; fill in its cell of the table."
         )
@@ -194,6 +183,44 @@ def is_current(
 ) -> bool:
     """Whether `open_case` would find a complete entry that agrees with the sources."""
     return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)) is not None
+
+
+def prepare_cases(
+    cases: Iterable[tuple[Case, dict[int, str]]], cache_dir: Path, task: Task, targets: Targets
+) -> Iterator[tuple[AuditedCase, CachedCase | SourceCase | None]]:
+    """Audit each case and fill the cache; a failing case does not affect the others.
+
+    Args:
+        cases: Cases with their label values (value in the file to label name).
+        cache_dir: Root of the cache.
+        task: Labels and regions.
+        targets: Spacings and filters of the cache entries.
+
+    Yields:
+        The audit of each case, and its image and labels where they could be read: from the cache, or as read for a refused case.
+    """
+    for case, label_values in cases:
+        yield _prepare(case, label_values, cache_dir, task, targets)
+
+
+def _prepare(
+    case: Case, label_values: dict[int, str], cache_dir: Path, task: Task, targets: Targets
+) -> tuple[AuditedCase, CachedCase | SourceCase | None]:
+    """Audit one case and fill its cache entries; its files are read once, and not at all if the entries are current."""
+    read = functools.cache(lambda: read_source(case, task, label_values))
+    audit, first = None, None
+    try:
+        for spacing_mm, resampling in targets:
+            entry = prepare_case(case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read)
+            # The findings differ between spacings: each may lose other regions.
+            findings = dict.fromkeys([*(audit.findings if audit else ()), *entry.audit.findings])
+            audit, first = replace(entry.audit, findings=tuple(findings)), first or entry
+    except CaseRefusedError as error:
+        return AuditedCase(case, error.audit), error.source
+    except Exception as error:  # a defect or a lack of memory stops this case only
+        logging.getLogger(__name__).debug("%s", case.name, exc_info=True)
+        return AuditedCase(case, audit, failure=str(error) if isinstance(error, UserError) else repr(error)), first
+    return AuditedCase(case, audit), first
 
 
 # --- folders and validity of entries --------------------------------------------------------------------------------
@@ -279,16 +306,11 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
     audit = CaseAudit.from_dict(record["audit"])
     if audit.heeded(case.ignore_findings, Severity.error):  # the entry was built for a case that ignores it
         raise CaseRefusedError(case, audit)
-    # Patient, split, trust and ignored findings come from the current table: they do not change the arrays.
+    # Ignored findings come from the current table: they do not change the arrays.
     return CachedCase(
         name=case.name,
-        patient=case.patient,
-        split=case.split,
-        trust=dict(case.trust),
         folder=folder,
         grid=VoxelGrid(**record["grid"]),
-        has_labels="labels" in record["sources"],
-        label_counts=dict(record["label_counts"]),
         region_boxes={name: VoxelBox(**box) for name, box in record["region_boxes"].items()},
         audit=audit,
         ignore_findings=case.ignore_findings,
@@ -345,18 +367,13 @@ def _build(
     image = resample_image(source.image_hu, source.grid, grid, float(AIR_HU), resampling=resampling, limits=HU_LIMITS)
     files = {"image.npy": np.rint(image.numpy()).astype(np.int16)}
     del image  # float32: as large as two of the stored scans
-    audit, counts, boxes = source.audit, dict[str, int](), dict[str, VoxelBox]()
-    if source.labels is not None:
-        labels = resample_labels(source.labels, source.grid, grid, task.num_classes).numpy()
-        counts, boxes = _measure(labels, task)
-        vanished = audit_vanished(audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
-        audit = replace(audit, findings=(*audit.findings, *vanished))
-        files["labels.npy"] = labels
-
+    assert source.labels is not None, "a case without labels that fit is refused"
+    files["labels.npy"] = labels = resample_labels(source.labels, source.grid, grid, task.num_classes).numpy()
+    found = {one.name: VoxelBox.from_mask(np.isin(labels, task.region_values(one))) for one in task.regions}
+    boxes = {name: box for name, box in found.items() if box is not None}
+    vanished = audit_vanished(source.audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
     for name, array in files.items():
-        with (folder / name).open("wb") as file:
-            np.save(file, np.ascontiguousarray(array))
-            _sync(file)
+        np.save(folder / name, np.ascontiguousarray(array))
     record = {
         "format": FORMAT_VERSION,
         "case": case.name,
@@ -367,23 +384,12 @@ def _build(
         "configuration": folder.parent.name,
         "grid": asdict(grid),
         "num_bytes": {name: (folder / name).stat().st_size for name in files},
-        "label_counts": counts,
+        "label_counts": {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()},
         "region_boxes": {name: asdict(box) for name, box in boxes.items()},
-        "audit": audit.to_dict(),
+        "audit": replace(source.audit, findings=(*source.audit.findings, *vanished)).to_dict(),
     }
-    with (folder / "case.json").open("w", encoding="utf-8") as text_file:
-        json.dump(record, text_file, indent=1, ensure_ascii=False)
-        _sync(text_file)
-
-
-def _sync(file: IO[Any]) -> None:
+    (folder / "case.json").write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
     # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _measure(labels: np.ndarray, task: Task) -> tuple[dict[str, int], dict[str, VoxelBox]]:
-    """Count the voxels of each label, and find the tight box of each region that has voxels."""
-    counts = {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()}
-    boxes = {one.name: VoxelBox.from_mask(np.isin(labels, task.region_values(one))) for one in task.regions}
-    return counts, {name: box for name, box in boxes.items() if box is not None}
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

@@ -9,7 +9,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,20 +34,13 @@ BOUNDARY_TRIES = 8
 LEAST_SLAB = 0.15
 
 
-class Sample(TypedDict):
-    """One training sample.
+Sample = dict[str, Any]
+"""One training sample.
 
-    image (1, D, H, W) float32 in [-1, 1]; target (D, H, W) uint8; inside (3, 2) int64: start and stop of the scan in the
-    sample per axis (z, y, x), before any augmentation; region: number of the region in the task (0 for the coarse stage);
-    case: name of the case; spacing_mm: of the sample, (z, y, x).
-    """
-
-    image: Tensor
-    target: Tensor
-    inside: Tensor
-    region: int
-    case: str
-    spacing_mm: tuple[float, float, float]
+image (1, D, H, W) float32 in [-1, 1]; target (D, H, W) uint8; inside (3, 2) int64: start and stop of the scan in the
+sample per axis (z, y, x), before any augmentation; region: number of the region in the task (0 for the coarse stage);
+case: name of the case; spacing_mm: of the sample, (z, y, x).
+"""
 
 
 class _Scan(NamedTuple):
@@ -284,8 +277,11 @@ class FineSamples(_Samples):
         region = self.task.regions[number]
         crop = self.crops(case, region, rng if self.jitter else None)
         if rng.random() < self.elsewhere_share:
-            box = _random_box(self.patch_size or crop.box.shape, crop.lattice.centres_within(case.grid), rng)
-            crop = crop._replace(box=box)
+            size, within = self.patch_size or crop.box.shape, crop.lattice.centres_within(case.grid)
+            rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
+            # About the centre of an axis that is shorter.
+            place = [int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2 for rest in rests]
+            crop = crop._replace(box=VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.patch_size is not None:
             crop = crop._replace(box=self._patch_box(case, region, crop, self.patch_size, rng))
         return _Scan(case.image_hu, case.labels, case.grid, case.resampling), crop
@@ -386,10 +382,3 @@ def init_worker(_: int) -> None:
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _random_box(size: tuple[int, int, int], within: VoxelBox, rng: np.random.Generator) -> VoxelBox:
-    """Place a box of a size anywhere in another; about the centre of an axis that is shorter."""
-    rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
-    place = [int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2 for rest in rests]
-    return VoxelBox.full(size).shifted(within.start).shifted(place)

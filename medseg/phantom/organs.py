@@ -193,7 +193,7 @@ def great_vessels(anatomy: Anatomy) -> dict[str, Tube]:
     down = [
         _spine_point(anatomy, z, dx, -4) for z, dx in ((-40, 20 + 0.3 * s), (-90, 16), (-140, 8), (-200, 3), (-280, 2), (-420, 2))
     ]
-    tubes = {
+    tubes: dict[str, Tube] = {
         "aorta": (np.array(arch + down), np.concatenate([a * np.array([1.05, 1.05, 1, 0.98, 0.92, 0.88]), [d * 1.05, d], d * np.array([0.98, 0.95, 0.92, 0.85, 0.75, 0.6])])),
         "brachiocephalic": (np.array([[s - 5, -26, 28], [s - 12, -20, 55], [-26, -8, 78.0]]), np.array([7.0, 6.5, 6.0])),
         "left_carotid": (np.array([[s + 2, -12, 31], [s * 0.5 + 12, -8, 62], [20, -4, 100], [26, 0, 190.0]]), 4.0),

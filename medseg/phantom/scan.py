@@ -73,8 +73,8 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     np.copyto(organs, labels, where=labels > 0)
     flips = (spec.flips[0] != spec.is_feet_first, spec.flips[1], spec.flips[2])
     axes = tuple(axis for axis in range(3) if flips[axis])
-    stored = [np.ascontiguousarray(np.flip(array, axes)) for array in (image, labels, organs)]
-    return Phantom(*stored, scan.grid.reoriented((0, 1, 2), flips))
+    image, labels, organs = (np.ascontiguousarray(np.flip(array, axes)) for array in (image, labels, organs))
+    return Phantom(image, labels, organs, scan.grid.reoriented((0, 1, 2), flips))
 
 
 def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 from medseg.build.cases import file_values
 from medseg.build.task import make_task
 from medseg.config.schema import CrossValidateConfig
-from medseg.data.case_table import Case, read_case_table, write_case_table
-from medseg.data.splits import split_cases
+from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
 from medseg.data.task import Task
 from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text

@@ -19,12 +19,10 @@ from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.audit.table import DUPLICATE
 from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, spacing_text
-from medseg.data.case_table import Case
-from medseg.data.crops import StageCrops
+from medseg.data.case_table import Case, CaseSource
+from medseg.data.crops import ScanSpacings, StageCrops
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded, init_worker
-from medseg.data.spacings import ScanSpacings
-from medseg.data.splits import CaseSource
 from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox

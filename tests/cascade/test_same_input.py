@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
 from medseg.data.cache import prepare_case
-from medseg.data.case_table import Case
+from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded
-from medseg.data.splits import CaseSource, Split
 from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels

@@ -51,13 +51,8 @@ def cached_cases(tmp_path: Path, task: Task) -> list[CachedCase]:
         cases.append(
             CachedCase(
                 name=f"case_{number}",
-                patient=f"patient_{number}",
-                split=None,
-                trust={},
                 folder=folder,
                 grid=grid,
-                has_labels=True,
-                label_counts={name: int((labels == value).sum()) for name, value in task.labels.items()},
                 region_boxes={name: box for name, box in boxes.items() if box is not None},
                 audit=CaseAudit(grid, {}, f"{number}", {}, ()),
             )

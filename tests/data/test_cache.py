@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from medseg.data.audit.finding import Severity
-from medseg.data.cache import CachedCase, is_current, open_case, prepare_case
+from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, prepare_cases
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.samples import CoarseSamples
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
@@ -78,9 +78,10 @@ def test_an_entry_holds_the_oriented_resampled_case(case: Case, tmp_path: Path, 
     assert labels.dtype == np.uint8
     assert image.shape == labels.shape == entry.grid.shape
     assert image.min() == -1024, "padding is no HU"
+    counts = json.loads((entry.folder / "case.json").read_text())["label_counts"]
     for name, value in task.labels.items():
         mask = labels == value
-        assert entry.label_counts[name] == mask.sum()
+        assert counts[name] == mask.sum()
         assert entry.region_boxes[name] == VoxelBox.from_mask(mask)
         # A block keeps its edges to within a voxel per axis.
         native_box = VoxelBox.from_mask(blocks()[1] == value)
@@ -217,7 +218,7 @@ def test_cases_of_one_name_from_two_data_sets_do_not_disturb_each_other(
     built = built_at(first)
     again = open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     assert built_at(again) == built
-    assert again.label_counts["left_lung"] > 0
+    assert np.any(again.labels == 1)
 
 
 def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(case: Case, tmp_path: Path, task: Task) -> None:
@@ -295,7 +296,7 @@ def test_swapped_sides_are_refused_and_one_side_alone_is_not(tmp_path: Path, tas
         prepare_case(write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels]), tmp_path, SPACING_MM, task, NAMES)
     alone = prepare_case(write_case("alone", image, labels * (labels == 2)), tmp_path, SPACING_MM, task, NAMES)
     assert set(alone.region_boxes) == {"right_lung"}
-    assert alone.label_counts["left_lung"] == 0
+    assert not np.any(alone.labels == 1)
     assert "left_lung is not in the label map" in [finding.message for finding in alone.audit.findings]
     assert not any(path.name.startswith(".") for path in alone.folder.parent.iterdir())
 
@@ -303,21 +304,17 @@ def test_swapped_sides_are_refused_and_one_side_alone_is_not(tmp_path: Path, tas
 def test_labels_on_another_grid_are_refused(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
     image, labels = blocks()
     near = write_case("near", image, labels, labels_offset_mm=0.01)
-    assert prepare_case(near, tmp_path, SPACING_MM, task, NAMES).has_labels
+    assert prepare_case(near, tmp_path, SPACING_MM, task, NAMES).labels.any()
     with pytest.raises(UserError, match="not on the grid of its image"):
         prepare_case(write_case("far", image, labels, labels_offset_mm=1.5), tmp_path, SPACING_MM, task, NAMES)
     with pytest.raises(UserError, match="has 13×30×41 voxels, the image 14×30×41"):
         prepare_case(write_case("short", image, labels[:-1]), tmp_path, SPACING_MM, task, NAMES)
 
 
-def test_a_case_without_labels_only_when_nothing_needs_them(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+def test_a_case_without_labels_is_refused(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
     case = write_case("bare", blocks()[0], None)
     with pytest.raises(UserError, match="'bare' has no label map"):
         prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
-    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES, require_labels=False)
-    assert not entry.has_labels
-    with pytest.raises(ValueError, match="no label map"):
-        _ = entry.labels
 
 
 def test_the_audit_is_kept_in_the_sidecar(case: Case, tmp_path: Path, task: Task) -> None:
@@ -331,12 +328,12 @@ def test_an_error_that_is_ignored_stops_nobody_else(tmp_path: Path, task: Task, 
     image, labels = blocks()
     swapped = write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels])
     accepted = replace(swapped, ignore_findings=frozenset({"swapped_sides"}))
-    assert prepare_case(accepted, tmp_path, SPACING_MM, task, NAMES).label_counts["right_lung"] > 0
+    assert np.any(prepare_case(accepted, tmp_path, SPACING_MM, task, NAMES).labels == 2)
     with pytest.raises(CaseRefusedError, match="swapped"):
         open_case(swapped, tmp_path, SPACING_MM, task, NAMES)
     with pytest.raises(CaseRefusedError, match="swapped"):
         prepare_case(swapped, tmp_path, SPACING_MM, task, NAMES)
-    assert open_case(accepted, tmp_path, SPACING_MM, task, NAMES).has_labels
+    assert open_case(accepted, tmp_path, SPACING_MM, task, NAMES).labels.any()
 
 
 def test_another_scale_or_trust_makes_an_entry_stale(case: Case, tmp_path: Path, task: Task) -> None:
@@ -421,13 +418,32 @@ assert not loaded & {{"SimpleITK", "nibabel", "pydicom", "monai", "scipy"}}, sor
     assert int(done.stdout) > 0
 
 
+def test_ready_refused_and_failed_cases(write_case: WriteCase, tmp_path: Path, task: Task) -> None:
+    image, labels = blocks()
+    accepted = frozenset({"hu_range"})
+    good = replace(write_case("good", image, labels), ignore_findings=accepted)
+    swapped = replace(write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels]), ignore_findings=accepted)
+    gone = Case("gone", tmp_path / "no.nii.gz", tmp_path / "none.nii.gz", "gone")
+    cases = [(case, NAMES) for case in (swapped, gone, good)]
+    (first, refused), (second, nothing), (third, entry) = prepare_cases(
+        cases, tmp_path / "cache", task, [((4.0, 2.0, 2.0), "antialiased"), (None, "linear")]
+    )
+    assert [one.status for one in (first, second, third)] == ["refused", "failed", "ready"]
+    assert "does not exist" in second.failure
+    assert nothing is None
+    assert refused is not None
+    assert np.array_equal(refused.image_hu, image)
+    assert entry is not None
+    assert entry.grid.spacing_mm == (4.0, 2.0, 2.0), "the entry of the first spacing"
+    assert len(list((tmp_path / "cache").glob("*/good-*/case.json"))) == 2
+
+
 def test_a_real_scan(shared_ct: Path, tmp_path: Path, task: Task) -> None:
     cases = {case.name: case for case in read_case_table(shared_ct / "table.csv")}
     entry = prepare_case(cases["cip_ct64"], tmp_path, (4.0, 4.0, 4.0), task, NAMES)
-    litres = {name: count * 64e-6 for name, count in entry.label_counts.items()}
+    litres = {name: np.count_nonzero(entry.labels == value) * 64e-6 for name, value in task.labels.items()}
     assert litres["left_lung"] == pytest.approx(2.135, rel=0.03)
     assert litres["right_lung"] == pytest.approx(2.419, rel=0.03)
-    assert entry.trust == {"left_lung": "reference", "right_lung": "reference"}
     sample = CoarseSamples([entry], task, seed=0, divisor=(8, 8, 8))[0]
     assert float(sample["image"][0][sample["target"] > 0].median()) < -0.75
     swapped = Task(

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.data.case_table import Case
+from medseg.data.case_table import Case, CaseSource, Split
+from medseg.data.crops import AVERAGES, ScanSpacings, draw_spacing_mm, typical_spacing_mm
 from medseg.data.sampler import sample_rng
 from medseg.data.source_case import read_source
-from medseg.data.spacings import AVERAGES, ScanSpacings, draw_spacing_mm, typical_spacing_mm
-from medseg.data.splits import CaseSource, Split
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule, clamp_spacing, region_crop

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from medseg.data.case_table import Case
-from medseg.data.splits import Split, split_cases
+from medseg.data.case_table import Case, Split, split_cases
 from medseg.errors import UserError
 
 

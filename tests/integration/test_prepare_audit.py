@@ -18,7 +18,7 @@ from medseg.commands.prepare import prepare
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PrepareConfig
-from medseg.data import prepare as preparation
+from medseg.data import cache
 from medseg.data.case_table import Case
 from medseg.data.source_case import SourceCase
 from medseg.errors import UserError
@@ -329,13 +329,13 @@ def test_the_pictures_show_all_cases(seen: Run) -> None:
 def test_warnings_are_kept_with_the_case_and_nothing_is_read_again(seen: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     good = {name for name in SEEN if not is_bad(name) or name == "copy2"}
     read = []
-    read_source = preparation.read_source
+    read_source = cache.read_source
 
     def watched(case: Case, *arguments: Any) -> SourceCase:
         read.append(case.name)
         return read_source(case, *arguments)
 
-    monkeypatch.setattr(preparation, "read_source", watched)
+    monkeypatch.setattr(cache, "read_source", watched)
     monkeypatch.setattr("medseg.pictures.audit.audit_pictures", lambda *_, **__: [])
     before = seen.table()
     again = run(seen.folder / "table.csv")

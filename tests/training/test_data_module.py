@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medseg.data.case_table import Case, read_case_table
-from medseg.data.splits import CaseSource, Split
+from medseg.data.case_table import Case, CaseSource, Split, read_case_table
 from medseg.data.task import Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN
