@@ -10,7 +10,8 @@ from medseg.commands import entry
 from medseg.config.schema import PredictConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED
-from medseg.prediction.batch import CaseOutcome, Checkpoints, predict_scans
+from medseg.prediction.batch import CaseOutcome, predict_scans
+from medseg.prediction.cascades import EVERY_SPACING_MM
 from medseg.preprocess.scale import HuScale
 
 
@@ -36,7 +37,7 @@ def predict(config: PredictConfig) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    checkpoints = {name: Checkpoints(one.coarse, one.fine, one.range_mm) for name, one in (config.by_spacing or {}).items()}
+    checkpoints = {name: (one.coarse, one.fine, one.range_mm) for name, one in (config.by_spacing or {}).items()}
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", visible=False)
@@ -51,7 +52,7 @@ def predict(config: PredictConfig) -> int:
         outcomes = predict_scans(
             Path(config.input),
             Path(config.output),
-            checkpoints or {"": Checkpoints(config.coarse, config.fine)},
+            checkpoints or {"": (config.coarse, config.fine, EVERY_SPACING_MM)},
             inference=vars(config.inference),
             split=config.split,
             series=config.series,

@@ -19,7 +19,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
 from medseg.io.read import read_image
-from medseg.metrics.surface import score_region
+from medseg.metrics.scores import score_region
 from medseg.pictures.overlay import overlay_montage
 from medseg.pictures.plots import score_plot
 from medseg.preprocess.orient import orient

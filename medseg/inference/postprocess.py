@@ -159,19 +159,15 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
 
 def label_box(labels: np.ndarray, value: int) -> VoxelBox | None:
     """Find the smallest box around a label, plane by plane because a mask of all voxels would be a second volume; None if absent."""
-    rows, columns = (np.zeros(size, dtype=bool) for size in labels.shape[1:])
+    footprint = np.zeros(labels.shape[1:], dtype=bool)
     filled = []
     for z, plane in enumerate(labels):
         is_in = plane == value
-        rows_here = is_in.any(axis=1)
-        if rows_here.any():
+        if is_in.any():
             filled.append(z)
-            rows |= rows_here
-            columns |= is_in.any(axis=0)
-    if not filled:
-        return None
-    (y, y_last), (x, x_last) = (np.flatnonzero(line)[[0, -1]].tolist() for line in (rows, columns))
-    return VoxelBox((filled[0], y, x), (filled[-1] + 1, y_last + 1, x_last + 1))
+            footprint |= is_in
+    box = VoxelBox.from_mask(footprint[None])
+    return VoxelBox((filled[0], *box.start[1:]), (filled[-1] + 1, *box.stop[1:])) if box else None
 
 
 def _shift(numbers: np.ndarray, offset: int) -> np.ndarray:

@@ -86,43 +86,6 @@ def round_up(shape: tuple[int, ...], divisor: Shape) -> Shape:
     return z, y, x
 
 
-class _Blend:
-    """Sums of weighted tiles that arrive layer by layer, from low z to high z.
-
-    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile reaches the planes below, which are
-    final and move to float16.
-
-    Attributes:
-        probs: The final planes (K, D, H, W).
-    """
-
-    def __init__(self, num_classes: int, shape: Shape, tile_depth: int, device: torch.device) -> None:
-        depth, height, width = shape
-        self.probs = torch.empty((num_classes, depth, height, width), dtype=PROBS_DTYPE, device=device)
-        self._sums = torch.zeros((num_classes, tile_depth, height, width), device=device)
-        self._first = 0  # z of the lowest plane of `_sums`
-
-    def view(self, box: VoxelBox) -> Tensor:
-        """Sums (K, d, h, w) of a tile's voxels, to be added to in place; boxes must come in the order of `tile_boxes`."""
-        (z, y, x), (_, y_stop, x_stop) = box.start, box.stop
-        if z > self._first:
-            self._finish(z - self._first)
-        return self._sums[:, :, y:y_stop, x:x_stop]
-
-    def finish(self) -> Tensor:
-        """Probabilities after the last tile."""
-        self._finish(self.probs.shape[1] - self._first)
-        return self.probs
-
-    def _finish(self, num_planes: int) -> None:
-        """Store the lowest planes, at most a tile's depth, and move the sums up by as many."""
-        self.probs[:, self._first : self._first + num_planes] = self._sums[:, :num_planes]
-        rest = self._sums[:, num_planes:].clone()
-        self._sums[:, : rest.shape[1]] = rest
-        self._sums[:, rest.shape[1] :] = 0
-        self._first += num_planes
-
-
 def _blend_tiles(
     run: Callable[[list[Tensor]], list[Tensor]],
     image: Tensor,
@@ -131,7 +94,11 @@ def _blend_tiles(
     batch_size: int,
     num_parallel: int,
 ) -> Tensor:
-    """Sum weighted tiles in a fixed order, so that the number of processes changes no bit; (K, D, H, W)."""
+    """Sum weighted tiles in a fixed order, so that the number of processes changes no bit; (K, D, H, W).
+
+    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile reaches the planes below, which are
+    final and move to float16.
+    """
     _, _, depth, height, width = image.shape
     shape = (depth, height, width)
     # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of their axis.
@@ -147,15 +114,24 @@ def _blend_tiles(
     tiles = _tile_probs(run, image, seen, batch_size, num_parallel)
     first = next(tiles)
     tiles = chain([first], tiles)
-    blend = _Blend(len(first), shape, tile_size[0], image.device)
+    probs = torch.empty((len(first), *shape), dtype=PROBS_DTYPE, device=image.device)
+    sums = torch.zeros((len(first), tile_size[0], height, width), device=image.device)
+    lowest = 0  # z of the lowest plane of `sums`
     for box, is_air in zip(boxes, has_air_only, strict=True):
+        if num_final := box.start[0] - lowest:
+            probs[:, lowest : box.start[0]] = sums[:, :num_final]
+            sums[:, :-num_final] = sums[:, num_final:].clone()
+            sums[:, -num_final:] = 0
+            lowest = box.start[0]
         z, y, x = (axis[start] for axis, start in zip(weights, box.start, strict=True))
         weight = z[:, None, None] * y[:, None] * x
+        view = sums[(..., *box.slices()[1:])]
         if is_air:
-            blend.view(box)[0].add_(weight)
+            view[0].add_(weight)
         else:
-            blend.view(box).addcmul_(next(tiles), weight)
-    return blend.finish()
+            view.addcmul_(next(tiles), weight)
+    probs[:, lowest:] = sums[:, : depth - lowest]
+    return probs
 
 
 def _tile_probs(
@@ -177,9 +153,8 @@ def _softmax_slabs(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     depth, height, width = shape
     probs = torch.empty((logits.shape[0], depth, height, width), dtype=PROBS_DTYPE, device=logits.device)
     step = max(1, SLAB_VOXELS // (height * width))
-    for start in range(0, depth, step):
-        planes = slice(start, min(start + step, depth))
-        probs[:, planes] = torch.softmax(logits[:, planes, :height, :width], dim=0, dtype=torch.float32)
+    for source, target in zip(logits[:, :depth, :height, :width].split(step, 1), probs.split(step, 1), strict=True):
+        target[:] = torch.softmax(source, dim=0, dtype=torch.float32)
     return probs
 
 

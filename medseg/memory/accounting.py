@@ -321,16 +321,12 @@ def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[None]:
     def begin_backward(name: str, _: Tensor) -> None:
         tracker.now = Owner(BACKWARD, name)
 
-    handles: list[Any] = []
-    for name, modules in named_parts(network).items():
-        for module in modules:
-            handles.append(module.register_forward_pre_hook(functools.partial(enter, name)))
-            handles.append(module.register_forward_hook(functools.partial(leave, name)))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, modules in named_parts(network).items():
+            for module in modules:
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(functools.partial(leave, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _make_fake(network: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 import math
 from collections import OrderedDict
+from functools import partial
+from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -126,15 +128,13 @@ class UNet(nn.Module):
             width: Channels of the first level.
             depth: Downsamplings below the stem, >= 1; a stem that halves the resolution comes on top.
             block: `plain`, `residual` or `bottleneck`.
-            blocks_per_level: Blocks of each encoder level, one number for all or `depth + 1` numbers from the finest
-                level on; a decoder level has one block.
+            blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the finest on; a decoder level has one.
             stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
             refine: Channels at full resolution that refine the result of half resolution; 0 = none.
             norm: `instance`, `group` or `batch`.
             reduction: Divisor of a bottleneck's inner channels.
             max_width: Largest number of channels of a level.
-            strides: Divisors of z, y and x, 1 or 2, for the stem (where it halves the resolution) and each downsampling
-                (`level_strides`); None = 2 everywhere. Kernels have size 1 along an axis until it is divided.
+            strides: Divisors 1 or 2 of z, y and x for a stem that halves and each downsampling (`level_strides`); None = 2 everywhere.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -153,11 +153,9 @@ class UNet(nn.Module):
         counts = (blocks_per_level,) * (depth + 1) if isinstance(blocks_per_level, int) else tuple(blocks_per_level)
         if len(counts) != depth + 1 or min(counts) < 1:
             raise ValueError(f"blocks_per_level must be one or {depth + 1} numbers >= 1, got {blocks_per_level}")
-
         widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
         halves = stem != "conv"
         self.in_channels = in_channels
-        self.num_classes = num_classes
         strides = level_strides(None, depth + halves) if strides is None else strides
         if len(strides) != depth + halves or any(len(one) != 3 or not set(one) <= {1, 2} for one in strides):
             raise ValueError(f"strides must be {depth + halves} times 1 or 2 for z, y and x, got {strides}")
@@ -165,28 +163,22 @@ class UNet(nn.Module):
         # One kernel per resolution, the image's first; at the lowest resolution it covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
         cell = strides[0] if halves else POINT
-        stem_kernel = kernels[1] if stem == "space_to_depth" else kernels[0]
-        self.stem = Stem(in_channels, width, stem=stem, norm=norm, kernel=stem_kernel, cell=cell)
+        self.stem = Stem(in_channels, width, stem=stem, norm=norm, kernel=kernels[stem == "space_to_depth"], cell=cell)
+        make = partial(make_block, block, norm=norm, reduction=reduction)
         downs, level_kernels = strides[halves:], kernels[halves:]
         self.encoder = nn.ModuleList()
         for level, (count, channels, kernel) in enumerate(zip(counts, widths, level_kernels, strict=True)):
-            down: list[tuple[str, nn.Module]] = []
+            layers: OrderedDict[str, nn.Module] = OrderedDict()
             if level > 0:
                 # 2x2x2 with stride 2 takes a third of the time of 3x3x3 with stride 2; the blocks mix neighbours.
-                stride = downs[level - 1]
-                down.append(("down", ConvNormAct(widths[level - 1], channels, stride, norm=norm, stride=stride)))
-            blocks = [make_block(block, channels, norm=norm, reduction=reduction, kernel=kernel) for _ in range(count)]
-            self.encoder.append(nn.Sequential(OrderedDict(down + [(f"block{n}", one) for n, one in enumerate(blocks)])))
+                layers["down"] = ConvNormAct(widths[level - 1], channels, downs[level - 1], norm=norm, stride=downs[level - 1])
+            layers |= {f"block{n}": make(channels, kernel=kernel) for n in range(count)}
+            self.encoder.append(nn.Sequential(layers))
         self.decoder = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "up": Up(widths[level + 1], widths[level], norm=norm, stride=downs[level]),
-                    "block0": make_block(block, widths[level], norm=norm, reduction=reduction, kernel=level_kernels[level]),
-                }
-            )
-            for level in range(depth)
+            nn.ModuleDict({"up": Up(wide, narrow, norm=norm, stride=stride), "block0": make(narrow, kernel=kernel)})
+            for (narrow, wide), stride, kernel in zip(pairwise(widths), downs, level_kernels[:-1], strict=True)
         )
-        self.head: Head | RefiningHead = (
+        self.head = (
             RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=cell)
             if refine
             else Head(width, num_classes, cell=cell)

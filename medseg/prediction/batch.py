@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.io.atomic import check_writable
-from medseg.prediction.cascades import EVERY_SPACING_MM, RangeCascade, load_cascade, pick_cascade, result_settings
+from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
 from medseg.prediction.case import CaseData, is_small, is_up_to_date, read_case, segment_case, write_case
 from medseg.prediction.pipeline import run_overlapped
 from medseg.prediction.scans import Scan, check_outputs, find_scans, output_paths
@@ -20,13 +20,8 @@ from medseg.preprocess.scale import AS_STORED, HuScale
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
 
-
-class Checkpoints(NamedTuple):
-    """Checkpoints of a cascade, and the coarsest spacing of the scans that it is for; none = the included lung weights."""
-
-    coarse: Sequence[str] | None
-    fine: Sequence[str] | None
-    range_mm: tuple[float, float] = EVERY_SPACING_MM
+Checkpoints = tuple[Sequence[str] | None, Sequence[str] | None, tuple[float, float]]
+"""Checkpoints of both stages (none = the included lung weights), and the coarsest spacing in mm of the scans that they are for."""
 
 
 class CaseOutcome(NamedTuple):
@@ -149,14 +144,7 @@ def load_cascades(
 
 @dataclass
 class BatchCase:
-    """A case of a batch.
-
-    Attributes:
-        scan: The scan.
-        output: Label map to write.
-        chosen: Its cascade, set by the step that reads it.
-        messages: Sentences for the error stream.
-    """
+    """A scan of a batch, the label map to write, its cascade (set when it is read) and sentences for the error stream."""
 
     scan: Scan
     output: Path
@@ -187,17 +175,12 @@ class Batch:
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
         """Read a case unless it is up to date; None ahead of its turn where other cases need the memory."""
         try:
-            case.chosen, choice = pick_cascade(case.scan, self.cascades)
-            case.messages = [choice] if choice else []
+            case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            if is_ahead and not is_small(case.scan, self.budget_gib):
-                return None
-            return read_case(case.scan)
+            return None if is_ahead and not is_small(case.scan, self.budget_gib) else read_case(case.scan)
         except Exception as error:
-            if is_ahead and is_out_of_memory(error):
-                return None
-            return self._as_value(error)
+            return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
 
     def compute(self, case: BatchCase, data: CaseData | str | Exception) -> CaseData | str | Exception:
         """Segment a case."""
@@ -215,18 +198,17 @@ class Batch:
 
     def finish(self, case: BatchCase, data: CaseData | str | Exception) -> CaseOutcome:
         """Write a case and describe its outcome."""
-        outcome = CaseOutcome(case.scan.name, case.output, 0, case.messages)
+        exit_code, report = 0, None
         try:
             if isinstance(data, Exception):
                 raise data
-            if isinstance(data, str):
-                outcome = outcome._replace(is_skipped=True)
-            else:
+            if isinstance(data, CaseData):
                 report = write_case(case.scan, case.output, case.chosen, data)
-                outcome = outcome._replace(report=report, messages=[*case.messages, *report["warnings"]])
+                case.messages += report["warnings"]
         except Exception as error:
             exit_code, message = self._describe(error)
-            outcome = outcome._replace(exit_code=exit_code, messages=[*case.messages, message])
+            case.messages.append(message)
+        outcome = CaseOutcome(case.scan.name, case.output, exit_code, case.messages, report, data is UP_TO_DATE)
         self.on_end(outcome)
         return outcome
 
@@ -246,8 +228,8 @@ class Batch:
 
     def _as_value(self, error: Exception) -> Exception:
         """Remove the frames of an error in a batch: they would hold a scan and its crops while the next cases run."""
-        link: BaseException | None = error if self.num_cases > 1 else None
-        while link is not None:
+        link: BaseException | None = error
+        while link is not None and self.num_cases > 1:
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         return error

@@ -83,11 +83,11 @@ def load_cascade(
     return Cascade(stages[0], stages[1], options or CascadeOptions())
 
 
-def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, str | None]:
+def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, list[str]]:
     """Choose the cascade of a scan by its coarsest spacing.
 
     Returns:
-        The cascade; and where there is a choice, the sentence that explains it.
+        The cascade; and where there is a choice, a sentence that explains it.
 
     Raises:
         UserError: If no range covers the scan, or its header cannot be read.
@@ -95,12 +95,12 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     from medseg.io.read import read_grid
 
     if not cascades[0].name:
-        return cascades[0], None
+        return cascades[0], []
     # Headers store float32: 5 mm must not fall below a range that begins there.
     spacing_mm = round(max(read_grid(scan.path, scan.series).spacing_mm), 3)
     for one in cascades:
         if one.range_mm[0] <= spacing_mm < one.range_mm[1]:
-            return one, f"{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"
+            return one, [f"{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"]
     known = ", ".join(f"{one.name} {one}" for one in cascades)
     raise UserError(
         f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({known}); give checkpoints for it, or widen a range"

@@ -38,13 +38,7 @@ def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:
     low_hu, high_hu = window_hu
     if not low_hu < high_hu:
         raise ValueError(f"window_hu must rise, got {window_hu}")
-    scale = 2.0 / (high_hu - low_hu)
-    if isinstance(image_hu, Tensor):
-        image = image_hu.to(torch.float32, copy=True).clamp_(low_hu, high_hu)
-        return image.sub_(low_hu).mul_(scale).sub_(1.0)
-    image = np.array(image_hu, dtype=np.float32)
-    np.clip(image, low_hu, high_hu, out=image)
-    image -= low_hu
-    image *= scale
-    image -= 1.0
+    image = image_hu.to(torch.float32, copy=True) if isinstance(image_hu, Tensor) else np.array(image_hu, dtype=np.float32)
+    # In place; a tensor made of an array shares its memory.
+    torch.as_tensor(image).clamp_(low_hu, high_hu).sub_(low_hu).mul_(2.0 / (high_hu - low_hu)).sub_(1.0)
     return image

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.sharding import gathered, shard_network
-from medseg.metrics.overlap import dice_per_label
+from medseg.metrics.scores import dice_per_label
 from medseg.training.averaging import WeightAverage
 from medseg.weights.files import PREFIX
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.metrics.surface import (
+from medseg.metrics.scores import (
     area_table_mm2,
     hausdorff_mm,
     nsd,

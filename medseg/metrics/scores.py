@@ -1,4 +1,4 @@
-"""Surface scores of two masks (NSD, HD95), with each surface element weighted by its area.
+"""Scores of two masks: Dice, volumes and surface scores (NSD, HD95), with each surface element weighted by its area.
 
 A surface element is a corner of voxels whose eight neighbouring voxel centres are neither all inside nor all outside the mask. Its area
 is that of the marching-cubes triangles there. Distances are measured between elements, in mm.
@@ -7,15 +7,90 @@ Source: Nikolov et al., Clinically applicable segmentation of head and neck anat
 google-deepmind/surface-distance (Apache 2.0), whose numbers this module reproduces.
 """
 
+from __future__ import annotations
+
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.ndimage import distance_transform_edt
 
 from medseg.geometry.grid import VoxelBox
-from medseg.metrics.overlap import dice, volume_ml
+
+if TYPE_CHECKING:  # scoring files needs no torch, whose import takes seconds
+    import torch
+
+
+def dice(pred_mask: np.ndarray, target_mask: np.ndarray) -> float:
+    """Measure the overlap of two masks, twice the intersection over the sum of the sizes.
+
+    Two empty masks score 1, one empty mask 0.
+
+    Args:
+        pred_mask: Boolean, any shape.
+        target_mask: Boolean, the same shape.
+
+    Returns:
+        Dice coefficient in [0, 1].
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    if pred_mask.shape != target_mask.shape:
+        raise ValueError(f"masks of one shape are needed, got {pred_mask.shape} and {target_mask.shape}")
+    pred_mask, target_mask = (np.asarray(mask, dtype=bool) for mask in (pred_mask, target_mask))
+    total = int(np.count_nonzero(pred_mask)) + int(np.count_nonzero(target_mask))
+    return 2.0 * int(np.count_nonzero(pred_mask & target_mask)) / total if total else 1.0
+
+
+def dice_per_label(
+    pred_labels: np.ndarray | torch.Tensor, target_labels: np.ndarray | torch.Tensor, values: Sequence[int]
+) -> dict[int, float]:
+    """Measure the Dice of several label values, on the device where the labels are.
+
+    Used by validation in training. Empty masks score as in `dice`.
+
+    Args:
+        pred_labels: Integers, any shape.
+        target_labels: Integers, the same shape; both arrays or both tensors on one device.
+        values: Label values to score; a value that occurs nowhere scores 1.
+
+    Returns:
+        Dice by label value, in the order of `values`.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    if tuple(pred_labels.shape) != tuple(target_labels.shape):
+        raise ValueError(f"labels of one shape are needed, got {tuple(pred_labels.shape)} and {tuple(target_labels.shape)}")
+    if not isinstance(pred_labels, np.ndarray) and not isinstance(target_labels, np.ndarray) and pred_labels.is_cuda:
+        return {value: _dice_on_device(pred_labels == value, target_labels == value) for value in values}
+    # On the CPU a comparison and a count per value in numpy take an eighth of the time of a joint histogram.
+    pred, target = np.asarray(pred_labels), np.asarray(target_labels)
+    return {value: dice(pred == value, target == value) for value in values}
+
+
+def _dice_on_device(pred_mask: torch.Tensor, target_mask: torch.Tensor) -> float:
+    total = int(pred_mask.sum() + target_mask.sum())
+    return 2.0 * int((pred_mask & target_mask).sum()) / total if total else 1.0
+
+
+def volume_ml(mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> float:
+    """Measure the volume of a mask by counting voxels.
+
+    Args:
+        mask: Boolean, (D, H, W).
+        spacing_mm: Voxel spacing in mm, (z, y, x).
+
+    Returns:
+        Volume in ml.
+    """
+    return int(np.count_nonzero(mask)) * math.prod(spacing_mm) / 1000.0
+
 
 # Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation, reflection and swap of inside and outside.
 # First the centres that are inside (bit 4*z + 2*y + x), then the normals (z, y, x) of the surface pieces; the length of a normal is the
@@ -112,23 +187,16 @@ def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm
         return SurfaceDistances(*(np.empty(0) for _ in range(4)))
     bounds = box.slices()
     areas_mm2 = area_table_mm2(spacing_mm)
-    pred_codes = _surface_codes(pred_mask[bounds])
-    target_codes = _surface_codes(target_mask[bounds])
-    is_pred = (pred_codes != 0) & (pred_codes != 255)
-    is_target = (target_codes != 0) & (target_codes != 255)
-    pred_areas_mm2 = areas_mm2[pred_codes[is_pred]]
-    target_areas_mm2 = areas_mm2[target_codes[is_target]]
-    del pred_codes, target_codes
-    pred_to_target_mm, target_to_pred_mm = (
-        _distances_mm(*pair, spacing_mm) for pair in ((is_pred, is_target), (is_target, is_pred))
-    )
-    pred_order, target_order = np.argsort(pred_to_target_mm), np.argsort(target_to_pred_mm)
-    return SurfaceDistances(
-        pred_to_target_mm[pred_order],
-        pred_areas_mm2[pred_order],
-        target_to_pred_mm[target_order],
-        target_areas_mm2[target_order],
-    )
+    codes = [_surface_codes(mask[bounds]) for mask in (pred_mask, target_mask)]
+    is_pred, is_target = ((one != 0) & (one != 255) for one in codes)
+    areas = [areas_mm2[one[is_surface]] for one, is_surface in zip(codes, (is_pred, is_target), strict=True)]
+    del codes
+    found: list[np.ndarray] = []
+    for is_from, is_to, from_areas_mm2 in ((is_pred, is_target, areas[0]), (is_target, is_pred, areas[1])):
+        distances_mm = _distances_mm(is_from, is_to, spacing_mm)
+        order = np.argsort(distances_mm)
+        found += [distances_mm[order], from_areas_mm2[order]]
+    return SurfaceDistances(*found)
 
 
 def nsd(distances: SurfaceDistances, tolerance_mm: float) -> float:

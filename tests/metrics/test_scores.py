@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.metrics.overlap import dice, dice_per_label, volume_ml
+from medseg.metrics.scores import dice, dice_per_label, volume_ml
 
 
 def _box(start: tuple[int, int, int], stop: tuple[int, int, int]) -> np.ndarray:
