@@ -83,8 +83,7 @@ def check_writable(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _not_written(folder, error) from error
     for part in folder.glob(f"{PART_PREFIX}*.part*"):

@@ -119,7 +119,7 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
     Raises:
         UserError: If it is no header of its format, gives a field twice, or names files outside its own folder.
     """
-    nrrd, fields, following = is_nrrd(path), dict[str, str](), ""
+    nrrd, fields = is_nrrd(path), dict[str, str]()
     name, separator, data_key = ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
     with path.open("rb") as file:
         require(
@@ -143,14 +143,14 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
             if key == data_key and (not nrrd or value.upper().startswith("LIST")):
                 break
         offset = file.tell()
-        if fields.get(data_key, "").upper().startswith("LIST"):
-            following = file.read(MAX_HEADER_BYTES).decode("utf-8", "surrogateescape")
+        following = file.read(MAX_HEADER_BYTES) if fields.get(data_key, "").upper().startswith("LIST") else b""
     require(
         offset <= MAX_HEADER_BYTES and (nrrd or data_key in fields),
         f"{path}: expected a {name} file, but its header does not say where the voxels are ({data_key}); check the file.",
     )
     is_attached = fields.get(data_key, "LOCAL").upper() == "LOCAL" and not (nrrd and data_key in fields)
-    return fields, offset, (path,) if is_attached else _data_files(path, fields[data_key], following.splitlines())
+    listed = following.decode("utf-8", "surrogateescape").splitlines()
+    return fields, offset, (path,) if is_attached else _data_files(path, fields[data_key], listed)
 
 
 def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...]:
@@ -245,9 +245,8 @@ def _geometry(path: Path, values: dict[str, str]) -> tuple[VoxelGrid, str]:
             reason = re.sub(r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?", "", str(error).strip().splitlines()[-1])
             plain = "".join(letter if letter.isprintable() else "?" for letter in reason[:160])
             raise UserError(f"{path}: the header cannot be read ({plain}); repair it or export the scan again.") from None
-    grid = grid_of(path, reader, reader.GetNumberOfComponents())
-    name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID())
-    return grid, NUMPY_CODES[name.removeprefix("vector of ")]
+    type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
+    return grid_of(path, reader, reader.GetNumberOfComponents()), NUMPY_CODES[type_name]
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
@@ -306,8 +305,7 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
     """
     require(num_components == 1, f"{path}: expected one number per voxel, got {num_components}; export grey values.")
     shape = check_shape(path, source.GetSize())
-    count = source.GetDimension()
-    direction = np.reshape(source.GetDirection(), (count, count))
+    direction = np.reshape(source.GetDirection(), (source.GetDimension(), -1))
     require(
         not (direction[:3, 3:].any() or direction[3:, :3].any()),
         f"{path}: expected three axes in space and one in time, but the direction {direction.tolist()} mixes them; repair the header.",

@@ -331,10 +331,9 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, 
     if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(SURE_BYTES, SURE_RATIO * volume.packed_bytes):
         deque(volume.slabs(), maxlen=0)
     array, first, num_gaps = np.empty(shape, dtypes[0]), 0, 0
-    for slab in volume.slabs():
-        values = slab
+    for values in volume.slabs():
         if (volume.slope, volume.intercept) != (1.0, 0.0):
-            values = slab.astype(np.float64) * volume.slope + volume.intercept
+            values = values.astype(np.float64) * volume.slope + volume.intercept
         if np.float32 in dtypes and values.dtype.kind == "f":
             values = values.astype(np.float32, copy=False)
             gaps = ~np.isfinite(values)

@@ -83,11 +83,10 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
             f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which is not read here; export the series without "
             "compression."
         ) from None
+    dataset = read_file(frame.path)
     if syntax not in DECODERS:
         # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed.
-        options: dict[str, bool] = {"correct_unused_bits": False}
-        return decoder.as_array(read_file(frame.path), index=frame.index, raw=True, decoding_plugin="pydicom", **options)[0]  # type: ignore[arg-type]
-    dataset = read_file(frame.path)
+        return decoder.as_array(dataset, index=frame.index, raw=True, decoding_plugin="pydicom", correct_unused_bits=False)[0]  # type: ignore[arg-type]
     offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
     code = get_frame(
         dataset.PixelData,
