@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ LUNGMASK_SLICES = 20  # lungmask's own batch size
 LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in each slice
 NNUNET_PATCH: Shape = (128, 128, 128)
 NNUNET_MIRRORS = 8
+ONE_MM = (1.0, 1.0, 1.0)
 
 
 def main() -> None:
@@ -57,10 +58,8 @@ def main() -> None:
 def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
     """The network of lungmask's R231, with random weights, on one of its batches of slices."""
     # Run as a file: importing the package would import image libraries that the network does not need.
-    package = find_spec("lungmask")
-    assert package is not None, "the folder of the baselines has it"
-    assert package.origin is not None
-    unet = runpy.run_path(str(Path(package.origin).with_name("resunet.py")))["UNet"]
+    (folder,) = find_spec("lungmask").submodule_search_locations  # type: ignore[union-attr, misc]
+    unet = runpy.run_path(f"{folder}/resunet.py")["UNet"]
     network = unet(n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False).eval()
     num_slices = min(LUNGMASK_SLICES, grid.shape[0])
     slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
@@ -70,7 +69,7 @@ def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
 def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
     """nnU-Net's default network, with random weights, on one of the mirrored tiles of its predictor at 1 mm."""
     network = make_baseline("nnunet", 3).eval()
-    num_passes = num_tiles(_at_1mm(grid).shape, NNUNET_PATCH) * NNUNET_MIRRORS
+    num_passes = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH) * NNUNET_MIRRORS
     return lambda: network(torch.zeros(1, 1, *NNUNET_PATCH)), 1 / num_passes, f"1 of {num_passes} passes of 128×128×128"
 
 
@@ -94,19 +93,14 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
 
     def network(tiles: Tensor) -> Tensor:
         with autocast(stage.precision, "cpu"):
-            logits: Tensor = stage.network(tiles, torch.zeros(len(tiles), dtype=torch.int64))
-        return logits
+            return cast(Tensor, stage.network(tiles, torch.zeros(len(tiles), dtype=torch.int64)))
 
     def run() -> None:
-        resampled = resample_image(image_hu, grid, _at_1mm(grid), stage.air_hu, limits=HU_LIMITS)
+        resampled = resample_image(image_hu, grid, grid.resampled(ONE_MM), stage.air_hu, limits=HU_LIMITS)
         image = normalise_hu(resampled, stage.task.window_hu)
         sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
 
     return run, 1.0, "all"
-
-
-def _at_1mm(grid: VoxelGrid) -> VoxelGrid:
-    return grid.resampled((1.0, 1.0, 1.0))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from medseg.console import say
-from medseg.errors import EXIT_USER_ERROR, UserError
+from medseg.errors import EXIT_USER_ERROR, UserError, require
 from medseg.io.atomic import replace_text
 from medseg.io.write import write_image
 from medseg.phantom.scan import make_phantom
@@ -67,12 +67,10 @@ def main() -> None:
     try:
         given = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(sys.argv[1:]))
         run_benchmark(cast(Options, OmegaConf.to_object(given)))
-    except OmegaConfBaseException as error:
-        keys = " ".join(f"{field.name}={getattr(Options, field.name)}" for field in fields(Options))
-        say(f"{str(error).splitlines()[0]}; the keys and their defaults are {keys}")
-        sys.exit(EXIT_USER_ERROR)
-    except UserError as error:
-        say(str(error))
+    except (OmegaConfBaseException, UserError) as error:
+        keys = " ".join(f"{key}={value}" for key, value in vars(Options()).items())
+        is_key = isinstance(error, OmegaConfBaseException)
+        say(f"{str(error).splitlines()[0]}; the keys and their defaults are {keys}" if is_key else str(error))
         sys.exit(EXIT_USER_ERROR)
 
 
@@ -84,21 +82,19 @@ def run_benchmark(options: Options) -> None:
     """
     output = Path(options.output).absolute()
     scan = Path(options.input).absolute() if options.input else make_scan(output)
-    if not scan.exists():
-        raise UserError(f"input={options.input}: this file or folder does not exist; check the path")
+    require(scan.exists(), f"input={options.input}: this file or folder does not exist; check the path")
     # First of all: a failed installation must not cost the measurements.
     packages = install_baselines(Path(options.peers_env).absolute()) if options.peers else None
     command = [
         "-m", "medseg.commands.cli", "predict", f"input={scan}", f"output={output / 'lungs.nii.gz'}", "accelerator=cpu",
         f"threads={options.threads}", "overwrite=true",
     ]  # fmt: skip
-    first, _ = measure("medseg, from file to file", command, options.threads)
-    rows = [first]
+    rows = [measure("medseg, from file to file", command, options.threads)[0]]
     for name, title in BASELINES.items() if packages else ():
         command = [str(Path(__file__).with_name("baseline.py")), name, str(scan), str(options.threads)]
         row, printed = measure(title, command, options.threads, packages)
         rows.append(scaled(row, **json.loads(printed.splitlines()[-1])))
-    rows = [{**row, "wall_ratio": row["wall_s"] / first["wall_s"], "cpu_ratio": row["cpu_s"] / first["cpu_s"]} for row in rows]
+    rows = [row | {f"{kind}_ratio": row[f"{kind}_s"] / rows[0][f"{kind}_s"] for kind in ("wall", "cpu")} for row in rows]
     text = markdown_table(rows, COLUMNS, FORMATS)
     write_csv(output / "bench.csv", rows, list(COLUMNS), FORMATS)
     replace_text(output / "bench.md", text)
@@ -143,12 +139,10 @@ def measure(name: str, arguments: Sequence[str], threads: int, packages: Path | 
     with process.stdout as stream:  # type: ignore[union-attr]
         printed = stream.read()
     _, status, usage = os.wait4(process.pid, 0)
-    wall_s = time.perf_counter() - start_s
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise UserError(f"{name} could not be measured (exit code {process.returncode}); see the message above")
+    wall_s, cpu_s = time.perf_counter() - start_s, usage.ru_utime + usage.ru_stime
+    code = process.returncode = os.waitstatus_to_exitcode(status)
+    require(code == 0, f"{name} could not be measured (exit code {code}); see the message above")
     peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    cpu_s = usage.ru_utime + usage.ru_stime
     return {"contender": name, "wall_s": wall_s, "cpu_s": cpu_s, "peak_gb": peak_bytes / 1e9, "measured": "all"}, printed
 
 

@@ -1,6 +1,6 @@
 """`medseg compare_spacing` from a checkout; see README.md."""
 
-from medseg.commands.compare_spacing import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("compare_spacing")

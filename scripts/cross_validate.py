@@ -1,6 +1,6 @@
 """`medseg cross_validate` from a checkout; see README.md."""
 
-from medseg.commands.cross_validate import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("cross_validate")

@@ -1,6 +1,6 @@
 """`medseg evaluate` from a checkout; see README.md."""
 
-from medseg.commands.evaluate import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("evaluate")

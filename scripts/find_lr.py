@@ -1,6 +1,6 @@
 """`medseg find_lr` from a checkout; see README.md."""
 
-from medseg.commands.find_lr import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("find_lr")

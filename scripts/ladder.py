@@ -1,6 +1,6 @@
 """`medseg ladder` from a checkout; see README.md."""
 
-from medseg.commands.ladder import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("ladder")

@@ -1,6 +1,6 @@
 """`medseg make_weights` from a checkout; see README.md."""
 
-from medseg.commands.make_weights import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("make_weights")

@@ -1,6 +1,6 @@
 """`medseg phantom` from a checkout; see README.md."""
 
-from medseg.commands.phantom import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("phantom")

@@ -1,6 +1,6 @@
 """`medseg predict` from a checkout; see README.md."""
 
-from medseg.commands.predict import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("predict")

@@ -1,6 +1,6 @@
 """`medseg report` from a checkout; see README.md."""
 
-from medseg.commands.report import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("report")

@@ -1,6 +1,6 @@
 """`medseg tune_loader` from a checkout; see README.md."""
 
-from medseg.commands.tune_loader import main
+from medseg.commands.entry import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("tune_loader")

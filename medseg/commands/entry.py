@@ -1,12 +1,13 @@
 """Entry of every command: quote paths, compose and check the configuration, run, turn errors into exit codes."""
 
+import importlib
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -15,39 +16,90 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from medseg.commands.cli import COMMANDS
 from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.help import help_text
 from medseg.config.overrides import quote_paths
+from medseg.config.schema import (
+    CompareSpacingConfig,
+    CrossValidateConfig,
+    DemoConfig,
+    EvaluateConfig,
+    FindLrConfig,
+    LadderConfig,
+    MakeWeightsConfig,
+    PhantomsConfig,
+    PlanConfig,
+    PredictConfig,
+    PrepareConfig,
+    ReportConfig,
+    TrainConfig,
+    TuneLoaderConfig,
+)
+from medseg.config.search import SearchConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
 from medseg.runs.folder import remove_if_empty
 
-T = TypeVar("T")
+# Command to its schema, the module of its function, which has the same name, and its sentence.
+COMMANDS: dict[str, tuple[type, str, str]] = {
+    "train": (TrainConfig, "medseg.commands.train", "train one stage (stage=coarse or stage=fine)"),
+    "search": (SearchConfig, "medseg.studies.search", "train many trials of a space, the better ones to their end"),
+    "prepare": (PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"),
+    "ladder": (LadderConfig, "medseg.studies.ladder", "measure what each switch saves, added one at a time"),
+    "compare_spacing": (
+        CompareSpacingConfig,
+        "medseg.studies.compare_spacing",
+        "train spacing strategies on the same cases and score them by slice thickness",
+    ),
+    "find_lr": (FindLrConfig, "medseg.commands.find_lr", "find the learning rate at which the loss falls fastest"),
+    "tune_loader": (TuneLoaderConfig, "medseg.planning.loader", "measure which loader settings are fastest on this machine"),
+    "plan": (PlanConfig, "medseg.planning.plan", "count the memory of a training step before anything runs"),
+    "predict": (PredictConfig, "medseg.commands.predict", "segment scans with two checkpoints"),
+    "evaluate": (EvaluateConfig, "medseg.commands.evaluate", "score label maps against a reference"),
+    "report": (ReportConfig, "medseg.commands.report", "compare runs on one page"),
+    "cross_validate": (CrossValidateConfig, "medseg.studies.cross_validate", "train and score fold by fold, by patient"),
+    "make_weights": (MakeWeightsConfig, "medseg.studies.recipes", "train on all cases and write the weights as small files"),
+    "phantom": (PhantomsConfig, "medseg.commands.phantom", "make chest phantoms with exact labels"),
+    "demo": (DemoConfig, "medseg.studies.recipes", "phantoms, both stages, prediction and scores in minutes"),
+}
+
+
+def run_command(command: str) -> None:
+    """Run a command with the arguments `key=value …` of this process, and exit with its code."""
+    _, module, _ = COMMANDS[command]
+
+    def job(config: Any) -> int:
+        # Imported now: a misspelled key must not wait for torch.
+        code: int = getattr(importlib.import_module(module), command)(config)
+        return code
+
+    if command in ("train", "predict"):  # they prepare the process first
+        importlib.import_module(module).main()
+    else:
+        run(command, job)
 
 
 def run(
-    config_name: str,
-    schema: type[T],
-    job: Callable[[T], int],
+    command: str,
+    job: Callable[[Any], int],
     refused: Callable[[str], None] | None = None,
     sweep_codes: Callable[[], list[int]] | None = None,
-    read: Callable[[DictConfig], T] | None = None,
+    read: Callable[[DictConfig], Any] | None = None,
 ) -> None:
-    """Compose `conf/<config_name>.yaml` with the command line, run `job` on the checked configuration, and exit.
+    """Compose `conf/<command>.yaml` with the command line, run `job` on the checked configuration, and exit.
 
     Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the user, reported in one sentence; those
     of `medseg.runs.status`. Any other exception keeps its traceback: it is a defect of medseg. `--help` prints every key.
 
     Args:
-        config_name: Root file under `conf/`, without suffix.
-        schema: Root dataclass of `medseg.config.schema`.
+        command: Name of the command and of its root file under `conf/`.
         job: Does the work on one configuration and returns an exit code.
         refused: Called with the sentence that refused a job.
         sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them in other processes.
         read: Checks what is composed; None = `to_config` with the schema.
     """
+    schema, _, sentence = COMMANDS[command]
     codes: list[int] = []
 
     def one_job(composed: DictConfig) -> None:
@@ -69,23 +121,22 @@ def run(
     try:
         if {"--help", "-h"} & set(sys.argv[1:]):
             overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-            print(
-                f"{config_name}: {COMMANDS[config_name]}\nArguments: key=value …, for the keys below with their current values."
-            )
-            print(help_text(schema, _compose(config_name, overrides)), flush=True)
+            print(f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values.")
+            print(help_text(schema, _compose(command, overrides)), flush=True)
             sys.exit(0)
-        main: Callable[[], Any] = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(one_job)
-        main()
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(one_job)()
         sys.stdout.flush()
     except BrokenPipeError:
         if not _is_unread(sys.stdout):
             raise
         sys.exit(EXIT_UNREAD)
     except (HydraException, OmegaConfBaseException) as error:
-        say(explain(error, _compose(config_name)))
+        say(explain(error, _compose(command)))
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
-        if not _is_of_run_folder(error):
+        # Hydra makes the folder of a run or a sweep before the job begins; another error is a defect.
+        names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        if names[-1] != "mkdir" or "one_job" in names:
             raise
         say(f"{error.filename}: cannot be written ({error.strerror}); check the folder, its permissions and its space.")
         sys.exit(EXIT_USER_ERROR)
@@ -99,30 +150,24 @@ def run(
     sys.exit(max(codes, default=0))
 
 
-def _is_of_run_folder(error: OSError) -> bool:
-    """Whether Hydra failed to make the folder of a run or a sweep, which it does before the job begins."""
-    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    return names[-1] == "mkdir" and "one_job" not in names
-
-
 def _is_unread(stream: TextIO) -> bool:
     """Whether the reader of a stream has left; the rest of the stream is then dropped, or Python would fail at its exit."""
     try:
-        stream.flush()
+        print(file=stream, flush=True)  # a write that failed may have left nothing to flush
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return True
     return False
 
 
-def _compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+def _compose(command: str, overrides: Sequence[str] = ()) -> DictConfig:
     """Compose a root file outside of Hydra's own entry; a group that must be chosen may be missing."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
-            return hydra.compose(config_name, list(overrides))
+            return hydra.compose(command, list(overrides))
         except ConfigCompositionException as error:
             group = re.search(r"You must specify '(\w+)'", str(error))
             if group is None:
                 raise
-            return hydra.compose(config_name, [*overrides, f"~{group.group(1)}"])
+            return hydra.compose(command, [*overrides, f"~{group.group(1)}"])

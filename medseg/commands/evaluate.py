@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from medseg.build.cases import file_values
-from medseg.commands import entry
+from medseg.build.task import make_task
 from medseg.config.schema import EvaluateConfig
 from medseg.errors import EXIT_FAILED
 from medseg.evaluation.scoring import evaluate_folder
-
-
-def main() -> None:
-    """Compose, check, evaluate."""
-    entry.run("evaluate", EvaluateConfig, evaluate)
 
 
 def evaluate(config: EvaluateConfig) -> int:
@@ -22,8 +17,6 @@ def evaluate(config: EvaluateConfig) -> int:
     Returns:
         0, or 1 when a case could not be scored.
     """
-    from medseg.build.task import make_task  # imports torch, which a misspelled key must not wait for
-
     summary = evaluate_folder(
         Path(config.pred),
         Path(config.ref),

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from medseg.build.network import load_initial_weights, make_network
+from medseg.build.optimisation import find_lr_factor
+from medseg.build.run import make_data_module, make_module, make_trainer
 from medseg.build.spacing import find_spacing
-from medseg.commands import entry
 from medseg.config.schema import FindLrConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, require
 from medseg.io.atomic import check_writable
+from medseg.pictures.plots import draw_lr_range
 from medseg.report.tables import write_csv
+from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
-
-
-def main() -> None:
-    """Find the learning rate of what the command line composes."""
-    entry.run("find_lr", FindLrConfig, find_lr)
 
 
 def find_lr(config: FindLrConfig) -> int:
@@ -38,14 +39,6 @@ def find_lr(config: FindLrConfig) -> int:
         config.trainer.devices * config.trainer.num_nodes == 1,
         "trainer: one rank finds the rate of stage.batch_size for any number of them; choose trainer=single",
     )
-    import torch
-
-    from medseg.build.network import load_initial_weights, make_network
-    from medseg.build.optimisation import find_lr_factor
-    from medseg.build.run import make_data_module, make_module, make_trainer
-    from medseg.pictures.plots import draw_lr_range
-    from medseg.training.lr_range import LrRange, smoothed, suggest_lr
-
     find_spacing(config.spacing, config.data)
     output = Path(config.output)
     check_writable(output)
@@ -63,14 +56,13 @@ def find_lr(config: FindLrConfig) -> int:
     write_csv(output / "find_lr.csv", [{"lr": lr, "loss": loss} for lr, loss in zip(lrs, losses, strict=True)], ("lr", "loss"))
     found = suggest_lr(lrs, losses)
     if losses:
-        name = str(config.optimizer["_target_"]).rpartition(".")[2]
-        title = f"{config.stage.name.value}, {name}, stage.batch_size={config.stage.batch_size}"
+        optimizer = str(config.optimizer["_target_"]).rpartition(".")[2]
+        title = f"{config.stage.name.value}, {optimizer}, stage.batch_size={config.stage.batch_size}"
         draw_lr_range(lrs, losses, smoothed(losses).tolist(), found, title, output / "find_lr.png")
     if found is None:
         say("the loss never falls; try a lower lowest_lr or more steps")
         return EXIT_FAILED
     # `lr_scaling` multiplies the rate that is given.
-    factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
-    print(f"optimizer.lr={found / factor:.2g}")
+    print(f"optimizer.lr={found / find_lr_factor(config.lr_scaling, config.stage.batch_size):.2g}")
     print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")
     return 0

@@ -19,7 +19,7 @@ def main() -> None:
     """Compose, check, predict."""
     # SIGTERM ends the command like Ctrl-C: the case that is being written is finished, the rest is left out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    entry.run("predict", PredictConfig, predict)
+    entry.run("predict", predict)
 
 
 def predict(config: PredictConfig) -> int:

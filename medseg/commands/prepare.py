@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.progress import track
+
+from medseg.build.cases import find_cases
 from medseg.build.spacing import find_spacing
-from medseg.commands import entry
+from medseg.build.task import make_task
 from medseg.config.schema import PrepareConfig
 from medseg.console import say
 from medseg.data.audit.finding import CaseAudit, Finding, Severity
 from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
+from medseg.data.cache import prepare_cases
 from medseg.data.case_table import Case
 from medseg.data.task import Task
 from medseg.errors import EXIT_FAILED
 from medseg.io.atomic import check_writable, replace_text
-
-if TYPE_CHECKING:
-    from medseg.pictures.audit import Slice
-
-
-def main() -> None:
-    """Compose, check, prepare."""
-    entry.run("prepare", PrepareConfig, prepare)
+from medseg.pictures.audit import CaseView, Slice, audit_pictures, cut_slices
 
 
 def prepare(config: PrepareConfig) -> int:
@@ -33,13 +29,6 @@ def prepare(config: PrepareConfig) -> int:
     Returns:
         0, or 1 if a case cannot be used.
     """
-    from rich.progress import track
-
-    from medseg.build.cases import find_cases
-    from medseg.build.task import make_task
-    from medseg.data.cache import prepare_cases
-    from medseg.pictures.audit import cut_slices
-
     task = make_task(config.task)
     for spacing in config.spacings.values():
         find_spacing(spacing, config.data)
@@ -59,10 +48,9 @@ def prepare(config: PrepareConfig) -> int:
     pictures = draw(audited, slices, output / "audit.png", task)
     print(summary(audited, [output / "audit.csv", *pictures]), flush=True)
     unusable = [one.case.name for one in audited if one.status != READY]
-    if not unusable:
-        return 0
-    say(f"{len(unusable)} of {len(audited)} cases cannot be used: {', '.join(unusable)}")
-    return EXIT_FAILED
+    if unusable:
+        say(f"{len(unusable)} of {len(audited)} cases cannot be used: {', '.join(unusable)}")
+    return EXIT_FAILED if unusable else 0
 
 
 def print_case(one: AuditedCase) -> None:
@@ -92,8 +80,6 @@ def describe(audit: CaseAudit) -> str:
 
 def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path: Path, task: Task) -> list[Path]:
     """Draw all cases, those with errors first, then those with warnings; returns the files."""
-    from medseg.pictures.audit import CaseView, audit_pictures
-
     cases = []
     for one, shown in zip(audited, slices, strict=True):
         findings = [("error", one.failure)] if one.failure else []

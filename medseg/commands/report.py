@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medseg.commands import entry
 from medseg.config.schema import ReportConfig
-from medseg.errors import UserError
+from medseg.errors import require
 from medseg.runs.results import write_report
-
-
-def main() -> None:
-    """Compose, check, report."""
-    entry.run("report", ReportConfig, report)
 
 
 def report(config: ReportConfig) -> int:
@@ -22,9 +16,7 @@ def report(config: ReportConfig) -> int:
         UserError: If there is no such folder, or no run in it.
     """
     folder = Path(config.runs).absolute()
-    if not folder.is_dir():
-        raise UserError(f"runs={config.runs}: there is no such folder")
+    require(folder.is_dir(), f"runs={config.runs}: there is no such folder")
     output = Path(config.output or folder).absolute()
-    num_runs = write_report(folder, output, config.num_pictures)
-    print(f"{num_runs} runs: {output / 'report.html'}, {output / 'report.csv'}")
+    print(f"{write_report(folder, output, config.num_pictures)} runs: {output / 'report.html'}, {output / 'report.csv'}")
     return 0

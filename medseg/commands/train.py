@@ -28,7 +28,7 @@ def main() -> None:
     # Processes that this one starts import nothing from the working folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        entry.run("train", TrainConfig, train, sweeps.note_refusal, sweeps.exit_codes, read)
+        entry.run("train", train, sweeps.note_refusal, sweeps.exit_codes, read)
     finally:
         for sweep_dir in filter(Path.is_dir, sweeps.SweepFolder.started):
             print(f"comparison of the jobs: {sweeps.compare(sweep_dir)}")

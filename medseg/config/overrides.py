@@ -1,8 +1,11 @@
-"""Quotes for path arguments, which Hydra's command-line grammar would misread."""
+"""Values in Hydra's command-line grammar, which misreads paths without quotes."""
 
 import csv
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or `a=b`.
 PATH_KEYS = frozenset(
@@ -58,3 +61,17 @@ def quote(text: str) -> str:
     # Inside quotes Hydra unescapes only the quote; a backslash is an escape only directly before a quote.
     escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"'{escaped}\\'" if escaped.endswith("\\") else f"'{escaped}'"
+
+
+def text_of(value: Any) -> str:
+    """Write a value as a command-line argument in Hydra's grammar.
+
+    Example:
+        >>> [text_of(value) for value in (0.5, True, None, "amp", "Doe, John", [1, 2])]
+        ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]']
+    """
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z_][\w./-]*", value) else quote(value)
+    if isinstance(value, list):
+        return "[" + ",".join(text_of(one) for one in value) + "]"
+    return json.dumps(value)

@@ -6,15 +6,15 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
+
+from medseg.build.device import pick_device
+from medseg.build.run import make_data_module
 from medseg.build.spacing import find_spacing
 from medseg.config.schema import TuneLoaderConfig
-
-if TYPE_CHECKING:
-    import torch
-
-    from medseg.training.data_module import CasesDataModule
+from medseg.training.data_module import CasesDataModule
 
 # A setting that needs more of the machine must be faster by this factor.
 GAIN = 1.05
@@ -35,14 +35,11 @@ class Setting(NamedTuple):
 
 def tune_loader(config: TuneLoaderConfig) -> int:
     """Time the same batches under each setting; print the table and the best setting."""
-    from medseg.build.device import pick_device
-    from medseg.build.run import make_data_module
-
     find_spacing(config.spacing, config.data)
     device = pick_device(config.trainer.accelerator)
     tried = settings(config.workers or default_workers(os.cpu_count() or 1), config.prefetches, has_gpu=device.type == "cuda")
-    longest = max(setting.num_workers * setting.prefetch for setting in tried)
-    data = make_data_module(replace(config, steps=longest + config.num_batches))
+    most_ahead = max(setting.num_workers * setting.prefetch for setting in tried)
+    data = make_data_module(replace(config, steps=most_ahead + config.num_batches))
     data.prepare_data()
     data.setup("fit")
     time_batches(data, tried[0], config.num_batches, device)  # the first pass reads the cache from the disk, and is not counted
@@ -78,8 +75,6 @@ def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool
 
 def time_batches(data: CasesDataModule, setting: Setting, num_batches: int, device: torch.device) -> float:
     """Measure the seconds until a number of batches are on the device; batches that the workers make ahead are not counted."""
-    import torch
-
     data.num_workers, data.prefetch, data.pin_memory = setting
     batches = iter(data.train_batches())
     for _ in range(setting.num_workers * setting.prefetch):

@@ -8,19 +8,21 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from medseg.build.loss import make_loss
+from medseg.build.network import make_network
+from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.spacing import find_spacing
+from medseg.build.switches import switch_on
 from medseg.config.rules import find_divisor
 from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, Strategy, TrainConfig
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, UserError
+from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.io.atomic import replace_text
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from medseg.memory.accounting import StepMemory
+from medseg.memory.accounting import StepMemory, count_step
 
 Shape = tuple[int, int, int]
 
@@ -44,8 +46,10 @@ def plan(config: PlanConfig) -> int:
         0, or 1 if the step does not fit into the budget.
     """
     budget_gib = config.memory.budget_gib
-    if config.largest_batch and budget_gib is None:
-        raise UserError("largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use")
+    require(
+        not config.largest_batch or budget_gib is not None,
+        "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use",
+    )
     find_spacing(config.spacing, config.data)
     shape = input_shape(config)
     memory = count_memory(config, shape, compute=config.compute)
@@ -53,15 +57,17 @@ def plan(config: PlanConfig) -> int:
     budget = math.inf if budget_gib is None else int(budget_gib * 2**30)
     batch_size = None
     if config.largest_batch:
-        peak = functools.cache(lambda samples: peak_of(config, shape, samples))
+        peak = functools.cache(lambda samples: count_memory(config, shape, samples=samples).peak)
         batch_size = num_shares(config) * largest_batch(peak, int(budget))
         print(
             f"largest batch within memory.budget_gib={budget_gib:g}: {f'stage.batch_size={batch_size}' if batch_size else 'none'}"
         )
     fits = memory.peak <= budget
     if config.output is not None:
-        facts = {"stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory)}
-        facts |= {"budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size}
+        facts = {
+            "stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory),
+            "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size,
+        }  # fmt: skip
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     if not fits:
         say(f"a step needs {memory.peak / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit")
@@ -69,7 +75,12 @@ def plan(config: PlanConfig) -> int:
 
 
 def count_memory(
-    config: TrainConfig, shape: Shape, make_baseline: Callable[[], nn.Module] | None = None, *, compute: bool = False
+    config: TrainConfig,
+    shape: Shape,
+    make_baseline: Callable[[], nn.Module] | None = None,
+    *,
+    samples: int | None = None,
+    compute: bool = False,
 ) -> StepMemory:
     """Count the memory of a training step of a configuration.
 
@@ -77,20 +88,13 @@ def count_memory(
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         make_baseline: Builds a network that replaces the configured one and is called with the image alone.
+        samples: Samples of a micro-batch; None = those of the configuration.
         compute: See `count_step`.
 
     Raises:
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
-    import torch
-
-    from medseg.build.loss import make_loss
-    from medseg.build.network import make_network
-    from medseg.build.optimisation import find_lr_factor, make_optimizer
-    from medseg.build.switches import switch_on
-    from medseg.memory.accounting import count_step
-
-    memory, samples = config.memory, samples_per_rank(config)
+    memory, samples = config.memory, samples or samples_per_rank(config)
     region = torch.zeros(samples, dtype=torch.int64)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
     uncompiled = replace(memory, compile=False)
@@ -134,12 +138,6 @@ def largest_batch(peak: Callable[[int], int], budget: int) -> int:
     while peak(samples + 1) <= budget:
         samples += 1
     return samples
-
-
-def peak_of(config: TrainConfig, shape: Shape, samples: int) -> int:
-    """Count the bytes at the peak of a step with another number of samples per micro-batch."""
-    stage = replace(config.stage, batch_size=samples * num_shares(config))
-    return count_memory(replace(config, stage=stage), shape).peak
 
 
 def samples_per_rank(config: TrainConfig) -> int:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from medseg.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Installed without their dependencies: the networks need torch and numpy only, and every row must run on the same torch.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
@@ -47,8 +45,6 @@ def make_baseline(name: str, num_classes: int) -> nn.Module:
         name: Key of `BASELINES`.
         num_classes: Classes with the background.
     """
-    from torch import nn
-
     if name == "nnunet":
         from dynamic_network_architectures.architectures.unet import PlainConvUNet
 

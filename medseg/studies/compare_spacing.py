@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,7 @@ from medseg.config.rules import find_divisor
 from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
-from medseg.errors import EXIT_FAILED, UserError
+from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
@@ -29,20 +30,18 @@ from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.runs.status import Status, status_of
-from medseg.studies.steps import (
+from medseg.studies.recipes import (
     Step,
     compose_train,
     folder_name,
     label_values_argument,
     last_checkpoint,
     merge_arguments,
-    run_steps,
+    run_until_failure,
+    train_arguments,
     train_steps,
-    without_keys,
 )
 
-# Keys of `compare_spacing` that `train` does not have, or that are set for every row.
-OWN_KEYS = ("output", "rows", "seed", "stages", "steps")
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
 SCORES = ("case", "slice_mm", "region", "trust", "dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "predict_s", "predict_peak_gb")
 COLUMNS = ("row", "failure", *SCORES, *(f"{stage}_{cost}" for stage in STAGES for cost in COSTS))
@@ -71,16 +70,14 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         0, or 1 if a row failed; the rows after it still run.
     """
     output = Path(config.output).absolute()
-    given = without_keys(HydraConfig.get().overrides.task, OWN_KEYS)
+    given = train_arguments(HydraConfig.get().overrides.task, CompareSpacingConfig)
     rows = {
         name: stages_of(name, config, given, output / "runs") for name in config.rows
     }  # all are checked before the first runs
-    folders = {name: output / folder_name(name) for name in rows}
-    if not rows or len({*folders.values(), output / "runs"}) <= len(folders):
-        raise UserError(f"rows: names must differ in their letters, and from runs, but got {list(rows)}")
+    are_distinct = len({"runs", *map(folder_name, rows)}) == len(rows) + 1
+    require(bool(rows) and are_distinct, f"rows: names must differ in their letters, and from runs, but got {list(rows)}")
     cases = [case for case in find_sources(config.data)[0].split.test if case.labels is not None]
-    if not cases:
-        raise UserError("data.test_patients: no case with labels is held out; name patients of the case table")
+    require(bool(cases), "data.test_patients: no case with labels is held out; name patients of the case table")
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
@@ -90,7 +87,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     for number, (name, stages) in enumerate(rows.items(), start=1):
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
         try:
-            strategies.append(run_row(name, stages, folders[name], table, grids, reference, failed))
+            strategies.append(run_row(name, stages, output / folder_name(name), table, grids, reference, failed))
         except UserError as error:
             say(f"{name}: {error}")
             strategies.append(Strategy(name, {}, [], {}, str(error)))
@@ -164,10 +161,11 @@ def run_row(
         ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}", "pictures=false", *reference],
     ]
     for step in steps:
-        if code := exit_code([step]):
-            raise UserError(f"{step[0]} ended with exit code {code}; see the message above")
-    paths = {case: predictions / f"{case}.json" for case in grids}
-    reports = {case: json.loads(path.read_text(encoding="utf-8")) for case, path in paths.items() if path.is_file()}
+        code = exit_code([step])
+        require(code == 0, f"{step[0]} ended with exit code {code}; see the message above")
+    reports = {
+        case: json.loads(path.read_text(encoding="utf-8")) for case in grids if (path := predictions / f"{case}.json").is_file()
+    }
     costs = {
         coarse.name: stage_costs(coarse, max((whole_shape(coarse.config, grid) for grid in grids.values()), key=math.prod)),
         fine.name: stage_costs(fine, max((crop_shape(fine.config, report) for report in reports.values()), key=math.prod)),
@@ -186,20 +184,15 @@ def train(stage: Stage, failed: dict[Path, str]) -> None:
     if stage.run_dir not in failed and (code := exit_code(train_steps(stage.run_dir, *stage.arguments))):
         message = read_summary(stage.run_dir).get("message") or f"exit code {code}; see the message above"
         failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {message}"
-    if stage.run_dir in failed:
-        raise UserError(failed[stage.run_dir])
+    require(stage.run_dir not in failed, failed.get(stage.run_dir, ""))
 
 
 def exit_code(steps: Sequence[Step]) -> int:
     """Run commands and return the exit code of the one that failed; an interrupted command ends the comparison too."""
-    try:
-        run_steps(steps)
-    except SystemExit as end:
-        code = int(end.code or 0)
-        if status_of(code) is Status.interrupted:
-            raise
-        return code
-    return 0
+    code = run_until_failure(steps)
+    if status_of(code) is Status.interrupted:
+        sys.exit(code)
+    return code
 
 
 def stage_costs(stage: Stage, whole: Shape) -> dict[str, Any]:

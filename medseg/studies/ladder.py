@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 
+from medseg.build.device import pick_device
+from medseg.build.loss import make_loss
+from medseg.build.network import make_network
+from medseg.build.optimisation import find_lr_factor, make_optimizer
+from medseg.build.switches import switch_on
+from medseg.build.task import make_task
 from medseg.config.schema import LadderConfig, TrainConfig
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.io.atomic import check_writable, replace_text
+from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.pictures.plots import Panel, draw_panels
-from medseg.planning.plan import Shape, input_shape
+from medseg.planning.plan import Shape, count_memory, input_shape, samples_per_rank
 from medseg.report.tables import print_table, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
-from medseg.studies.baselines import BASELINES, install_baselines
-from medseg.studies.steps import compose_train, folder_name, merge_arguments, run_steps, train_steps, without_keys
+from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
+from medseg.studies.recipes import compose_train, folder_name, merge_arguments, run_steps, train_arguments, train_steps
 
-MEASURED_FILE = "measured.json"
-# Keys of `ladder` that `train` does not have.
-OWN_KEYS = ("compute", "extent_mm", "largest_batch", "output", "peers", "peers_env", "rows", "shape", "timed_steps", "train")
-# Printed column: its heading and format.
-PRINTED = {
-    "row": ("", ""),
-    "saved_bytes_per_voxel": ("saved B/voxel", ".1f"),
-    "peak_mib": ("peak MiB", ".1f"),
-    "seconds_per_step": ("s/step", ".3f"),
-    "dice": ("Dice", ".4f"),
-}
+# Printed column to its heading, and to its format.
+HEADINGS = {
+    "row": "", "saved_bytes_per_voxel": "saved B/voxel", "peak_mib": "peak MiB", "seconds_per_step": "s/step", "dice": "Dice",
+}  # fmt: skip
+FORMATS = {"saved_bytes_per_voxel": ".1f", "peak_mib": ".1f", "seconds_per_step": ".3f", "dice": ".4f"}
 # Panels of `ladder.png`: column of the table, title, format, and whether bars begin at zero.
 PANELS = (
     ("saved_bytes_per_voxel", "saved bytes per voxel", "{:.0f}", True),
@@ -76,7 +81,7 @@ def ladder(config: LadderConfig) -> int:
     if config.output is None:
         raise UserError("output: a folder is needed")
     shape, output = input_shape(config), Path(config.output)
-    rows = list(ladder_rows(config, without_keys(HydraConfig.get().overrides.task, OWN_KEYS)))
+    rows = list(ladder_rows(config, train_arguments(HydraConfig.get().overrides.task, LadderConfig)))
     configs = [compose(row) for row in rows]  # all rows are checked before the first is measured
     check_writable(output)
     packages = install_baselines(Path(config.peers_env).absolute()) if config.peers else None
@@ -84,15 +89,12 @@ def ladder(config: LadderConfig) -> int:
     for row, row_config in zip(rows, configs, strict=True):
         folder = output / row.folder
         measured = measure(folder, row_config, shape, config.timed_steps, row.baseline, packages)
-        summary: dict[str, Any] = {}
         if config.train and row.baseline is None:
             run_steps(train_steps(folder / "run", *row.arguments))
-            summary = read_summary(folder / "run")
-        table.append(table_row(row, measured, summary))
+        table.append(table_row(row, measured, read_summary(folder / "run") if config.train else {}))
         on_device = f", {measured['device']}" if "device" in measured else ""
         write(table, rows, output, f"A training step on {'×'.join(map(str, shape))} voxels{on_device}")
-    headings = {column: heading for column, (heading, _) in PRINTED.items()}
-    print_table(table, headings, {column: form for column, (_, form) in PRINTED.items()})
+    print_table(table, HEADINGS, FORMATS)
     print(f"{output / 'ladder.csv'}, {output / 'ladder.png'}")
     return 0
 
@@ -107,10 +109,11 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
     Raises:
         UserError: If there is no row, or two rows would share a folder.
     """
-    if not config.rows:
-        raise UserError("rows: at least one row is needed")
-    if len({*map(folder_name, config.rows), *BASELINES}) < len(config.rows) + len(BASELINES):
-        raise UserError(f"rows: names must differ in their letters, and from {', '.join(BASELINES)}, but got {list(config.rows)}")
+    require(bool(config.rows), "rows: at least one row is needed")
+    require(
+        len({*map(folder_name, config.rows), *BASELINES}) == len(config.rows) + len(BASELINES),
+        f"rows: names must differ in their letters, and from {', '.join(BASELINES)}, but got {list(config.rows)}",
+    )
     # `train` has another default stage than `ladder`.
     arguments = merge_arguments([f"stage={config.stage.name.value}"], given)
     for number, (name, added) in enumerate(config.rows.items()):
@@ -133,9 +136,7 @@ def measure(
     Raises:
         UserError: If the row cannot be measured.
     """
-    from medseg.studies.row_measurement import measure_row  # imports torch, which a misspelled key must not wait for
-
-    path = folder / MEASURED_FILE
+    path = folder / "measured.json"
     # The whole configuration: the signature of a run leaves out the switches that are measured here.
     request = {"shape": list(shape), "timed_steps": timed_steps, "baseline": baseline, "config": plain(config)}
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -153,6 +154,71 @@ def measure(
         raise UserError(f"{folder.name} could not be measured: {error}") from error
     replace_text(path, json.dumps({"request": request, **measured}, indent=1))
     return measured
+
+
+def measure_row(
+    config: TrainConfig, shape: Shape, timed_steps: int, baseline: str | None = None, packages: Path | None = None
+) -> dict[str, Any]:
+    """Count the bytes of a training step, and time it on noise.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a sample, (D, H, W).
+        timed_steps: Steps to time after a first one to warm up; 0 = none.
+        baseline: Key of `BASELINES`, to replace the configured network; None = the configured network.
+        packages: Folder of the baselines' packages, which must come before those of this environment.
+
+    Returns:
+        Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of the fastest step and the device; on a
+        GPU also the largest number of bytes that torch's allocator held.
+
+    Raises:
+        UserError: If the device does not support the precision, or the step cannot be counted.
+    """
+    if packages is not None:
+        sys.path.insert(0, str(packages))
+    task, precision, device = make_task(config.task), config.memory.precision.value, pick_device(config.trainer.accelerator)
+    try:
+        check_precision(precision, device.type)
+    except ValueError as error:
+        raise UserError(f"memory.{error}") from error
+    make_other = partial(make_baseline, baseline, task.num_region_classes) if baseline else None
+    memory = count_memory(config, shape, make_other)
+    measured = {"saved_per_voxel": memory.saved_per_voxel, "peak_bytes": memory.peak, "parameter_bytes": memory.parameters}
+    if not timed_steps:
+        return measured
+    set_tf32(precision)
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.seed)
+    samples = samples_per_rank(config)
+    inputs = [torch.rand(samples, 1, *shape, device=device) * 2 - 1]
+    if make_other:
+        network = make_other().to(device)
+    else:
+        network = switch_on(
+            make_network(config).to(device), config.memory, device.type, sync_batchnorm=config.trainer.sync_batchnorm
+        )
+        inputs.append(torch.zeros(samples, dtype=torch.int64, device=device))  # number of the region of each sample
+    target = torch.randint(task.num_region_classes, (samples, *shape), dtype=torch.uint8, device=device)
+    lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
+    loss, optimizer = make_loss(config.loss), make_optimizer(config.optimizer, lr_factor)(network.parameters())
+    durations_s = []
+    for _ in range(timed_steps + 1):
+        start_s = time.perf_counter()
+        for _ in range(config.memory.accumulate):
+            with autocast(precision, device.type):
+                value = loss(network(*inputs), target)
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # kernels run asynchronously
+        durations_s.append(time.perf_counter() - start_s)
+    measured["seconds_per_step"] = min(durations_s[1:])
+    if device.type == "cuda":
+        return {**measured, "device": torch.cuda.get_device_name(), "peak_allocated_bytes": torch.cuda.max_memory_allocated()}
+    return {**measured, "device": f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}"}
 
 
 def table_row(row: Row, measured: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from medseg.config.check import to_config
+from medseg.config.check import explain, to_config, to_typed
+from medseg.config.overrides import text_of
 from medseg.config.schema import TrainConfig
-from medseg.config.search import Objective, SearchConfig
+from medseg.config.search import Objective, SearchConfig, SweepConfig
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
+from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError, require
 from medseg.io.atomic import replace_text
 from medseg.report.compare import METRICS
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
@@ -25,7 +29,7 @@ from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
-from medseg.studies.search_space import Compose, check_space, composer, text_of
+from medseg.studies.recipes import key_of, train_arguments
 
 if TYPE_CHECKING:
     from medseg.studies.search_journal import SearchJournal, Turn
@@ -35,6 +39,9 @@ SEARCH_FILE = "search.yaml"
 OPEN_KEYS = frozenset({"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"})
 ENDED = FAILURES | {Status.finished, Status.pruned}
 
+Compose = Callable[[Mapping[str, str]], DictConfig]
+"""Composes `train` with the values of a trial."""
+
 
 def search(config: SearchConfig) -> int:
     """Run trials until there are `sweep.num_trials`; a search that is started again in its folder is resumed.
@@ -43,10 +50,11 @@ def search(config: SearchConfig) -> int:
         0; 1 if no trial has a result; `EXIT_RESUME` if the system stopped the search.
     """
     hydra_config = HydraConfig.get()
-    if hydra_config.mode is RunMode.MULTIRUN:
-        raise UserError("search starts its trials by itself; leave out -m")
-    if config.resume is not None or config.retry_failed:
-        raise UserError("search resumes its trials by itself; leave out resume and retry_failed")
+    require(hydra_config.mode is not RunMode.MULTIRUN, "search starts its trials by itself; leave out -m")
+    require(
+        config.resume is None and not config.retry_failed,
+        "search resumes its trials by itself; leave out resume and retry_failed",
+    )
     try:
         from medseg.studies.search_journal import SearchJournal
     except ModuleNotFoundError as error:
@@ -71,6 +79,42 @@ def search(config: SearchConfig) -> int:
     return 0 if best else EXIT_FAILED
 
 
+def composer(given: Sequence[str], sweep: SweepConfig) -> Compose:
+    """Make a function that composes `train` from the arguments of a search and the values of a trial.
+
+    Args:
+        given: Arguments of the search; those of `sweep` and of searched keys are left out.
+        sweep: The search.
+    """
+    own = [argument for argument in train_arguments(given, SearchConfig) if key_of(argument) not in sweep.space]
+
+    def compose(values: Mapping[str, str]) -> DictConfig:
+        return hydra.compose("train", [*own, *(f"{key}={value}" for key, value in values.items())])
+
+    return compose
+
+
+def check_space(sweep: SweepConfig, compose: Compose) -> None:
+    """Refuse a space with a key or a value that `train` does not accept. Combinations of values are checked trial by trial.
+
+    Raises:
+        UserError: Naming the key, the value and the cure.
+    """
+    ends = {
+        # `:.12g` writes whole numbers without a decimal point, which integer keys do not accept.
+        key: list(map(text_of, parameter.choices or ())) or [f"{parameter.low:.12g}", f"{parameter.high:.12g}"]
+        for key, parameter in sweep.space.items()
+    }
+    for number in range(max(map(len, ends.values()))):
+        values = {key: texts[number % len(texts)] for key, texts in ends.items()}
+        try:
+            to_typed(compose({**values, "run_dir": "none"}), TrainConfig)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
+        except UserError as error:
+            raise UserError(f"sweep.space: {error}") from error
+
+
 def open_folder(folder: Path, config: SearchConfig) -> None:
     """Write the configuration of a search into a new folder, or compare it with that of the folder's search.
 
@@ -88,10 +132,10 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
         for key in sorted((saved.keys() | given.keys()) - OPEN_KEYS)
         if saved.get(key) != given.get(key)
     ]
-    if changes:
-        raise UserError(
-            f"{folder} holds another search, which differs in {'; '.join(changes[:5])}; choose another hydra.run.dir or sweep.name"
-        )
+    require(
+        not changes,
+        f"{folder} holds another search, which differs in {'; '.join(changes[:5])}; choose another hydra.run.dir or sweep.name",
+    )
 
 
 def run_trial(journal: SearchJournal, turn: Turn, compose: Compose) -> Status:
@@ -155,6 +199,5 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
     run = read_run(job_dir, job_dir.parent)
     found = {metric.key: metric.of(run) for metric in METRICS}
     values = [value for objective in objectives if (value := found[objective.value]) is not None]
-    if len(values) < len(objectives):
-        raise UserError(f"{job_dir} finished without {', '.join(one.value for one in objectives)}: are there validation cases?")
+    require(len(values) == len(objectives), f"{job_dir} finished without {', '.join(objectives)}: are there validation cases?")
     return values

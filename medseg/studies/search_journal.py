@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import optuna
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.pruners import MedianPruner, NopPruner
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.samplers import RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
 
+from medseg.config.overrides import text_of
 from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SweepConfig
 from medseg.io.atomic import locked
-from medseg.studies.search_space import describe, text_of
 
 JOURNAL_FILE = "study.journal"
 STUDY_LOCK_FILE = "study.lock"
 TRIAL_LOCK_FILE = "trial.lock"
-DIRECTIONS = {
-    Objective.val_dice: StudyDirection.MAXIMIZE,
-    Objective.peak_gib: StudyDirection.MINIMIZE,
-    Objective.seconds_per_step: StudyDirection.MINIMIZE,
+DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
+    Objective.val_dice: "maximize",
+    Objective.peak_gib: "minimize",
+    Objective.seconds_per_step: "minimize",
 }
 # With fewer results an importance is noise.
 MIN_FOR_IMPORTANCES = 8
@@ -121,8 +120,7 @@ class SearchJournal:
             number = sum(frozen.state is not TrialState.WAITING for frozen in trials)
             if number >= self.sweep.num_trials:
                 return None
-            is_locked = self._lock_trial(number, lock)
-            assert is_locked, "no other process takes a trial while the study is locked"
+            self._lock_trial(number, lock)  # no other process takes a trial while the study is locked
             return self._turn(self.study.ask())
 
     def _lock_trial(self, number: int, lock: ExitStack) -> bool:
@@ -130,7 +128,13 @@ class SearchJournal:
         folder = self.folder / str(number)
         folder.mkdir(exist_ok=True)
         # The values of a trial depend on its number and on the trials before it, not on interruptions.
-        self.study.sampler = _sampler(self.sweep, number)
+        seed = self.sweep.seed * 100_003 + number
+        self.study.sampler = (
+            RandomSampler(seed=seed)
+            if self.sweep.sampler is Sampler.random
+            # With `constant_liar` running trials repel new ones.
+            else TPESampler(seed=seed, n_startup_trials=self.sweep.num_random, constant_liar=True)
+        )
         return lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0))
 
     def _turn(self, trial: Trial) -> Turn:
@@ -157,12 +161,28 @@ class SearchJournal:
             importances = get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
         return {
             "name": self.sweep.name,
-            "objectives": {objective.value: DIRECTIONS[objective].name.lower() for objective in self.sweep.objectives},
+            "objectives": {objective.value: DIRECTIONS[objective] for objective in self.sweep.objectives},
             "space": {key: describe(parameter) for key, parameter in self.sweep.space.items()},
             "num_trials": self.sweep.num_trials,
             "best": [trial.number for trial in self.study.best_trials] if trials else [],
             "importances": {key: round(float(share), 4) for key, share in importances.items()},
         }
+
+
+def describe(parameter: ParameterConfig) -> str:
+    """Describe the values of a searched key for people.
+
+    Example:
+        >>> from medseg.config.search import ParameterType
+        >>> describe(ParameterConfig(ParameterType.float, low=1e-4, high=0.01, log=True))
+        '0.0001 … 0.01, logarithmic'
+        >>> describe(ParameterConfig(ParameterType.choice, choices=["plain", "amp"]))
+        'plain, amp'
+    """
+    if parameter.choices is not None:
+        return ", ".join(text_of(choice) for choice in parameter.choices)
+    more = ", logarithmic" if parameter.log else f", in steps of {parameter.step:g}" if parameter.step else ""
+    return f"{parameter.low:g} … {parameter.high:g}{more}"
 
 
 def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
@@ -183,10 +203,3 @@ def _known_value(parameter: ParameterConfig, value: Any) -> str | float | None:
     if not is_number or not cast(float, parameter.low) <= value <= cast(float, parameter.high):
         return None
     return int(value) if parameter.type is ParameterType.int else float(value)
-
-
-def _sampler(sweep: SweepConfig, number: int) -> BaseSampler:
-    seed = sweep.seed * 100_003 + number
-    if sweep.sampler is Sampler.random:
-        return RandomSampler(seed=seed)
-    return TPESampler(seed=seed, n_startup_trials=sweep.num_random, constant_liar=True)  # running trials repel new ones

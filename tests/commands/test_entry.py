@@ -51,7 +51,9 @@ def test_other_arguments_are_left_alone() -> None:
     assert quote_paths(arguments) == arguments
 
 
-@pytest.mark.parametrize("arguments", [["train", "--cfg", "job"], ["plan", "stage=coarse", "shape=[32,32,32]"]])
+@pytest.mark.parametrize(
+    "arguments", [["train", "--cfg", "job"], ["plan", "--help"], ["plan", "stage=coarse", "shape=[32,32,32]"]]
+)
 def test_a_reader_that_leaves_ends_the_command_quietly(arguments: list[str], tmp_path: Path) -> None:
     """As `| head` does, once it has its lines."""
     reader, writer = os.pipe()
@@ -76,12 +78,12 @@ import sys
 from medseg.commands import entry
 from medseg.config.schema import PredictConfig
 
-def job(config):
+def job(config: PredictConfig):
     import torch
     return 0
 
 sys.argv[1:] = ["input=a", "output=b"]
-entry.run("predict", PredictConfig, job)
+entry.run("predict", job)
 """
 
 

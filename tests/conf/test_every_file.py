@@ -13,7 +13,7 @@ from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig
 from medseg.runs import folder as runs
 from medseg.runs.train_run import train_run
-from medseg.studies.search_space import check_space, composer
+from medseg.studies.search import check_space, composer
 
 # Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
 GROUPS = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep"))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from medseg.commands.cli import COMMANDS, main
+from medseg.commands.cli import main
+from medseg.commands.entry import COMMANDS
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, help_of: Callable[..., str]) -> None:
     text = help_of(command)
-    assert text.startswith(f"{command}: {COMMANDS[command]}\n")
+    assert text.startswith(f"{command}: {COMMANDS[command][2]}\n")
     assert "  output=" in text or "  run_dir=" in text
 
 

@@ -336,7 +336,7 @@ def test_warnings_are_kept_with_the_case_and_nothing_is_read_again(seen: Run, mo
         return read_source(case, *arguments)
 
     monkeypatch.setattr(cache, "read_source", watched)
-    monkeypatch.setattr("medseg.pictures.audit.audit_pictures", lambda *_, **__: [])
+    monkeypatch.setattr("medseg.commands.prepare.audit_pictures", lambda *_, **__: [])
     before = seen.table()
     again = run(seen.folder / "table.csv")
     assert read == [name for name in SEEN if name not in good], "the others once, for two spacings"

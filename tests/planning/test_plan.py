@@ -70,7 +70,7 @@ def test_a_shape_that_the_network_does_not_take_is_refused() -> None:
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "shape=[16,16,24]", "memory.accumulate=2", "stage.batch_size=2", "largest_batch=true"]
-    three, four = (plan_app.peak_of(compose(*arguments), (16, 16, 24), samples) for samples in (3, 4))
+    three, four = (plan_app.count_memory(compose(*arguments), (16, 16, 24), samples=number).peak for number in (3, 4))
     assert three < four
     plan_app.plan(compose(*arguments, f"memory.budget_gib={(four - 1) / 2**30!r}"))
     assert "stage.batch_size=6" in capsys.readouterr().out, "two micro-batches of three"

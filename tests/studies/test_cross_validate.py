@@ -1,10 +1,9 @@
-"""Cross-validation and weights recipe: share of a region in the crop, commands of a study, tables, and metadata without folders."""
+"""Cross-validation: share of a region in the crop, partial scans, and tables."""
 
 from __future__ import annotations
 
 import csv
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 
 from medseg.cascade.cascade import RegionBox
-from medseg.config.schema import MakeWeightsConfig
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.io.write import write_labels
+from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_image, write_labels
 from medseg.preprocess.scale import HuScale
-from medseg.studies import steps as steps_module
-from medseg.studies.cross_validate import share_in_crop, write_rows
-from medseg.studies.make_weights import without_folders
+from medseg.studies.cross_validate import cut_partial_scans, share_in_crop, slice_ranges, write_rows
 
 # Stored from the patient's left to right and from back to front.
 GRID = VoxelGrid((8, 20, 30), (4.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((-1, 0, 0), (0, -1, 0), (0, 0, 1)))
@@ -55,50 +52,6 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
     assert share_in_crop(case, [1], None) == 1.0
 
 
-def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
-    config = MakeWeightsConfig(
-        cases="t.csv", output="out", runs="runs", coarse="a", fine="b", pretrain_coarse="p", pretrain_fine=None
-    )
-
-    def steps(folder: str) -> list[steps_module.Step]:
-        return steps_module.cascade_steps(config, tmp_path / folder, ["data.cases=t.csv"], tmp_path)
-
-    pretrain, coarse, fine = steps("fold_0")
-    assert pretrain[:2] == ["train", "experiment=p"]
-    assert not any(argument.startswith(("data.cases", "init_from")) for argument in pretrain)
-    assert f"init_from={tmp_path / 'p' / 'checkpoints' / 'last.ckpt'}" in coarse
-    assert not any(argument.startswith("init_from") for argument in fine)
-    assert "data.cases=t.csv" in coarse
-    assert "data.cases=t.csv" in fine
-    assert steps("fold_1")[0] == pretrain
-    for folder, status in (("p", "finished"), ("fold_0/coarse", "interrupted")):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "config.yaml").touch()
-        (tmp_path / folder / "summary.json").write_text(json.dumps({"status": status}))
-    coarse, fine = steps("fold_0")
-    assert coarse[-1] == f"resume={tmp_path / 'fold_0' / 'coarse'}"
-    assert not fine[-1].startswith("resume")
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected", "num_run"), [((0, 0, 0), 0, 3), ((1, 0, 0), 1, 1), ((0, 1, 0), 0, 3), ((0, 2, 0), 2, 2)]
-)
-def test_a_step_that_fails_ends_the_study_and_failed_cases_do_not(
-    codes: tuple[int, ...], expected: int, num_run: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run: list[str] = []
-
-    def fake(command: list[str], check: bool) -> object:
-        run.append(command[3])
-        return type("Result", (), {"returncode": codes[len(run) - 1]})
-
-    monkeypatch.setattr(steps_module.subprocess, "run", fake)
-    with pytest.raises(SystemExit) if expected else nullcontext() as end:
-        steps_module.run_steps([["train", "a"], ["predict", "b"], ["evaluate", "c"]])
-    assert (end.value.code if end else 0) == expected
-    assert run == ["train", "predict", "evaluate"][:num_run]
-
-
 def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     given = [
         Case("Doe, John", Path("a b/ü.nii.gz"), Path("l.nrrd"), "p", trust={"left_lung": "absent"}),
@@ -124,11 +77,43 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)
 
 
-def test_published_metadata_names_no_folder() -> None:
-    metadata = {
-        "config": {"run_dir": "/home/x/run", "data": {"cases": "/data/table.csv", "cache": "c", "fold": "all"}, "logger": {}}
-    }
-    cleaned = without_folders(metadata)
-    assert cleaned["config"]["run_dir"] == "run"
-    assert cleaned["config"]["data"] == {"cases": "table.csv", "cache": "c", "fold": "all"}
-    assert metadata["config"]["data"]["cases"] == "/data/table.csv"
+# Stored from head to feet: slice 0 is the highest.
+HEAD_FIRST_GRID = VoxelGrid((60, 4, 5), (5.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((1, 0, 0), (0, 1, 0), (0, 0, -1)))
+
+
+@pytest.mark.parametrize(
+    ("below", "organ", "above", "expected"),
+    [
+        (0, 40, 0, {"middle": (13, 27)}),
+        (1, 40, 1, {"bases": (0, 11), "middle": (14, 28), "apices": (31, 42)}),
+        (9, 40, 5, {"below": (0, 8), "bases": (0, 19), "middle": (22, 36), "apices": (39, 54), "above": (50, 54)}),
+        (9, 10, 0, {"below": (0, 8)}),
+        (9, 0, 9, {}),
+    ],
+)
+def test_the_slices_of_each_part(below: int, organ: int, above: int, expected: dict[str, tuple[int, int]]) -> None:
+    assert dict(slice_ranges(np.repeat([False, True, False], [below, organ, above]), 5.0)) == expected
+
+
+def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) -> None:
+    image = np.arange(np.prod(HEAD_FIRST_GRID.shape), dtype=np.int16).reshape(HEAD_FIRST_GRID.shape)
+    labels = np.zeros(HEAD_FIRST_GRID.shape, dtype=np.uint8)
+    labels[10:50, 1:3, 1:3] = 7
+    write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
+    write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
+    parts = {part.name: part for part in cut_partial_scans(case, [7], tmp_path / "pieces")}
+    assert set(parts) == {"c_below", "c_bases", "c_middle", "c_apices", "c_above"}
+    for name, part in parts.items():
+        assert (part.patient, part.trust) == ("p", {"lung": "reference"})
+        assert part.labels is not None
+        cut, cut_labels = read_image(part.image), read_labels(part.labels)
+        assert cut.grid.is_close(cut_labels.grid)
+        assert bool((cut_labels.array == 7).any()) == (name not in {"c_below", "c_above"})
+        # Each voxel at its own world point.
+        place = np.round(HEAD_FIRST_GRID.world_to_index_zyx(cut.grid.index_to_world_xyz_mm([1, 2, 3]))).astype(int)
+        assert cut.array[1, 2, 3] == image[tuple(place)]
+    assert read_image(parts["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[0] == pytest.approx(19)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()}
+    assert [part.name for part in cut_partial_scans(case, [7], tmp_path / "pieces")] == list(parts)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()} == before

@@ -18,7 +18,6 @@ from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.errors import UserError
 from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
-from medseg.studies.row_measurement import measure_row
 
 
 def ladder_config(*overrides: str) -> LadderConfig:
@@ -55,7 +54,7 @@ def test_a_row_is_counted_and_timed() -> None:
     rows = list(ladder_app.ladder_rows(ladder_config("trainer.accelerator=cpu"), ["trainer.accelerator=cpu"]))
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = ladder_app.compose(rows[-1]._replace(arguments=(*rows[-1].arguments, "model.width=4")))
-    measured = measure_row(config, (16, 32, 32), timed_steps=1)
+    measured = ladder_app.measure_row(config, (16, 32, 32), timed_steps=1)
     assert measured["peak_bytes"] > 16 * 32 * 32 * (4 + 1 + measured["saved_per_voxel"])
     assert 0 < measured["seconds_per_step"] < 60
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from medseg.commands.search import main
+from medseg.commands.entry import run_command
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -28,7 +28,7 @@ from medseg.runs import processes
 from medseg.runs.folder import load_config
 from medseg.runs.status import Status
 from medseg.studies import search
-from medseg.studies.search_space import Compose, check_space, composer
+from medseg.studies.search import Compose, check_space, composer
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
 from medseg.studies.search_journal import SearchJournal
@@ -79,7 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         given = ["sweep=mine", f"hydra.run.dir={tmp_path / 'a search (1)'}", *arguments]
         monkeypatch.setattr(sys, "argv", ["medseg search", "--config-dir", str(tmp_path / "conf"), *given])
         with pytest.raises(SystemExit) as end:
-            main()
+            run_command("search")
         return int(end.value.code or 0)
 
     return call
@@ -315,7 +315,7 @@ def test_a_trial_below_the_median_is_ended_early(run: Callable[..., int], tmp_pa
 # Kills the search's own process, as a full machine would, when the third trial has begun.
 KILLED_SEARCH = """
 import os, signal, sys
-from medseg.commands.search import main
+from medseg.commands.entry import run_command
 from medseg.studies import search
 from pathlib import Path
 start = search.run_in_process
@@ -328,7 +328,7 @@ def run_in_process(config, is_enough):
     return start(config, look)
 search.run_in_process = run_in_process
 sys.argv[0] = "medseg search"
-main()
+run_command("search")
 """
 
 
@@ -378,7 +378,7 @@ def test_two_searches_in_one_folder_share_its_trials(run: Callable[..., int], tm
     folder = tmp_path / "a search (1)"
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import fake_job; from medseg.runs import processes; "
-        "from medseg.commands import search; processes._job = fake_job.entry; search.main()"
+        "from medseg.commands.entry import run_command; processes._job = fake_job.entry; run_command('search')"
     )
     command = [
         sys.executable, "-c", code, str(tmp_path), "--config-dir", str(tmp_path / "conf"), "sweep=mine", "sweep.num_trials=6", "sweep.pruner=none",

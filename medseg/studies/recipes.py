@@ -1,0 +1,218 @@
+"""Recipes: resumable sequences of medseg commands, each in a process of its own, among them the demo and the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import OmegaConf
+
+from medseg.config.check import to_config
+from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
+from medseg.data.case_table import read_case_table
+from medseg.errors import EXIT_FAILED, UserError
+from medseg.io.atomic import check_writable, replace_text
+from medseg.runs.folder import CONFIG_FILE, read_summary, settle
+from medseg.runs.status import Status
+from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
+
+Step = Sequence[str]
+"""Arguments of `medseg`, the command first."""
+
+# Keys of the configuration that hold folders of the training machine.
+FOLDER_KEYS = (
+    "run_dir",
+    "resume",
+    "init_from",
+    "data.cases",
+    "data.cache",
+    "data.phantoms.folder",
+    "stage.coarse",
+    "logger.save_dir",
+)
+
+
+def run_until_failure(steps: Sequence[Step]) -> int:
+    """Print and run commands one after the other.
+
+    A prediction or an evaluation in which single cases failed has said so, and the next command still runs.
+
+    Returns:
+        0, or the exit code of the command that failed; the commands after it do not run.
+    """
+    for step in steps:
+        print(f"\n$ medseg {shlex.join(step)}", flush=True)
+        code = subprocess.run([sys.executable, "-m", "medseg.commands.cli", *step], check=False).returncode
+        if code and not (code == EXIT_FAILED and step[0] in ("predict", "evaluate")):
+            return code
+    return 0
+
+
+def run_steps(steps: Sequence[Step]) -> None:
+    """Run commands as `run_until_failure`, and exit with the code of the one that failed."""
+    if code := run_until_failure(steps):
+        sys.exit(code)
+
+
+def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
+    """The command that trains a run or resumes it; none if the run has finished."""
+    if read_summary(run_dir).get("status") == Status.finished.value:
+        return []
+    resume = [f"resume={run_dir}"] if (run_dir / CONFIG_FILE).is_file() else []
+    return [["train", *arguments, f"hydra.run.dir={run_dir}", *resume]]
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """The checkpoint of the last step of a run."""
+    return run_dir / "checkpoints" / "last.ckpt"
+
+
+def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phantom_runs: Path) -> list[Step]:
+    """The commands that train both stages.
+
+    Args:
+        config: Names the experiment of each stage, and the experiment on phantoms whose weights it starts from; null = random weights.
+        folder: Folder of the two runs, `coarse` and `fine`.
+        data: Arguments that select the training cases. Trainings on phantoms do not get them: they see no patient.
+        phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a study.
+    """
+    cache, steps = f"data.cache={phantom_runs / 'cache'}", []
+    for stage in ("coarse", "fine"):
+        begin = []
+        if pretrain := getattr(config, f"pretrain_{stage}"):
+            steps += train_steps(phantom_runs / pretrain, f"experiment={pretrain}", cache)
+            begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
+        steps += train_steps(folder / stage, f"experiment={getattr(config, stage)}", cache, *data, *begin)
+    return steps
+
+
+def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
+    """Compose and check the configuration of a training.
+
+    Args:
+        arguments: Arguments of `train`.
+        where: Key of the study that gives them, for messages.
+
+    Raises:
+        UserError: If `train` would refuse the arguments.
+    """
+    try:
+        config = to_config(hydra.compose("train", list(arguments)), TrainConfig)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    settle(config)
+    return config
+
+
+def key_of(argument: str) -> str:
+    """The key of a command-line argument.
+
+    Example:
+        >>> [key_of(argument) for argument in ("steps=5", "+data.label_values.trachea=5", "~rows")]
+        ['steps', 'data.label_values.trachea', 'rows']
+    """
+    return argument.split("=", 1)[0].lstrip("+~")
+
+
+def train_arguments(arguments: Sequence[str], schema: type[TrainConfig]) -> list[str]:
+    """Keep the arguments of a study that `train` takes too: all but those of the keys that the schema adds."""
+    own = {field.name for field in fields(schema)} - {field.name for field in fields(TrainConfig)}
+    return [argument for argument in arguments if key_of(argument).split(".")[0] not in own]
+
+
+def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
+    """Keep one argument per key: an argument of a later group replaces that of an earlier one.
+
+    Example:
+        >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
+        ('steps=9', 'seed=1')
+    """
+    return tuple({key_of(argument): argument for group in groups for argument in group}.values())
+
+
+def label_values_argument(label_values: Mapping[str, Any]) -> str:
+    """The argument that maps names to the values in reference files."""
+    given = ", ".join(f"{name}: {value}" for name, value in label_values.items())
+    return f"data.label_values={{{given}}}"
+
+
+def folder_name(name: str) -> str:
+    """The folder of a row; names that differ only in punctuation share one.
+
+    Example:
+        >>> folder_name("isotropic 1 mm")
+        'isotropic_1_mm'
+    """
+    return re.sub(r"\W+", "_", name)
+
+
+def demo(config: DemoConfig) -> int:
+    """Make phantoms, train both stages, predict and score the held-out phantoms.
+
+    Every step is a command that a user would type, and is printed. Phantoms and finished runs of an earlier start are kept.
+
+    Raises:
+        SystemExit: With the exit code of the command that failed.
+    """
+    folder, start_s = Path(config.output), time.perf_counter()
+    data = [f"data.phantoms.folder={folder / 'phantoms'}", f"data.cache={folder / 'cache'}"]
+    coarse, fine = folder / "coarse", folder / "fine"
+    table, predictions, scores = folder / "phantoms" / "table.csv", folder / "predictions", folder / "scores"
+    checkpoints = [f"coarse={last_checkpoint(coarse)}", f"fine={last_checkpoint(fine)}"]
+    run_steps(
+        [
+            *train_steps(coarse, "experiment=demo_coarse", *data),
+            *train_steps(fine, "experiment=demo_fine", *data),
+            ["predict", f"input={table}", "split=test", f"output={predictions}", *checkpoints],
+            ["evaluate", f"pred={predictions}", f"ref={table}", "split=test", f"output={scores}"],
+        ]
+    )
+    print(
+        f"\nDone in {(time.perf_counter() - start_s) / 60:.1f} minutes. To look at:"
+        f"\n  {scores}/scores.png, {scores}/overlays/*.png   predictions over the held-out scans"
+        f"\n  {scores}/metrics.csv, {scores}/summary.csv     Dice, NSD, HD95, volumes"
+        f"\n  {coarse}/history.csv, {fine}/history.csv       losses and validation; pictures/ beside them"
+    )
+    for one in json.loads((scores / "summary.json").read_text(encoding="utf-8"))["statistics"]:
+        if one["metric"] == "dice" and one["trust"] == "all" and one["region"] != "all":
+            print(f"Mean Dice of {one['region']}: {one['mean']:.4f}")
+    return 0
+
+
+def make_weights(config: MakeWeightsConfig) -> int:
+    """Train both stages on every case of the table and write `<task>_<stage>.safetensors` with their checksums.
+
+    Raises:
+        SystemExit: With the exit code of a training that failed.
+    """
+    runs, output = Path(config.runs), Path(config.output)
+    read_case_table(Path(config.cases))  # a damaged table stops the command here
+    check_writable(output)
+    data = [f"data.cases={Path(config.cases).absolute()}", "data.fold=all", "data.val_patients=[]", "data.test_patients=[]"]
+    run_steps(cascade_steps(config, runs / "all", data, runs))
+    sums = ""
+    for stage in ("coarse", "fine"):
+        metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
+        path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
+        sums += f"{write_weights(path, without_folders(metadata), weights)}  {path.name}\n"
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights")
+    replace_text(output / CHECKSUMS, sums)
+    return 0
+
+
+def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Remove the folders of the training machine from the metadata of a checkpoint; file names stay."""
+    config = OmegaConf.create(metadata["config"])
+    for key in FOLDER_KEYS:
+        if isinstance(folder := OmegaConf.select(config, key), str):
+            OmegaConf.update(config, key, Path(folder).name)
+    return {**metadata, "config": OmegaConf.to_container(config)}

@@ -1,0 +1,66 @@
+"""Recipes: commands of a study, the exit code of a failed one, and metadata without folders."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from medseg.config.schema import MakeWeightsConfig
+from medseg.studies import recipes
+
+
+def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
+    config = MakeWeightsConfig(
+        cases="t.csv", output="out", runs="runs", coarse="a", fine="b", pretrain_coarse="p", pretrain_fine=None
+    )
+
+    def steps(folder: str) -> list[recipes.Step]:
+        return recipes.cascade_steps(config, tmp_path / folder, ["data.cases=t.csv"], tmp_path)
+
+    pretrain, coarse, fine = steps("fold_0")
+    assert pretrain[:2] == ["train", "experiment=p"]
+    assert not any(argument.startswith(("data.cases", "init_from")) for argument in pretrain)
+    assert f"init_from={tmp_path / 'p' / 'checkpoints' / 'last.ckpt'}" in coarse
+    assert not any(argument.startswith("init_from") for argument in fine)
+    assert "data.cases=t.csv" in coarse
+    assert "data.cases=t.csv" in fine
+    assert steps("fold_1")[0] == pretrain
+    for folder, status in (("p", "finished"), ("fold_0/coarse", "interrupted")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").touch()
+        (tmp_path / folder / "summary.json").write_text(json.dumps({"status": status}))
+    coarse, fine = steps("fold_0")
+    assert coarse[-1] == f"resume={tmp_path / 'fold_0' / 'coarse'}"
+    assert not fine[-1].startswith("resume")
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "num_run"), [((0, 0, 0), 0, 3), ((1, 0, 0), 1, 1), ((0, 1, 0), 0, 3), ((0, 2, 0), 2, 2)]
+)
+def test_a_step_that_fails_ends_the_study_and_failed_cases_do_not(
+    codes: tuple[int, ...], expected: int, num_run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[str] = []
+
+    def fake(command: list[str], check: bool) -> object:
+        run.append(command[3])
+        return type("Result", (), {"returncode": codes[len(run) - 1]})
+
+    monkeypatch.setattr(recipes.subprocess, "run", fake)
+    with pytest.raises(SystemExit) if expected else nullcontext() as end:
+        recipes.run_steps([["train", "a"], ["predict", "b"], ["evaluate", "c"]])
+    assert (end.value.code if end else 0) == expected
+    assert run == ["train", "predict", "evaluate"][:num_run]
+
+
+def test_published_metadata_names_no_folder() -> None:
+    metadata = {
+        "config": {"run_dir": "/home/x/run", "data": {"cases": "/data/table.csv", "cache": "c", "fold": "all"}, "logger": {}}
+    }
+    cleaned = recipes.without_folders(metadata)
+    assert cleaned["config"]["run_dir"] == "run"
+    assert cleaned["config"]["data"] == {"cases": "table.csv", "cache": "c", "fold": "all"}
+    assert metadata["config"]["data"]["cases"] == "/data/table.csv"
