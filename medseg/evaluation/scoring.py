@@ -117,8 +117,9 @@ def evaluate_folder(
         ],
     )
     for number, key in enumerate(common, start=1):
-        overlays = output / "overlays" if pictures else None
-        line = _score_case(summary, predictions[key], references[key], regions, task, label_values, overlays)
+        line = _score_case(
+            summary, predictions[key], references[key], regions, task, label_values, output / "overlays" if pictures else None
+        )
         progress(f"[{number}/{len(common)}] {references[key].name}: {line}")
     summary.statistics = summarise(summary.rows)
     _write(summary, output)
@@ -178,8 +179,9 @@ def _score_case(
     for region in regions:
         values = task.region_values(region)
         scores = score_region(np.isin(pred, values), np.isin(target, values), grid.spacing_mm)
-        trust = case.trust.get(region.name, "") if case else ""
-        summary.rows.append({"case": reference.name, "region": region.name, "trust": trust, **scores})
+        summary.rows.append(
+            {"case": reference.name, "region": region.name, "trust": case.trust.get(region.name, "") if case else "", **scores}
+        )
         dices.append(f"{region.name} {scores['dice']:.4f}")
     if cost := read_cost(pred_files[0]):
         summary.costs[reference.name] = cost
@@ -196,9 +198,9 @@ def read_cost(prediction: Path) -> dict[str, float]:
     try:
         report = json.loads((prediction.parent / f"{case_name(prediction)}.json").read_text(encoding="utf-8"))
         costs = (float(report["durations_s"]["total"]), float(report["memory_gb_s"]), report["peak_resident_bytes"] / 1e9)
+        return dict(zip(COSTS, costs, strict=True))
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return dict(zip(COSTS, costs, strict=True))
 
 
 def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path) -> tuple[str, ...]:
@@ -227,8 +229,12 @@ def _write(summary: EvaluationSummary, output: Path) -> None:
     """Write the tables and the document."""
     write_csv(output / "metrics.csv", summary.rows, ("case", "region", "trust", *METRICS), dict.fromkeys(METRICS, ".6f"))
     write_csv(output / "summary.csv", summary.statistics, COLUMNS, dict.fromkeys(("mean", "std", "median", "min", "max"), ".6f"))
-    costs = [{"case": case, **cost} for case, cost in summary.costs.items()]
-    write_csv(output / "costs.csv", costs, ("case", *COSTS), dict.fromkeys(COSTS, ".3f"))
+    write_csv(
+        output / "costs.csv",
+        [{"case": case, **cost} for case, cost in summary.costs.items()],
+        ("case", *COSTS),
+        dict.fromkeys(COSTS, ".3f"),
+    )
     document = {"cases": len({row["case"] for row in summary.rows}), **asdict(summary)}
     del document["rows"]
     replace_text(output / "summary.json", json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -78,8 +78,9 @@ def cut_slices(image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tupl
         strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
         at = tuple(index if other == axis else slice(None, None, stride) for other, stride in enumerate(strides))
         rows_mm, columns_mm = (spacing_mm[other] * strides[other] for other in range(3) if other != axis)
-        labels_there = None if labels is None else np.array(labels[at])
-        shown.append(Slice(plane, np.array(image_hu[at]), labels_there, (rows_mm, columns_mm)))
+        shown.append(
+            Slice(plane, np.array(image_hu[at]), None if labels is None else np.array(labels[at]), (rows_mm, columns_mm))
+        )
     return shown[0], shown[1]
 
 
@@ -146,9 +147,15 @@ def _draw_slices(
         px_per_mm = min((_CASE_PX - _GAP_PX) / sum(mm[1] for mm in sizes_mm), _SLICES_PX / max(mm[0] for mm in sizes_mm))
         height, width = np.maximum(1.0, size_mm * px_per_mm)
         middle = top + _SLICES_PX / 2
-        box_px = (left, middle - height / 2, left + width, middle + height / 2)
-        is_up = one.plane == "coronal"
-        axes = canvas.draw_slice(box_px, one.image_hu, values, window_hu, is_up=is_up, outlined=one.labels, width_pt=1.0)
+        axes = canvas.draw_slice(
+            (left, middle - height / 2, left + width, middle + height / 2),
+            one.image_hu,
+            values,
+            window_hu,
+            is_up=one.plane == "coronal",
+            outlined=one.labels,
+            width_pt=1.0,
+        )
         axes.text(0.01, 0.5, "R", transform=axes.transAxes, color=TEXT, fontsize=8, va="center")
         left += width + _GAP_PX
 

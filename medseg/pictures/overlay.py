@@ -205,8 +205,7 @@ def _layout(is_label: np.ndarray, view_mm: np.ndarray) -> tuple[list[Panel], int
 
 def _slice_indices(is_label: np.ndarray, plane: str) -> list[int]:
     """Indices of the slices of a plane, at fixed shares of the labelled voxels; of all voxels where there is no label."""
-    axis = _AXIS[plane]
-    areas = np.count_nonzero(is_label, axis=tuple({0, 1, 2} - {axis}))
+    areas = np.count_nonzero(is_label, axis=tuple({0, 1, 2} - {_AXIS[plane]}))
     if not areas.any():
         areas = np.ones_like(areas)
     return np.searchsorted(np.cumsum(areas) / areas.sum(), _FRACTIONS[plane]).tolist()

@@ -115,8 +115,7 @@ def draw_panels(names: Sequence[str], panels: Sequence[Panel], title: str, path:
         others: Whether a row is a baseline, drawn grey; empty = none is.
     """
     panels = [panel for panel in panels if any(value is not None for value in panel.values)]
-    titles = [panel.title for panel in panels]
-    figure, all_axes = new_figure(2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names), *titles)
+    figure, all_axes = new_figure(2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names), *(panel.title for panel in panels))
     figure.suptitle(title, fontsize=10)
     for axes, panel in zip(all_axes, panels, strict=True):
         known = {place: value for place, value in enumerate(panel.values) if value is not None}

@@ -53,8 +53,9 @@ def curves(comparison: Comparison) -> Charts:
         points = {index: curve for index, run in enumerate(comparison.runs) if (curve := run.curve(column))}
         if points:
             title = f"{heading} over the optimiser steps of {len(points)} runs"
-            tooltip = "{y:.4f} at step {x:.0f}"
-            charts.append((heading, draw(comparison, points, title, "optimiser step", y_title, tooltip, is_line=True)))
+            charts.append(
+                (heading, draw(comparison, points, title, "optimiser step", y_title, "{y:.4f} at step {x:.0f}", is_line=True))
+            )
     return charts
 
 
@@ -208,5 +209,16 @@ def _dice_chart(
         return []
     with suppress(ValueError):  # names: one place each, in the order of their appearance
         points = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}
-    title = f"Validation Dice of {len(points)} runs over {x_title}"
-    return [(heading, draw(comparison, points, title, x_title, tooltip=tooltip, size_in=size_in))]
+    return [
+        (
+            heading,
+            draw(
+                comparison,
+                points,
+                f"Validation Dice of {len(points)} runs over {x_title}",
+                x_title,
+                tooltip=tooltip,
+                size_in=size_in,
+            ),
+        )
+    ]

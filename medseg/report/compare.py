@@ -314,8 +314,9 @@ def _setting(number: int, indices: list[int], runs: Sequence[Run], columns: Sequ
     members = [runs[index] for index in indices]
     finished = [run for run in members if run.status == FINISHED]
     metrics = {metric.key: [value for run in finished if (value := metric.of(run)) is not None] for metric in METRICS}
-    label = ", ".join(parts) or members[0].name
-    return Setting(number, members, label, values, {key: found for key, found in metrics.items() if found})
+    return Setting(
+        number, members, ", ".join(parts) or members[0].name, values, {key: found for key, found in metrics.items() if found}
+    )
 
 
 def _text(value: Any) -> str:

@@ -59,8 +59,11 @@ def render(
     settings, runs = comparison.settings, comparison.runs
     best = None if comparison.best is None else settings[comparison.best]
     places = {number: place for place, number in enumerate(comparison.ranked)}
-    order = sorted(range(len(runs)), key=lambda index: places[comparison.setting_of[index].number])
-    pictures = [(index, path) for index in order for path in runs[index].pictures]
+    pictures = [
+        (index, path)
+        for index in sorted(range(len(runs)), key=lambda index: places[comparison.setting_of[index].number])
+        for path in runs[index].pictures
+    ]
     return templates.get_template("page.html").render(
         css=Markup((_TEMPLATES / "page.css").read_text(encoding="utf-8")),
         js=Markup((_TEMPLATES / "page.js").read_text(encoding="utf-8")),

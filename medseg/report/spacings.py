@@ -37,22 +37,6 @@ class Strategy(NamedTuple):
     failure: str = ""
 
 
-class Mean(NamedTuple):
-    """The scores of a row in one class of slice thickness.
-
-    Attributes:
-        number: Regions with a sure reference.
-        dice: Their mean Dice.
-        nsd_1mm: Their mean NSD at 1 mm.
-        hd95_mm: Their median HD95: one missed region does not make it infinite.
-    """
-
-    number: int
-    dice: float
-    nsd_1mm: float
-    hd95_mm: float
-
-
 def thickness_of(slice_mm: float) -> str:
     """Class of a scan by its coarsest spacing.
 
@@ -63,20 +47,27 @@ def thickness_of(slice_mm: float) -> str:
     return THICKNESSES[sum(slice_mm > bound for bound in THICKNESS_BOUNDS_MM)]
 
 
-def means_of(strategy: Strategy) -> dict[str, Mean]:
-    """Compute the means of a row by class of thickness and over `ALL`; a class without a sure reference is left out.
+def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
+    """Average the scores of a row by class of thickness and over `ALL`; a class without a sure reference is left out.
 
     A case without a result has no score here: `Strategy.missing` belongs beside the means.
+
+    Returns:
+        Class to the `number` of regions with a sure reference, their mean `dice` and `nsd_1mm`, and their median `hd95_mm`:
+        one missed region does not make it infinite.
     """
-    means = {}
-    for thickness in (*THICKNESSES, ALL):
-        own = [
-            score for score in strategy.scores if score["trust"] in SURE and thickness in (thickness_of(score["slice_mm"]), ALL)
-        ]
-        if own:
-            dice, nsd, hd95 = ([score[metric] for score in own] for metric in ("dice", "nsd_1mm", "hd95_mm"))
-            means[thickness] = Mean(len(own), fmean(dice), fmean(nsd), median(hd95))
-    return means
+    sure = [score for score in strategy.scores if score["trust"] in SURE]
+    groups = {one: [score for score in sure if one in (thickness_of(score["slice_mm"]), ALL)] for one in (*THICKNESSES, ALL)}
+    return {
+        one: {
+            "number": len(scores),
+            "dice": fmean(score["dice"] for score in scores),
+            "nsd_1mm": fmean(score["nsd_1mm"] for score in scores),
+            "hd95_mm": median(score["hd95_mm"] for score in scores),
+        }
+        for one, scores in groups.items()
+        if scores
+    }
 
 
 def prediction_costs(strategy: Strategy) -> tuple[float, float]:
@@ -93,9 +84,9 @@ def markdown(strategies: Sequence[Strategy]) -> str:
         return failures
     means = {name: means_of(strategy) for name, strategy in done.items()}
     shown = [thickness for thickness in (*THICKNESSES, ALL) if any(thickness in known for known in means.values())]
-    bests = {one: max((name for name in done if one in means[name]), key=lambda name: means[name][one].dice) for one in shown}
+    bests = {one: max((name for name in done if one in means[name]), key=lambda name: means[name][one]["dice"]) for one in shown}
     lines = [
-        f"* {one}: {best} has the best mean Dice, {means[best][one].dice:.4f} over {means[best][one].number} regions\n"
+        f"* {one}: {best} has the best mean Dice, {means[best][one]['dice']:.4f} over {means[best][one]['number']} regions\n"
         for one, best in bests.items()
     ]
     lines += [f"* {name}: no result of {case} ({why})\n" for name, one in done.items() for case, why in one.missing.items()]
@@ -113,20 +104,32 @@ def _cost_table(done: Mapping[str, Strategy]) -> str:
         "strategy": "strategy", "stage": "stage", "spacing": "works on", "saved_bytes_per_voxel": "saved B/voxel",
         "step_peak_mib": "peak of a step MiB", "whole_peak_mib": "of a whole crop MiB", "step_s": "s/step", "train_s": "training s",
     }  # fmt: skip
-    formats = {"saved_bytes_per_voxel": ".1f", "step_peak_mib": ".0f", "whole_peak_mib": ".0f", "step_s": ".2f", "train_s": ".0f"}
     rows = [{"strategy": name, "stage": stage, **cost} for name, one in done.items() for stage, cost in one.costs.items()]
-    return markdown_table(rows, headings, formats)
+    return markdown_table(
+        rows,
+        headings,
+        {"saved_bytes_per_voxel": ".1f", "step_peak_mib": ".0f", "whole_peak_mib": ".0f", "step_s": ".2f", "train_s": ".0f"},
+    )
 
 
-def _mean_table(done: Mapping[str, Strategy], means: Mapping[str, Mapping[str, Mean]], shown: Sequence[str]) -> str:
+def _mean_table(
+    done: Mapping[str, Strategy], means: Mapping[str, Mapping[str, Mapping[str, float]]], shown: Sequence[str]
+) -> str:
     """One line per strategy and one column per class of thickness."""
     rows = []
     for name, strategy in done.items():
-        cells = {
-            one: f"{mean.dice:.4f} / {mean.nsd_1mm:.3f} / {distance_text(mean.hd95_mm)}" for one, mean in means[name].items()
-        }
         predicted_s, peak_gb = prediction_costs(strategy)
-        rows.append({"strategy": name, **cells, "prediction s": predicted_s, "peak GB": peak_gb})
+        rows.append(
+            {
+                "strategy": name,
+                **{
+                    one: f"{mean['dice']:.4f} / {mean['nsd_1mm']:.3f} / {distance_text(mean['hd95_mm'])}"
+                    for one, mean in means[name].items()
+                },
+                "prediction s": predicted_s,
+                "peak GB": peak_gb,
+            }
+        )
     return markdown_table(rows, ("strategy", *shown, "prediction s", "peak GB"), {"prediction s": ".1f", "peak GB": ".2f"})
 
 

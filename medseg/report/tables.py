@@ -39,8 +39,7 @@ def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> st
     headings, text = _headings(rows, columns), io.StringIO(newline="")
     if unknown := {key for row in rows for key in row} - headings.keys():
         raise ValueError(f"the rows have the keys {sorted(unknown)}, which are no columns")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([headings.values(), *_cells(rows, headings, formats)])
+    csv.writer(text, lineterminator="\n").writerows([headings.values(), *_cells(rows, headings, formats)])
     return text.getvalue()
 
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from medseg.console import say
-from medseg.errors import UserError
+from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
 from medseg.report.compare import Run, Study, compare, csv_rows
 from medseg.report.page import render
@@ -45,8 +45,7 @@ def write_report(folder: Path, output: Path, num_pictures: int) -> int:
         UserError: If there is no run in the folder, or the output cannot be written.
     """
     runs = [read_run(run_dir, folder) for run_dir in find_runs(folder)]
-    if not runs:
-        raise UserError(f"runs={folder}: no run lies below it; a run is a folder with {CONFIG_FILE} or {JOB_FILE}")
+    require(bool(runs), f"runs={folder}: no run lies below it; a run is a folder with {CONFIG_FILE} or {JOB_FILE}")
     check_writable(output)
     comparison = compare(runs)
     page = render(comparison, read_study(folder), folder.name, str(folder), num_pictures, say)
@@ -108,8 +107,13 @@ def read_study(folder: Path) -> Study | None:
     saved = _load(folder / STUDY_FILE, json.loads) or {}
     if not {"objectives", "space"} <= saved.keys():
         return None
-    best = [str(number) for number in saved.get("best", [])]
-    return {"name": folder.name, "num_trials": 0, "importances": {}, **saved, "best": best}
+    return {
+        "name": folder.name,
+        "num_trials": 0,
+        "importances": {},
+        **saved,
+        "best": [str(number) for number in saved.get("best", [])],
+    }
 
 
 def read_history(path: Path) -> list[dict[str, float]]:

@@ -274,7 +274,7 @@ def write(strategies: Sequence[Strategy], output: Path) -> None:
     replace_text(output / "comparison.md", markdown(strategies))
     if not any(strategy.scores for strategy in strategies):
         return
-    means = {(one.name, thickness): mean.dice for one in strategies for thickness, mean in means_of(one).items()}
+    means = {(one.name, thickness): mean["dice"] for one in strategies for thickness, mean in means_of(one).items()}
     names, fine = [strategy.name for strategy in strategies], [strategy.costs.get("fine", {}) for strategy in strategies]
     panels = [
         *(

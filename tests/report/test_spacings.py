@@ -41,10 +41,10 @@ def test_means_of_a_class_leave_out_regions_without_a_sure_reference() -> None:
     means = means_of(FINE)
     assert list(means) == ["≤ 1.5 mm", "> 3 mm", ALL]
     thin, thick, every = means.values()
-    assert (thin.number, thin.hd95_mm) == (3, 4.0)
-    assert math.isclose(thin.dice, 0.8)
-    assert (thick.number, thick.dice) == (1, 0.6)
-    assert (every.number, every.dice) == (4, 0.75)
+    assert (thin["number"], thin["hd95_mm"]) == (3, 4.0)
+    assert math.isclose(thin["dice"], 0.8)
+    assert (thick["number"], thick["dice"]) == (1, 0.6)
+    assert (every["number"], every["dice"]) == (4, 0.75)
 
 
 def test_markdown_names_the_best_of_each_class_missing_cases_and_failures() -> None:

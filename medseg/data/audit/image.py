@@ -59,8 +59,11 @@ class ImageFacts:
     def summary(self) -> dict[str, float]:
         """Lowest and highest value, and percentiles: `min`, `p01`, `p50`, `p99`, `max`."""
         below = np.cumsum(self.counts) / self.counts.sum()
-        ranks = {f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768 for percent in (1, 50, 99)}
-        return {"min": self.low_hu, **ranks, "max": self.high_hu}
+        return {
+            "min": self.low_hu,
+            **{f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768 for percent in (1, 50, 99)},
+            "max": self.high_hu,
+        }
 
     @cached_property
     def measured_hu(self) -> tuple[int, int]:
@@ -75,8 +78,10 @@ class ImageFacts:
         nearby[SPIKE_REACH] = 0  # the value itself
         neighbours = np.convolve(counts, nearby, "same") / np.maximum(1, np.convolve(counts > 0, nearby, "same"))
         is_spike = (counts >= SPIKE_SHARE * counts.sum()) & (counts >= SPIKE_CONTRAST * neighbours)
-        found = sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[:MAX_SPIKES]
-        return {int(index) - 32768: float(counts[index] / counts.sum()) for index in found}
+        return {
+            int(index) - 32768: float(counts[index] / counts.sum())
+            for index in sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[:MAX_SPIKES]
+        }
 
     @cached_property
     def tissue(self) -> np.ndarray:
@@ -140,8 +145,14 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
         if is_suspected and _is_soft_at(tissue, offset_hu):
             # The most frequent value in the range to which the offset moves soft tissue.
             low, high = SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu
-            peak = low + int(np.argmax(tissue[low + 32768 : high + 32768]))
-            return find("hu_offset", **ends, peak=peak, size=OFFSET_HU, way=way, offset=-offset_hu)
+            return find(
+                "hu_offset",
+                **ends,
+                peak=low + int(np.argmax(tissue[low + 32768 : high + 32768])),
+                size=OFFSET_HU,
+                way=way,
+                offset=-offset_hu,
+            )
     if not is_dark or share_of(tissue, SOFT_HU[0], np.inf) < AIR_SHARE:
         return find("hu_range:other", **ends, lacking="soft tissue" if is_dark else "fat or air")
     return None

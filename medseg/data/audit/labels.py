@@ -246,8 +246,10 @@ def _contact_mm2(labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFa
     inner = labels[near.slices()]
     # With the codes 1 and 4, the sum of two neighbours is 5 only where both regions meet.
     codes = _mask(inner, left.region, task).astype(np.uint8) + 4 * _mask(inner, right.region, task).astype(np.uint8)
-    planes = [np.moveaxis(codes, axis, 0) for axis in range(3)]
-    return sum(np.count_nonzero(one[1:] + one[:-1] == 5) * _face_mm2(grid, axis) for axis, one in enumerate(planes))
+    return sum(
+        np.count_nonzero(one[1:] + one[:-1] == 5) * _face_mm2(grid, axis)
+        for axis, one in enumerate([np.moveaxis(codes, axis, 0) for axis in range(3)])
+    )
 
 
 def _cut_ends(image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, task: Task, one: RegionFacts) -> list[str]:

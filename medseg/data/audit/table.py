@@ -69,15 +69,19 @@ def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], first:
         yield find("spacing_outlier", differences=" and ".join(odd))
     twin = first.setdefault(audit.voxels_sha256, case)
     if twin is not case:
-        kind = DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients"
-        yield find(kind, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
+        yield find(
+            DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients",
+            twin=twin.name,
+            patient=case.patient,
+            twin_patient=twin.patient,
+        )
 
 
 def audit_csv(cases: Sequence[AuditedCase]) -> str:
     """Format the table of all cases, one line each."""
-    volumes = dict.fromkeys(f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml)
     grid = ["size_z", "size_y", "size_x", "spacing_z_mm", "spacing_y_mm", "spacing_x_mm"]
     hu = ["hu_min", "hu_p01", "hu_p50", "hu_p99", "hu_max"]
+    volumes = dict.fromkeys(f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml)
     columns = ["case", "patient", "status", *grid, *hu, *volumes, *(f"{severity}s" for severity in Severity), "details"]
     return csv_text([_row(one) for one in cases], columns)
 
