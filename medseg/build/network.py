@@ -9,8 +9,7 @@ from medseg.config.rules import choose_strides
 from medseg.config.schema import ModelConfig, SpacingConfig, StageConfig, TrainConfig
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line
-from medseg.models.regional import RegionalNetwork
-from medseg.models.unet import UNet
+from medseg.models.unet import RegionalNetwork, UNet
 from medseg.strides import level_strides
 from medseg.weights.files import read_weights
 

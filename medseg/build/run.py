@@ -25,7 +25,7 @@ from medseg.config.rules import find_divisor
 from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
 from medseg.memory.precision import lightning_precision, set_tf32
-from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import RegionalNetwork
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule, StageInput
 from medseg.training.module import SegmentationModule

@@ -5,7 +5,7 @@ from torch import nn
 from medseg.config.schema import MemoryConfig
 from medseg.errors import UserError
 from medseg.memory.switches import apply_switches
-from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import RegionalNetwork
 
 
 def switch_on(network: RegionalNetwork, memory: MemoryConfig, device_type: str, *, sync_batchnorm: bool = False) -> nn.Module:

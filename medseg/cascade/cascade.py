@@ -145,7 +145,11 @@ class Cascade:
                 stds.append((prediction.std, crop.grid))
         with _timed(result.durations_s, "join"):
             labels = join(refined, grid, fine.task, options, image_hu)
-            result.volumes_ml = label_volumes_ml(labels, grid, fine.task)
+            # Plane by plane: the mask of a whole label would be a second volume.
+            result.volumes_ml = {
+                name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
+                for name, value in fine.task.labels.items()
+            }
             regions = {region.name: fine.task.region_values(region) for region, _, _ in refined}
             result.agreements = agreement(found.labels, found.grid, labels, grid, regions)
         _remove_contradictions(result, labels, fine.task, options)
@@ -171,15 +175,6 @@ class Cascade:
         stages = {stage.name: stage for stage in self.stages}
         with process_group():
             serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
-
-
-def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
-    """Volume of each label of the task, by its name."""
-    # Plane by plane: the mask of a whole label would be a second volume.
-    return {
-        name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
-        for name, value in task.labels.items()
-    }
 
 
 def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task, options: CascadeOptions) -> None:

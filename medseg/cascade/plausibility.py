@@ -71,9 +71,8 @@ def border_warnings(found: FoundRegion, grid: VoxelGrid) -> list[str]:
         for end, touches in enumerate((found.box.start[axis] <= 0, found.box.stop[axis] >= grid.shape[axis]))
         if touches
     ]
-    if not touched:
-        return []
-    return [f"{found.region.name} touches the {' and '.join(touched)} border of the scan: a part of it may be missing"]
+    sentence = f"{found.region.name} touches the {' and '.join(touched)} border of the scan: a part of it may be missing"
+    return [sentence] if touched else []
 
 
 def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions) -> list[str]:

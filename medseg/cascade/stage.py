@@ -180,9 +180,15 @@ class TrainedStage:
         return self._call(self.networks[network_index], images.to(self.device), region_index)
 
     def _plan(self, image: Tensor, budget_bytes: float) -> TilingPlan:
-        depth, height, width = image.shape
         max_batch = 1 if self.device.type == "cpu" else MAX_BATCH
-        return plan_tiling((depth, height, width), self.divisor, self.bytes_per_voxel, budget_bytes, self.tile_size, max_batch)
+        return plan_tiling(
+            (image.shape[0], image.shape[1], image.shape[2]),
+            self.divisor,
+            self.bytes_per_voxel,
+            budget_bytes,
+            self.tile_size,
+            max_batch,
+        )
 
     def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
         region = torch.full((len(images),), region_index, device=self.device)

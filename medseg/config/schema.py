@@ -25,7 +25,7 @@ class Knob(NamedTuple):
 
 
 StageName = StrEnum("StageName", ["coarse", "fine"])
-RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.regional`
+RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.unet`
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 SpacingStrategy = StrEnum(  # see docs/spacing.md

@@ -40,9 +40,8 @@ class MemoryProfile:
 
     def add(self, time_s: float, num_bytes: int) -> None:
         """Add a point to the curve; times must not decrease."""
-        if self._last is not None:
-            last_s, last_bytes = self._last
-            self.area_gb_s += (time_s - last_s) * (last_bytes + num_bytes) / 2e9
+        last_s, last_bytes = self._last or (time_s, num_bytes)
+        self.area_gb_s += (time_s - last_s) * (last_bytes + num_bytes) / 2e9
         self._last = time_s, num_bytes
 
     def __enter__(self) -> MemoryProfile:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 
 def apply_switches(
@@ -148,20 +148,17 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[st
 
 
 def _recomputed(forward: Callable[..., Any], norms: list[_BatchNorm]) -> Callable[..., Any]:
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if norms:
-        options["context_fn"] = functools.partial(_contexts, norms)
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Context of the first run and context of the recomputation."""
+        return contextlib.nullcontext(), _paused_statistics(norms)
 
     @functools.wraps(forward)
     def run(*args: Any) -> Any:
-        return checkpoint(forward, *args, **options)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts if norms else noop_context_fn
+        )
 
     return run
-
-
-def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Context of the first run and context of the recomputation."""
-    return contextlib.nullcontext(), _paused_statistics(norms)
 
 
 @contextlib.contextmanager

@@ -230,8 +230,7 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
 
     try:
         with ThreadPoolExecutor(min(num_threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for _ in pool.map(work_alone, slabs):
-                pass
+            list(pool.map(work_alone, slabs))  # raises the first error
     finally:
         torch.set_num_threads(num_threads)  # the workers have set the number for later threads too
 

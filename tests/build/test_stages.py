@@ -17,7 +17,7 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
-from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import RegionalNetwork
 from medseg.runs.signature import plain
 from medseg.weights.files import write_weights
 

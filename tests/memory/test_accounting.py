@@ -13,8 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, count_step
 from medseg.memory.switches import apply_switches
-from medseg.models.regional import RegionalNetwork
-from medseg.models.unet import UNet
+from medseg.models.unet import RegionalNetwork, UNet
 
 SIZE = (16, 24, 32)
 

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
 from medseg.memory.switches import apply_switches, checkpoint_blocks, offload_activations, save_to_host, select_blocks
-from medseg.models.regional import RegionalNetwork
-from medseg.models.unet import UNet
+from medseg.models.unet import RegionalNetwork, UNet
 
 POLICIES = ["sqrt", "all", ("encoder.0", "decoder.1.up")]
 

@@ -143,7 +143,7 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
     assert (tmp_path / "file").read_bytes() == b"kept"
 
 
-@pytest.mark.parametrize("target", ["medseg.io.write.replace_path", "medseg.prediction.case.replace_text"])
+@pytest.mark.parametrize("target", ["medseg.io.nifti.replace_path", "medseg.prediction.case.replace_text"])
 def test_a_disk_that_fills_up_costs_what_does_not_fit(
     scans: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from medseg.prediction import pipeline
-from medseg.prediction.pipeline import run_overlapped
+from medseg.prediction import batch
+from medseg.prediction.batch import run_overlapped
 
 LIMIT_S = 60.0
 
@@ -189,7 +189,7 @@ def test_no_cases_are_no_work() -> None:
 def test_an_interrupt_between_two_cases_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    start = pipeline._start
+    start = batch._start
 
     def interrupted(*arguments: Any, daemon: bool) -> Any:
         started.append(daemon)
@@ -197,6 +197,6 @@ def test_an_interrupt_between_two_cases_stays_an_interrupt(monkeypatch: pytest.M
             raise KeyboardInterrupt
         return start(*arguments, daemon=daemon)
 
-    monkeypatch.setattr(pipeline, "_start", interrupted)
+    monkeypatch.setattr(batch, "_start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_overlapped([1, 2, 3], lambda case, _: case, lambda case, _: case, lambda case, _: case)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medseg.models.regional import RegionalNetwork
-from medseg.models.unet import UNet
+from medseg.models.unet import RegionalNetwork, UNet
 
 
 def make(mode: str, num_regions: int = 2, norm: str = "instance") -> RegionalNetwork:
