@@ -31,13 +31,15 @@ from medseg.phantom.spec import PhantomSpec
 Array = NDArray[np.float64]
 
 _COARSE_MM = 7.0
+# Grain of the noise that roughens surfaces.
+WAVE_GRAIN_MM = 38.0
 
 
 class Thorax(NamedTuple):
     """Signed distances in mm on a slab (d, H, W); dictionaries by side sign.
 
     Attributes:
-        cavity: Inside of the rib cage per side.
+        cage: Inside of the rib cage.
         above: Height over the diaphragm, negative in the abdomen.
         lung: The lung's outline.
         fluid: Pleural fluid.
@@ -45,17 +47,12 @@ class Thorax(NamedTuple):
         spine: Bone, column, canal, disc phase.
     """
 
-    cavity: dict[int, Field]
+    cage: Field
     above: Field
     lung: dict[int, Field]
     fluid: dict[int, Field]
     heart: tuple[Field, Field, Field, Field]
     spine: tuple[Field, Field, Field, Field]
-
-
-def draw_waves(spec: PhantomSpec, lattice: Lattice) -> Field:
-    """Draw the noise that roughens surfaces, (D, H, W), grain 38 mm."""
-    return noise_field(spec.rng("waves"), lattice, 38.0)
 
 
 def measure_thorax(
@@ -109,19 +106,15 @@ def measure_thorax(
         pleura = np.maximum(intersection(pleura, -height, 2.5), 1.0 - spine[0])
         lung[side], fluid[side] = pleura, np.full_like(pleura, 30)
         if effusion_mm > 0:
-            dry = _above_fluid(spec, anatomy, side, effusion_mm, y, z, inside[side][1])
+            # The fluid has its depth at the lowest wall; its surface rises at the ribs.
+            _, cy, _, ay = anatomy.thorax_centre(z, side)
+            depth_mm = np.float32(effusion_mm) * np.clip((60 - z) / 110, 0.1, 1.3).astype(np.float32)
+            meniscus = np.float32(16) * np.clip(inside[side][1] - np.float32(0.6), 0, 0.5)
+            dry = np.float32(-1 if spec.is_prone else 1) * (y - cy) - (ay - depth_mm) + meniscus
             lung[side], fluid[side] = intersection(pleura, dry, 6.0), np.maximum(pleura, -dry)
         if spec.missing_lung == ("left" if side > 0 else "right"):
             lung[side], fluid[side] = np.full_like(pleura, 30), pleura
-    return Thorax(cavity, height, lung, fluid, heart, spine)
-
-
-def _above_fluid(spec: PhantomSpec, anatomy: Anatomy, side: int, depth_mm: float, y: Field, z: Field, level: Field) -> Field:
-    """Signed distance to the space above pleural fluid of some depth at the lowest wall; its surface rises at the ribs."""
-    _, cy, _, ay = anatomy.thorax_centre(z, side)
-    depth_here = np.float32(depth_mm) * np.clip((60 - z) / 110, 0.1, 1.3).astype(np.float32)
-    meniscus = np.float32(16) * np.clip(level - np.float32(0.6), 0, 0.5)
-    return np.float32(-1 if spec.is_prone else 1) * (y - cy) - (ay - depth_here) + meniscus
+    return Thorax(np.minimum(cavity[1], cavity[-1]), height, lung, fluid, heart, spine)
 
 
 class Tree(NamedTuple):
@@ -183,7 +176,7 @@ def lung_points(spec: PhantomSpec, anatomy: Anatomy) -> dict[int, Array]:
         Per side the lattice points inside the lung, (n, 3) xyz in mm.
     """
     lattice = Lattice.covering((-270, -140, -170), (110, 120, 170), (_COARSE_MM,) * 3)
-    tubes, waves = draw_central_tubes(anatomy, lattice), draw_waves(spec, lattice)
+    tubes, waves = draw_central_tubes(anatomy, lattice), noise_field(spec.rng("waves"), lattice, WAVE_GRAIN_MM)
     lung = measure_thorax(spec, anatomy, tubes, waves, slice(None), *lattice.points()).lung
     origin = lattice.origin_zyx_mm
     return {side: (np.argwhere(lung[side] < -2.5) * _COARSE_MM + origin)[:, ::-1].astype(np.float64) for side in SIDES}

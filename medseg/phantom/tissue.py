@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medseg.phantom.anatomy import SIDES, Anatomy
-from medseg.phantom.lungs import LungTexture, Thorax, draw_waves, measure_thorax
+from medseg.phantom.lungs import WAVE_GRAIN_MM, LungTexture, Thorax, measure_thorax
 from medseg.phantom.organs import arm_path, draw_bones, draw_central_tubes
 from medseg.phantom.shapes import Field, Lattice, cover, draw_tube, ellipsoid, maximum, noise_field, paint, union
 from medseg.phantom.spec import PhantomSpec
@@ -31,7 +31,7 @@ def draw_model(
         path = np.stack([shoulder, 0.75 * shoulder + 0.25 * elbow, elbow])
         draw_tube(arms, lattice, path, np.array([44.0, 40, 33]), margin_mm=20 + 1.7 * spec.fat_mm)
     texture = LungTexture.draw(spec, anatomy, lattice, tubes)
-    waves = draw_waves(spec, lattice)
+    waves = noise_field(spec.rng("waves"), lattice, WAVE_GRAIN_MM)
     fine_noise, noise = noise_field(spec.rng("fine tissue"), lattice, 7.0), noise_field(spec.rng("tissue"), lattice, 26.0)
     image, lungs, organs = (np.empty(lattice.shape, dtype=kind) for kind in (np.int16, np.int8, np.int8))
     edge = lattice.edge_mm
@@ -69,8 +69,7 @@ class _Slab(NamedTuple):
     def paint_trunk(self, arms: Field, bone: Field, cartilage: Field) -> Field:
         """Paint air, skin, fat, muscle, arms, bones with cortex and marrow, cartilage, and the spine."""
         spec, anatomy, x, y, z, thorax, noise, fine_noise, edge = self
-        cage = np.minimum(thorax.cavity[1], thorax.cavity[-1])
-        wall = union(anatomy.muscle_outline(x, y, z), cage - np.float32(11 + 0.4 * anatomy.muscle_mm), 14)
+        wall = union(anatomy.muscle_outline(x, y, z), thorax.cage - np.float32(11 + 0.4 * anatomy.muscle_mm), 14)
         muscle = union(wall, arms, 16)
         across = x / 160
         around = (
@@ -101,7 +100,9 @@ class _Slab(NamedTuple):
         for side in SIDES:
             armpit = ellipsoid(x, y, z, (side * 150 * anatomy.width_factor, 4, 34), (17, 36, 44))
             paint(hu, (-100, cover(armpit - 3 * fine_noise, 2 * edge) * np.float32(0.9)))
-        plane = np.abs(cage - np.float32(13) - 2 * noise) - np.float32(0.3 + 0.03 * spec.fat_mm) - np.float32(1.2) * fine_noise
+        plane = (
+            np.abs(thorax.cage - np.float32(13) - 2 * noise) - np.float32(0.3 + 0.03 * spec.fat_mm) - np.float32(1.2) * fine_noise
+        )
         paint(hu, (-85, cover(np.maximum(plane, wall + 3), 1.5 * edge) * np.float32(0.8)))
         hard = np.float32(1.15 - 0.005 * (spec.age_years - 40))
         age = np.float32(np.clip((spec.age_years - 35) / 40, 0, 1))
@@ -126,7 +127,7 @@ class _Slab(NamedTuple):
     def paint_inside(self, hu: Field, blood: Field, airway: Field, gullet: Field, colon: Field) -> None:
         """Paint abdomen, mediastinum, heart, vessels and central airways."""
         spec, anatomy, x, y, z, thorax, noise, fine_noise, edge = self
-        inside, above = np.minimum(thorax.cavity[1], thorax.cavity[-1]), thorax.above
+        inside, above = thorax.cage, thorax.above
         near_spine = -(np.minimum(thorax.spine[0], thorax.spine[1]) - 3)
         chest = cover(maximum(inside, -above, near_spine), edge)
         paint(hu, (np.float32(-92) + 12 * noise + 10 * fine_noise, chest))
