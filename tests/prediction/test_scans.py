@@ -161,7 +161,7 @@ def test_a_disk_that_fills_up_costs_what_does_not_fit(
     monkeypatch.setattr(target, full_at_the_second)
     assert predict(scans, tmp_path / "out", "overwrite=true") == 1
     said = capsys.readouterr().err.splitlines()
-    suffix = ".nii.gz" if "write" in target.split(".") else ".json"
+    suffix = ".nii.gz" if "nifti" in target.split(".") else ".json"
     assert said == [
         f"medseg: late: {tmp_path}/out/late{suffix}: cannot be written (No space left on device); check the folder, its permissions "
         "and its space.",
