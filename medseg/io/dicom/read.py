@@ -1,6 +1,6 @@
 """Reader of one CT series: its stack of slices on a regular grid, duplicates dropped, gaps filled, a tilted stack made rectangular.
 
-The rules, which docs/DICOM.md repeats:
+The rules, which docs/dicom.md repeats:
 
 * Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
 * Other slices are interpolated linearly along the normal onto the even grid of their usual distance, if no two neighbours are
