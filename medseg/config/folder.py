@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import medseg.config.schema  # noqa: F401  (stores the defaults that conf/train.yaml names)
+
 
 def conf_dir() -> Path:
     """Folder of the configuration: inside the installed package, or beside it in a checkout."""

@@ -5,9 +5,11 @@ and numbers outside their range, however they came in. A tuple's length is part 
 (`optimizer`, `schedule`, `logger`) are mappings with a `_target_`, which must be on the white list. `--help` of a command prints all this.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast, get_type_hints
+
+from hydra.core.config_store import ConfigStore
 
 
 class Knob(NamedTuple):
@@ -17,11 +19,14 @@ class Knob(NamedTuple):
         sentence: What the key does.
         within: Interval of its number, or of each number of a tuple or list, such as `[0, 1)`.
         unit: Unit or order of its numbers.
+        neutral: Whether the key cannot change the result of a run (places, intervals of saving, means of computation), so that a
+            run may resume with another value.
     """
 
     sentence: str
     within: str = ""
     unit: str = ""
+    neutral: bool = False
 
 
 StageName = StrEnum("StageName", ["coarse", "fine"])
@@ -145,7 +150,7 @@ class PhantomCountsConfig:
 class PhantomConfig(PhantomCountsConfig):
     """Synthetic scans of a run."""
 
-    folder: Annotated[str, Knob("Folder of the scans; they are made on first use.")]
+    folder: Annotated[str, Knob("Folder of the scans; they are made on first use.", neutral=True)]
     num_extra: Annotated[int, Knob("Scans added to the training cases of a case table.", "[0, inf)", "scans")]
 
 
@@ -169,16 +174,18 @@ class DataConfig(LabelsConfig):
         float, Knob("See hu_slope; -1024 where the audit finds values stored 1024 too high.", "(-inf, inf)", "HU")
     ]
     ignore_findings: Annotated[list[str], Knob("Codes of audit findings that exclude no case; the table's column adds to them.")]
-    cache: Annotated[str, Knob("Folder of the resampled cases.")]
+    cache: Annotated[str, Knob("Folder of the resampled cases.", neutral=True)]
     fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
     val_patients: Annotated[list[str], Knob("Patients for validation, whatever the split is.")]
     test_patients: Annotated[list[str], Knob("Patients that are never trained or validated on.")]
     phantoms: PhantomConfig
     phantom_share: Annotated[float, Knob("Share of samples drawn from the extra synthetic scans.", "(0, 1)")]
-    num_workers: Annotated[int, Knob("Loader processes; samples do not depend on them.", "[0, inf)", "processes")]
-    prefetch: Annotated[int, Knob("Batches that each loader process prepares ahead.", "[1, inf)", "batches")]
-    pin_memory: Annotated[bool | None, Knob("Page-locked batches, copied while the GPU computes; null: with a GPU.")]
+    num_workers: Annotated[int, Knob("Loader processes; samples do not depend on them.", "[0, inf)", "processes", neutral=True)]
+    prefetch: Annotated[int, Knob("Batches that each loader process prepares ahead.", "[1, inf)", "batches", neutral=True)]
+    pin_memory: Annotated[
+        bool | None, Knob("Page-locked batches, copied while the GPU computes; null: with a GPU.", neutral=True)
+    ]
 
 
 @dataclass
@@ -232,7 +239,7 @@ class ModelConfig:
     ]
     norm: Annotated[Norm, Knob("Normalisation layer.")]
     device_map: Annotated[
-        Any, Knob("Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.")
+        Any, Knob("Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.", neutral=True)
     ]
 
 
@@ -241,24 +248,30 @@ class MemoryConfig:
     """Switches that are applied to the network from outside."""
 
     precision: Annotated[Precision, Knob("Number format of forward and backward pass; weights stay fp32. tf32, fp16: GPU only.")]
-    checkpointing: Annotated[Any, Knob("Blocks recomputed in the backward pass: none, sqrt, all, or a [list] of block names.")]
-    accumulate: Annotated[int, Knob("Micro-batches per optimiser step and rank.", "[1, inf)", "micro-batches")]
-    offload: Annotated[bool, Knob("Keep saved activations in host memory (GPU).")]
-    channels_last: Annotated[bool, Knob("Channels-last memory layout.")]
-    compile: Annotated[bool, Knob("Compile the network with torch.compile.")]
-    cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).")]
-    budget_gib: Annotated[float | None, Knob("Memory that `plan` compares a training step with.", "(0, inf)", "GiB")]
+    checkpointing: Annotated[
+        Any, Knob("Blocks recomputed in the backward pass: none, sqrt, all, or a [list] of block names.", neutral=True)
+    ]
+    accumulate: Annotated[int, Knob("Micro-batches per optimiser step and rank.", "[1, inf)", "micro-batches", neutral=True)]
+    offload: Annotated[bool, Knob("Keep saved activations in host memory (GPU).", neutral=True)]
+    channels_last: Annotated[bool, Knob("Channels-last memory layout.", neutral=True)]
+    compile: Annotated[bool, Knob("Compile the network with torch.compile.", neutral=True)]
+    cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)]
+    budget_gib: Annotated[
+        float | None, Knob("Memory that `plan` compares a training step with.", "(0, inf)", "GiB", neutral=True)
+    ]
 
 
 @dataclass
 class TrainerConfig:
     """Devices and ranks."""
 
-    accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")]
-    devices: Annotated[int, Knob("Ranks of each machine, one per device.", "[1, inf)", "ranks")]
-    num_nodes: Annotated[int, Knob("Machines.", "[1, inf)", "machines")]
-    strategy: Annotated[Strategy, Knob("How ranks share the work. fsdp: they also share weights and optimiser state.")]
-    threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads")]
+    accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.", neutral=True)]
+    devices: Annotated[int, Knob("Ranks of each machine, one per device.", "[1, inf)", "ranks", neutral=True)]
+    num_nodes: Annotated[int, Knob("Machines.", "[1, inf)", "machines", neutral=True)]
+    strategy: Annotated[
+        Strategy, Knob("How ranks share the work. fsdp: they also share weights and optimiser state.", neutral=True)
+    ]
+    threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads", neutral=True)]
     gradient_clip: Annotated[float | None, Knob("Largest norm of the gradient; null: no clipping.", "(0, inf)")]
     # Absent from older run folders.
     sync_batchnorm: Annotated[bool, Knob("With model.norm=batch: statistics over the samples of all ranks (GPU).")] = False
@@ -278,10 +291,10 @@ class LossConfig:
 class DebugConfig:
     """Tools to find faults; they cost time, and the run says when one is on."""
 
-    anomaly: Annotated[bool, Knob("Stop at the operation that produced a NaN; several times slower.")]
+    anomaly: Annotated[bool, Knob("Stop at the operation that produced a NaN; several times slower.", neutral=True)]
     overfit: Annotated[bool, Knob("Train on the first batch only.")]
     fast: Annotated[bool, Knob("Validate one case only.")]
-    profiler: Annotated[Profiler, Knob("Lightning's table of times, in fit-profile.txt of the run folder.")]
+    profiler: Annotated[Profiler, Knob("Lightning's table of times, in fit-profile.txt of the run folder.", neutral=True)]
 
 
 @dataclass
@@ -304,21 +317,23 @@ class PredictInferenceConfig(InferenceConfig):
 class TrainConfig:
     """Keys of `train`, and of the configuration in a run folder."""
 
-    name: Annotated[str, Knob("Name of the run; its folder is runs/<name>/<date_time>.")]
+    name: Annotated[str, Knob("Name of the run; its folder is runs/<name>/<date_time>.", neutral=True)]
     seed: Annotated[int, Knob("Seed of initial weights and samples.", "[0, inf)")]
     steps: Annotated[
         int, Knob("Length of the run, whatever the number of ranks and micro-batches.", "[1, inf)", "optimiser steps")
     ]
-    resume: Annotated[Text, Knob("Run folder to resume from its last.ckpt; auto: the unfinished run of the same signature.")]
-    checkpoint_every: Annotated[
-        int | None, Knob("Interval of last.ckpt; null: at validations only.", "[1, inf)", "optimiser steps")
+    resume: Annotated[
+        Text, Knob("Run folder to resume from its last.ckpt; auto: the unfinished run of the same signature.", neutral=True)
     ]
-    retry_failed: Annotated[bool, Knob("A multirun that is started again repeats the jobs that failed.")]
+    checkpoint_every: Annotated[
+        int | None, Knob("Interval of last.ckpt; null: at validations only.", "[1, inf)", "optimiser steps", neutral=True)
+    ]
+    retry_failed: Annotated[bool, Knob("A multirun that is started again repeats the jobs that failed.", neutral=True)]
     init_from: Annotated[Text, Knob("Checkpoint or .safetensors file with the initial weights (fine-tuning).")]
     ema_decay: Annotated[
         float | None, Knob("Decay of the moving average of the weights, which is validated and saved.", "(0, 1)")
     ]
-    run_dir: Annotated[str, Knob("Run folder; set by hydra.run.dir.")]
+    run_dir: Annotated[str, Knob("Run folder; set by hydra.run.dir.", neutral=True)]
     stage: StageConfig
     task: TaskConfig
     spacing: SpacingConfig
@@ -335,7 +350,7 @@ class TrainConfig:
     memory: MemoryConfig
     trainer: TrainerConfig
     inference: InferenceConfig
-    logger: Annotated[dict[str, Any], Knob("Lightning logger (_target_) beside history.csv; empty: none.")]
+    logger: Annotated[dict[str, Any], Knob("Lightning logger (_target_) beside history.csv; empty: none.", neutral=True)]
     debug: DebugConfig
 
 
@@ -514,3 +529,18 @@ class DemoConfig:
     """Keys of `demo`."""
 
     output: Annotated[str, Knob("Folder of all results.")]
+
+
+def schema_defaults(schema: type) -> dict[str, Any]:
+    """Collect the defaults of a schema by key, as Hydra composes them before the files of `conf/`."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(schema).items():
+        if is_dataclass(hint):
+            found |= {name: inner} if (inner := schema_defaults(cast(type, hint))) else {}
+        elif hasattr(schema, name):
+            found[name] = getattr(schema, name)
+    return found
+
+
+# Named in the defaults list of conf/train.yaml: a key that the files do not contain can be overridden like any other.
+ConfigStore.instance().store("train_schema", schema_defaults(TrainConfig))

@@ -1,42 +1,15 @@
 """Signature of a run: a hash of all values that can change its result."""
 
+import dataclasses
+import functools
 import hashlib
 import json
+import typing
 from collections.abc import Mapping
-from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
-# Keys (and groups, with a dot at the end) that cannot change a result: places, intervals of saving, means of computation. A run can resume
-# with other values. `micro_batch` stands for the common effect of devices and accumulation.
-NEUTRAL_KEYS = (
-    "name",
-    "resume",
-    "checkpoint_every",
-    "retry_failed",
-    "run_dir",
-    "logger.",
-    "data.cache",
-    "data.num_workers",
-    "data.prefetch",
-    "data.pin_memory",
-    "data.phantoms.folder",
-    "debug.anomaly",
-    "debug.profiler",
-    "memory.accumulate",
-    "memory.budget_gib",
-    "memory.channels_last",
-    "memory.checkpointing",
-    "memory.compile",
-    "memory.cudnn_benchmark",
-    "memory.offload",
-    "model.device_map.",
-    "trainer.accelerator",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.threads",
-)
+from medseg.config.schema import TrainConfig
 
 # Keys that older run folders lack, with the value that reproduces those runs: it is left out of the signature.
 LATER_KEYS: dict[str, Any] = {
@@ -48,9 +21,21 @@ LATER_KEYS: dict[str, Any] = {
 }
 
 
+@functools.cache
+def neutral_keys(schema: type, prefix: str = "") -> frozenset[str]:
+    """Collect the keys of a schema that cannot change the result of a run."""
+    found: set[str] = set()
+    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            found |= neutral_keys(typing.cast(type, hint), f"{prefix}{name}.")
+        elif typing.get_args(hint)[1].neutral:
+            found.add(f"{prefix}{name}")
+    return frozenset(found)
+
+
 def plain(config: Any) -> dict[str, Any]:
     """Convert dataclasses to plain types for YAML and checkpoints."""
-    converted: dict[str, Any] = _plain(asdict(config))
+    converted: dict[str, Any] = _plain(dataclasses.asdict(config))
     return converted
 
 
@@ -81,11 +66,13 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 def is_neutral(key: str) -> bool:
     """Whether a key cannot change the result of a run.
 
+    `micro_batch` of `decisive` stands for the common effect of devices and accumulation, which are neutral.
+
     Example:
         >>> [is_neutral(key) for key in ("logger.save_dir", "data.num_workers", "optimizer.lr")]
         [True, True, False]
     """
-    return any(key == neutral or (neutral[-1] == "." and f"{key}.".startswith(neutral)) for neutral in NEUTRAL_KEYS)
+    return any(f"{key}.".startswith(f"{neutral}.") for neutral in neutral_keys(TrainConfig))
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
