@@ -313,7 +313,7 @@ class PredictInferenceConfig(InferenceConfig):
     tta: Annotated[bool, Knob("Average over flipped inputs, not left to right where sides count; four times the time.")]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainConfig:
     """Keys of `train`, and of the configuration in a run folder."""
 
@@ -333,6 +333,15 @@ class TrainConfig:
     ema_decay: Annotated[
         float | None, Knob("Decay of the moving average of the weights, which is validated and saved.", "(0, 1)")
     ]
+    history_every: Annotated[
+        int | None,
+        Knob(
+            "Interval of the lines of history.csv; null: a twentieth of the run, at most 50.",
+            "[1, inf)",
+            "optimiser steps",
+            neutral=True,
+        ),
+    ] = None
     run_dir: Annotated[str, Knob("Run folder; set by hydra.run.dir.", neutral=True)]
     stage: StageConfig
     task: TaskConfig

@@ -83,7 +83,8 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     network = make_network(config)
     load_initial_weights(network, config)
 
-    history = History(run_dir / "history.csv", every=max(1, min(50, config.steps // 20)), steps=config.steps)
+    history_every = config.history_every or max(1, min(50, config.steps // 20))
+    history = History(run_dir / "history.csv", history_every, config.steps)
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, stop
     )

@@ -30,13 +30,13 @@ class History(pl.Callback):
 
     Args:
         path: CSV file.
-        every: Optimiser steps between two lines of training; the loss is their mean.
+        history_every: Optimiser steps between two lines of training; the loss is their mean.
         steps: Steps of the whole run, for the lines on the console.
     """
 
-    def __init__(self, path: Path, every: int, steps: int) -> None:
+    def __init__(self, path: Path, history_every: int, steps: int) -> None:
         self.path = path
-        self.every = every
+        self.history_every = history_every
         self.steps = steps
         self.losses: list[Tensor | float] = []
         self.num_rows = 0
@@ -85,7 +85,7 @@ class History(pl.Callback):
         self.losses.append(pl_module.train_loss)  # type: ignore[arg-type]
         step = trainer.global_step
         is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if not is_step_done or (step % self.every and step != self.steps):
+        if not is_step_done or (step % self.history_every and step != self.steps):
             return
         now_s = time.perf_counter()
         loss = fmean(self._mean_losses())

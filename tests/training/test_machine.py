@@ -62,7 +62,7 @@ def test_workers_are_counted_with_what_they_do_not_share() -> None:
 
 
 def test_every_line_of_the_history_has_them_and_so_has_the_logger(fit: Callable[..., Any], tmp_path: Path) -> None:
-    history = History(tmp_path / "history.csv", every=2, steps=4)
+    history = History(tmp_path / "history.csv", history_every=2, steps=4)
     logger = ["logger=csv", f"logger.save_dir='{tmp_path}'"]
     fit([*SMALL, *logger, "steps=4"], [make_batch(n) for n in range(4)], [history])
     with (tmp_path / "history.csv").open(newline="") as file:
@@ -132,7 +132,7 @@ class CountReads(pl.Callback):
 @pytest.mark.parametrize("region_mode", ["mirrored", "side_input"])
 def test_no_step_waits_for_a_value(region_mode: str, fit: Callable[..., Any], tmp_path: Path) -> None:
     """Loss, clipping, optimiser, logging and the history: none of them reads from the device but where a line is written."""
-    counter, history = CountReads(), History(tmp_path / "history.csv", every=3, steps=6)
+    counter, history = CountReads(), History(tmp_path / "history.csv", history_every=3, steps=6)
     settings = [*SMALL, "steps=6", f"stage.region_mode={region_mode}", "memory.checkpointing=all", "trainer.gradient_clip=1"]
     fit(settings, [make_batch(n) for n in range(6)], [history, counter])
     assert [count for count, step in zip(counter.counts, range(1, 7), strict=True) if step % 3] == [0] * 4
