@@ -1,1 +1,1 @@
-"""Configuration to objects, one module per group."""
+"""Builders: make objects from the configuration, one module per group."""

@@ -44,9 +44,9 @@ from medseg.runs.folder import remove_if_empty
 # Command to its schema, the module of its function, which has the same name, and its sentence.
 COMMANDS: dict[str, tuple[type, str, str]] = {
     "train": (TrainConfig, "medseg.commands.train", "train one stage (stage=coarse or stage=fine)"),
-    "search": (SearchConfig, "medseg.studies.search", "train many trials of a space, the better ones to their end"),
+    "search": (SearchConfig, "medseg.studies.search", "search hyperparameters: train many trials and stop poor ones early"),
     "prepare": (PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"),
-    "ladder": (LadderConfig, "medseg.studies.ladder", "measure what each switch saves, added one at a time"),
+    "ladder": (LadderConfig, "medseg.studies.ladder", "measure the saving of each memory switch, added one at a time"),
     "compare_spacing": (
         CompareSpacingConfig,
         "medseg.studies.compare_spacing",
@@ -61,7 +61,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     "cross_validate": (CrossValidateConfig, "medseg.studies.cross_validate", "train and score fold by fold, by patient"),
     "make_weights": (MakeWeightsConfig, "medseg.studies.recipes", "train on all cases and write the weights as small files"),
     "phantom": (PhantomsConfig, "medseg.commands.phantom", "make chest phantoms with exact labels"),
-    "demo": (DemoConfig, "medseg.studies.recipes", "phantoms, both stages, prediction and scores in minutes"),
+    "demo": (DemoConfig, "medseg.studies.recipes", "make phantoms, train both stages, predict and score, in minutes"),
 }
 
 

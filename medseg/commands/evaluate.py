@@ -1,4 +1,4 @@
-"""The `evaluate` command: score label maps against references."""
+"""The `evaluate` command: scores label maps against references."""
 
 from __future__ import annotations
 

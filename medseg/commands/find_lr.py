@@ -1,4 +1,4 @@
-"""The `find_lr` command: one short run in which the learning rate climbs, a plot of its loss, and the suggested rate."""
+"""The `find_lr` command: finds the learning rate of the steepest fall of the loss in one short run, and plots it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def find_lr(config: FindLrConfig) -> int:
     """
     require(
         config.lowest_lr < config.highest_lr,
-        f"lowest_lr={config.lowest_lr:g} must lie below highest_lr={config.highest_lr:g}",
+        f"expected lowest_lr < highest_lr, but got lowest_lr={config.lowest_lr:g} and highest_lr={config.highest_lr:g}",
     )
     require(
         config.trainer.devices * config.trainer.num_nodes == 1,
-        "trainer: one rank finds the rate of stage.batch_size for any number of them; choose trainer=single",
+        "trainer: find_lr runs on one rank, and its result holds for any number of ranks with the same stage.batch_size; choose trainer=single",
     )
     find_spacing(config.spacing, config.data)
     output = Path(config.output)

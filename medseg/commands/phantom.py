@@ -1,4 +1,4 @@
-"""The `phantom` command: chest scans with exact labels, and their case table."""
+"""The `phantom` command: makes synthetic chest scans with exact labels, and their case table."""
 
 from pathlib import Path
 

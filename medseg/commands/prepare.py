@@ -1,4 +1,4 @@
-"""`prepare` command: audits every case, fills the cache at the spacing of each stage, and prints what it finds."""
+"""The `prepare` command: audits every case, fills the cache at the spacing of each stage, and prints the findings."""
 
 from __future__ import annotations
 

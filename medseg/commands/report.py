@@ -1,4 +1,4 @@
-"""The `report` command: one page and one table over all runs below a folder."""
+"""The `report` command: compares all runs below a folder on one page and in one table."""
 
 from __future__ import annotations
 

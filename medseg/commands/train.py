@@ -54,7 +54,7 @@ def train(config: TrainConfig) -> int:
     if hydra_config.mode is RunMode.MULTIRUN:
         require(
             not is_under_torchrun(),
-            "torchrun starts the ranks of one run; start a multirun with python, its jobs start their own",
+            "a multirun cannot run under torchrun, which starts the ranks of one run; start it with python, and each job starts its own ranks",
         )
         return sweeps.run_job(config)
     check_start(config.trainer, config.resume)

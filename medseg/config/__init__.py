@@ -1,1 +1,1 @@
-"""The typed configuration and its cross-checks; only build and apps import it."""
+"""Typed configuration: schema, checks and rules between keys."""

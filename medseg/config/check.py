@@ -86,7 +86,7 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     if isinstance(error, ValidationError):
         return f"{key}: {first}"
     if first.startswith("Ambiguous value"):
-        return f"{first}; a sweep over several values needs -m, a list [brackets]"
+        return f"{first}; add -m to sweep over several values, or write a list in [brackets]"
     if "Could not find" in first or first.startswith("You must specify"):
         skipped = ("Config search path", "provider=", "object_type", "full_key", "Available options")
         listed = ", ".join(line for line in lines[1:] if not line.startswith(skipped))

@@ -87,13 +87,15 @@ def notes(config: TrainConfig) -> list[str]:
     if config.loss.batch_dice:
         seen["loss.batch_dice=true"] = micro_batch
     found = [
-        f"{key} looks at {samples} sample{'s' * (samples > 1)} at a time instead of the batch of {stage.batch_size} "
-        f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}): another result"
+        f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of {stage.batch_size} "
+        f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}), so the result differs"
         for key, samples in seen.items()
         if samples < stage.batch_size
     ]
     if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
-        found.append("memory.cudnn_benchmark=true searches anew at each new shape, and without stage.patch_size they vary")
+        found.append(
+            "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and without stage.patch_size the shapes vary"
+        )
     return found
 
 
@@ -126,10 +128,13 @@ def _check_by_spacing(config: PredictConfig) -> None:
     earlier = ("", 0.0)
     for name, one in sorted((config.by_spacing or {}).items(), key=lambda item: item[1].range_mm):
         key, (low_mm, high_mm) = f"by_spacing.{name}", one.range_mm
-        require(0 <= low_mm < high_mm, f"{key}.range_mm: two rising numbers from 0 on are needed, but got {list(one.range_mm)}")
+        require(
+            0 <= low_mm < high_mm,
+            f"{key}.range_mm: expected two increasing numbers, the first at least 0, but got {list(one.range_mm)}",
+        )
         require(
             low_mm >= earlier[1],
-            f"{key}.range_mm={list(one.range_mm)} overlaps that of {earlier[0]}; let one end where the other begins",
+            f"{key}.range_mm={list(one.range_mm)} overlaps that of {earlier[0]}; end one range where the other begins",
         )
         earlier = (name, high_mm)
         for stage in ("coarse", "fine"):
@@ -140,7 +145,7 @@ def _path_list(key: str, value: Any) -> list[str]:
     """Bring one path or a list of them to a list; null is the empty list."""
     paths = value if isinstance(value, list) else [] if value is None else [value]
     are_paths = value != [] and all(isinstance(path, str) for path in paths)
-    require(are_paths, f"{key}: a checkpoint, a list of checkpoints or null is needed, but got {value!r}")
+    require(are_paths, f"{key}: expected a checkpoint, a list of checkpoints or null, but got {value!r}")
     return paths
 
 
@@ -150,9 +155,9 @@ def _task_rules(task: TaskConfig) -> Rules:
     rules = [
         (
             values == list(range(1, len(values) + 1)),
-            f"task.labels: values must be 1, 2, … without a gap, but got {dict(task.labels)}",
+            f"task.labels: expected the values 1, 2, … without a gap, but got {dict(task.labels)}",
         ),
-        (low_hu < high_hu, f"task.window_hu: the lower bound must lie below the upper, but got {list(task.window_hu)}"),
+        (low_hu < high_hu, f"task.window_hu: expected a lower bound below the upper one, but got {list(task.window_hu)}"),
     ]
     for name, region in task.regions.items():
         key, unknown = f"task.regions.{name}.labels", [label for label in region.labels if label not in task.labels]
@@ -178,16 +183,16 @@ def _value_rules(config: TrainConfig) -> Rules:
         ),
         (
             fold in (None, "all") or (type(fold) is int and 0 <= fold < config.data.num_folds),
-            f"data.fold: must lie in 0 … {config.data.num_folds - 1} (data.num_folds={config.data.num_folds}) or be all, but got {fold}",
+            f"data.fold: expected 0 … {config.data.num_folds - 1} (data.num_folds={config.data.num_folds}), all or null, but got {fold}",
         ),
         (
             policy in ("none", "sqrt", "all") or (isinstance(policy, list) and all(isinstance(name, str) for name in policy)),
-            f"memory.checkpointing: none, sqrt, all or a [list] of block names is needed, but got {policy}",
+            f"memory.checkpointing: expected none, sqrt, all or a [list] of block names, but got {policy}",
         ),
         (loss.dice_weight + loss.ce_weight > 0, "loss.dice_weight and loss.ce_weight: at least one must be positive"),
         (
             len(model.blocks_per_level) == model.depth + 1,
-            f"model.blocks_per_level: model.depth={model.depth} has {model.depth + 1} levels, but got {model.blocks_per_level}",
+            f"model.blocks_per_level: expected {model.depth + 1} numbers, one per level (model.depth={model.depth}), but got {model.blocks_per_level}",
         ),
         (
             model.refine == 0 or model.stem is not Stem.conv,
@@ -195,7 +200,7 @@ def _value_rules(config: TrainConfig) -> Rules:
         ),
         (
             device_map in (None, "auto") or is_map,
-            f"model.device_map: null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, … is needed, but got {device_map}",
+            f"model.device_map: expected null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, …, but got {device_map}",
         ),
     ]
 
@@ -214,7 +219,7 @@ def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
     rules = [
         (
             not (is_native and target_mm),
-            f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native takes each scan as it is; leave it null",
+            f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing of each scan; leave it null",
         ),
         (
             not is_native or spacing.resampling is Resampling.antialiased,
@@ -226,7 +231,7 @@ def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
         ),
         (
             strategy not in (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution) or len(set(target_mm)) == 1,
-            f"{key}.target_spacing_mm={target_mm}: {key}.strategy={strategy.value} has one spacing for all axes; choose "
+            f"{key}.target_spacing_mm={target_mm}: {key}.strategy={strategy.value} uses one spacing for all axes; choose "
             f"{key}.strategy=anisotropic",
         ),
     ]
@@ -235,17 +240,17 @@ def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
         rules += [
             (
                 not is_given or strategy is owner,
-                f"{key}.{name}: only {key}.strategy={owner.value} has it, but {key}.strategy={strategy.value}; leave it out",
+                f"{key}.{name}: only {key}.strategy={owner.value} uses it, but {key}.strategy={strategy.value}; leave it out",
             ),
             (is_given or strategy is not owner, f"{key}.{name}: {key}.strategy={owner.value} needs a value"),
         ]
     return [
         *rules,
-        (low_mm < high_mm, f"{key}.range_mm: two rising numbers are needed, but got {[low_mm, high_mm]}"),
+        (low_mm < high_mm, f"{key}.range_mm: expected two increasing numbers, but got {[low_mm, high_mm]}"),
         (
             spacing.range_mm is None or max(target_mm, default=0.0) <= low_mm,
-            f"{key}.target_spacing_mm={target_mm}: samples are made from the cache, which must not be coarser than the least of "
-            f"{key}.range_mm={[low_mm, high_mm]}; choose less, or null",
+            f"{key}.target_spacing_mm={target_mm}: samples are resampled from the cache, so it must not be coarser than the lower bound of "
+            f"{key}.range_mm={[low_mm, high_mm]}; choose a finer spacing, or null",
         ),
     ]
 
@@ -261,24 +266,24 @@ def _size_rules(config: TrainConfig) -> Rules:
             rules += [
                 (
                     all(voxels % step == 0 for voxels, step in zip(size, divisor, strict=True)),
-                    f"{key}: must be multiples of {divisor[0] if len(set(divisor)) == 1 else list(divisor)} (model.depth={model.depth}, "
+                    f"{key}: expected multiples of {divisor[0] if len(set(divisor)) == 1 else list(divisor)} (model.depth={model.depth}, "
                     f"model.stem={model.stem.value}), but got {list(size)}",
                 ),
                 (
                     size != divisor or model.norm is not Norm.instance,
-                    f"{key}={list(size)}: the deepest level of the network would have a single voxel, and model.norm=instance takes no "
-                    "variance of one; choose more along an axis",
+                    f"{key}={list(size)}: the deepest level of the network would have one voxel, but model.norm=instance needs at "
+                    "least two for a variance; choose a larger size along an axis",
                 ),
                 (
                     whole is None or all(part <= most for part, most in zip(size, whole, strict=True)),
-                    f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole or ())}; choose less, or null",
+                    f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole or ())}; choose a smaller size, or null",
                 ),
             ]
     return [
         *rules,
         (
             whole is None or stage.max_voxels is None or math.prod(whole) <= stage.max_voxels,
-            f"spacing.size={list(whole or ())} has more voxels than stage.max_voxels={stage.max_voxels} lets through; choose less, or "
+            f"spacing.size={list(whole or ())} has more voxels than stage.max_voxels={stage.max_voxels} allows; choose a smaller size, or "
             "stage.max_voxels=null",
         ),
     ]
@@ -295,25 +300,25 @@ def _rank_rules(config: TrainConfig) -> Rules:
     is_batch, is_separate = config.model.norm is Norm.batch, stage.region_mode is RegionMode.separate
     excluded_by_map = [
         (f"trainer.devices={trainer.devices}", ranks > 1, "one rank uses all devices of the map"),
-        ("memory.offload=true", memory.offload, "the map already says where activations lie"),
+        ("memory.offload=true", memory.offload, "the device map already places the activations"),
         ("memory.compile=true", memory.compile, "compiled code stays on one device"),
         (
             f"memory.precision={memory.precision.value}",
             is_half and len(kinds) > 1,
-            "half precision is that of one kind of device",
+            "half precision needs devices of one kind, all CPU or all GPU",
         ),
     ]
     target = str(config.optimizer["_target_"])
     excluded_by_fsdp = [
-        ("ema_decay", config.ema_decay is not None, "the average would need the whole weights after each step"),
+        ("ema_decay", config.ema_decay is not None, "the average would need unsharded weights after each step"),
         ("memory.precision=fp16", memory.precision is Precision.fp16, "Lightning's FSDP2 has no loss scaling"),
-        ("memory.offload=true", memory.offload, "what a block gathers must not be moved"),
-        ("memory.compile=true", memory.compile, "compiled code does not see a block gather its weights"),
-        (f"optimizer._target_={target}", not target.startswith("torch.optim."), "its rule may need whole weights"),
+        ("memory.offload=true", memory.offload, "offloading would move the weights that a block gathers"),
+        ("memory.compile=true", memory.compile, "compiled code bypasses the gathering of weights"),
+        (f"optimizer._target_={target}", not target.startswith("torch.optim."), "its update rule may need unsharded weights"),
         (
             "model.norm=batch",
             is_batch and not trainer.sync_batchnorm,
-            "each rank would keep running statistics of its own without trainer.sync_batchnorm=true",
+            "without trainer.sync_batchnorm=true each rank would keep separate running statistics",
         ),
         ("stage.region_mode=separate", is_separate, "ranks would wait for each other's networks"),
     ]
@@ -323,23 +328,24 @@ def _rank_rules(config: TrainConfig) -> Rules:
             f"trainer.devices={trainer.devices} with trainer.strategy=auto: choose trainer=ddp for more than one rank",
         ),
         *(
-            (device_map is None or not clashes, f"{key} does not go with model.device_map ({reason}); change one of them")
+            (device_map is None or not clashes, f"{key} cannot be combined with model.device_map ({reason}); change one of them")
             for key, clashes, reason in excluded_by_map
         ),
         *(
             (
                 trainer.strategy is not Strategy.fsdp or not clashes,
-                f"{key} does not go with trainer=fsdp ({reason}); choose trainer=ddp, or leave it out",
+                f"{key} cannot be combined with trainer=fsdp ({reason}); choose trainer=ddp, or leave it out",
             )
             for key, clashes, reason in excluded_by_fsdp
         ),
         (
             not trainer.sync_batchnorm or is_batch,
-            f"trainer.sync_batchnorm=true: with model.norm={config.model.norm.value} a sample's norms see nothing of other ranks; leave it out",
+            f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.norm.value}; choose "
+            "trainer.sync_batchnorm=false",
         ),
         (
             not (trainer.sync_batchnorm and is_separate),
-            "trainer.sync_batchnorm=true does not go with stage.region_mode=separate (ranks would wait for each other's networks); change one",
+            "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate (ranks would wait for each other's networks); change one",
         ),
         (
             stage.batch_size % share == 0,
@@ -390,7 +396,7 @@ def _optimisation_rules(config: TrainConfig) -> Rules:
         ),
         (
             warmup_steps == 0 or schedule in CHAINABLE_SCHEDULES,
-            f"warmup_steps={warmup_steps}: schedule {schedule} sets its rates itself; choose warmup_steps=0, or a schedule such as "
+            f"warmup_steps={warmup_steps}: schedule {schedule} sets the learning rates of all steps itself; choose warmup_steps=0, or a schedule such as "
             "schedule=cosine",
         ),
         (warmup_steps < steps, f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"),
@@ -408,7 +414,7 @@ def _stage_rules(config: TrainConfig) -> Rules:
     rules = [
         (
             not (sides and 2 in flip_axes),
-            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that task={config.task.name} tells apart",
+            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that task={config.task.name} distinguishes; leave axis 2 out",
         ),
         (set(flip_axes) <= {0, 1, 2}, f"augment.flip_axes: axes are 0 (z), 1 (y), 2 (x), but got {flip_axes}"),
     ]
@@ -417,21 +423,24 @@ def _stage_rules(config: TrainConfig) -> Rules:
             *rules,
             (
                 not (sides and flip_axes),
-                f"augment.flip_axes={flip_axes}: flips make sides undecidable for the coarse stage; leave it empty",
+                f"augment.flip_axes={flip_axes}: with flips the coarse stage cannot distinguish the sides; leave it empty",
             ),
-            (stage.patch_size is None, "stage.patch_size: the coarse stage sees whole volumes; bound them with stage.max_voxels"),
+            (
+                stage.patch_size is None,
+                "stage.patch_size: the coarse stage trains on whole volumes; bound them with stage.max_voxels",
+            ),
             *(
-                (getattr(stage, key) is None, f"stage.{key}: only the fine stage has it; leave it out with stage=coarse")
+                (getattr(stage, key) is None, f"stage.{key}: only the fine stage uses it; leave it out with stage=coarse")
                 for key in (*FINE_KEYS, "elsewhere_share", "coarse")
             ),
         ]
     counts = {name: len(region.labels) for name, region in config.task.regions.items()}
     return [
         *rules,
-        (stage.max_voxels is None, "stage.max_voxels: only the coarse stage has it; bound crops with stage.patch_size"),
+        (stage.max_voxels is None, "stage.max_voxels: only the coarse stage uses it; bound crops with stage.patch_size"),
         (
             stage.slab_share is None,
-            "stage.slab_share: only the coarse stage has it; the fine one has augment.truncate_probability",
+            "stage.slab_share: only the coarse stage uses it; the fine stage uses augment.truncate_probability",
         ),
         *((getattr(stage, key) is not None, f"stage.{key}: the fine stage needs a value") for key in FINE_KEYS),
         (

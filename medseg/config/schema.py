@@ -141,7 +141,7 @@ class PhantomCountsConfig:
 
     detail: Annotated[Detail, Knob("Voxel size. small: 2 to 3 mm; full: 0.6 to 1 mm in plane.")]
     seed: Annotated[int, Knob("Seed of the first scan.", "[0, inf)")]
-    num_train: Annotated[int, Knob("Training scans; of a run: without a case table.", "[1, inf)", "scans")]
+    num_train: Annotated[int, Knob("Training scans; a run uses them only without a case table.", "[1, inf)", "scans")]
     num_val: Annotated[int, Knob("Validation scans.", "[1, inf)", "scans")]
     num_test: Annotated[int, Knob("Test scans.", "[0, inf)", "scans")]
 
@@ -530,7 +530,10 @@ class CrossValidateConfig(RecipeConfig):
 class MakeWeightsConfig(RecipeConfig):
     """Keys of `make_weights`."""
 
-    runs: Annotated[str, Knob("Run folders; finished runs are kept, so that folds and weights share those on synthetic scans.")]
+    runs: Annotated[
+        str,
+        Knob("Run folders; finished runs are reused, so cross_validate and make_weights share pretraining on synthetic scans."),
+    ]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Loader tuning: seconds per batch for numbers of workers, batches ahead and kinds of memory, on this machine."""
+"""Loader tuning: batches per second for different numbers of workers, prefetched batches and pinned memory, on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tune_loader(config: TuneLoaderConfig) -> int:
         rates[setting] = config.num_batches / time_batches(data, setting, config.num_batches, device)
         print(f"{setting!s:52s}{rates[setting]:10.2f}", flush=True)
     best = propose(rates)
-    print(f"take: {best}   (a step that takes longer than {1 / rates[best]:.3f} s never waits)")
+    print(f"take: {best}   (the loader keeps up with steps longer than {1 / rates[best]:.3f} s)")
     return 0
 
 

@@ -188,7 +188,8 @@ def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]
         f"trainer: per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
         and not is_fsdp,
         "model.device_map: counted over all of its devices together.": config.model.device_map is not None,
-        "memory.precision=fp16: norms over groups run in fp32 on a GPU and save some more.": switches.precision is Precision.fp16,
+        "memory.precision=fp16: on a GPU, group norms run in fp32, so the step needs slightly more memory than counted.": switches.precision
+        is Precision.fp16,
     }
     return [
         f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {'×'.join(map(str, shape))} voxels, "

@@ -47,7 +47,7 @@ def open_run(config: TrainConfig) -> Path:
     if config.resume is None:
         run_dir = Path(config.run_dir).absolute()
         if (run_dir / CONFIG_FILE).exists():
-            raise UserError(f"{run_dir} holds a run already; give resume={run_dir} to go on with it, or another hydra.run.dir")
+            raise UserError(f"{run_dir} already contains a run; give resume={run_dir} to continue it, or another hydra.run.dir")
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     else:
         run_dir = _existing_run(config.resume)
@@ -208,16 +208,18 @@ def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> 
     begin, steps = f"resume={resume}: ", saved["steps"]
     if "steps" in differing and all(key == "steps" or key.startswith("schedule.") for key in differing):
         if given["steps"] < steps:
-            raise UserError(f"{begin}steps={given['steps']} is less than the {steps} of the run")
+            raise UserError(f"{begin}steps={given['steps']} is less than steps={steps} of the run; choose {steps} or more")
         is_bound = any(key.startswith("schedule.") and type(value) is int and value == steps for key, value in saved.items())
         if not is_bound and differing == ["steps"]:
             return
         raise UserError(
-            f"{begin}steps={given['steps']}: the learning rates of {str(saved['schedule._target_']).rpartition('.')[2]} were laid out for "
-            f"{steps} steps, so more of them make another run; start a new one, with schedule=constant if it is to be prolonged"
+            f"{begin}steps={given['steps']}: the schedule {str(saved['schedule._target_']).rpartition('.')[2]} was built for {steps} steps "
+            "and would change with another length; start a new run, with schedule=constant if you want to extend it later"
         )
     changes = "; ".join(f"{key}: {saved.get(key)} then, {given.get(key)} now" for key in differing[:5])
-    raise UserError(f"{begin}the result would be that of another run, since its configuration differs in {changes}")
+    raise UserError(
+        f"{begin}the configuration has changed and would change the result ({changes}); restore these values, or start a new run"
+    )
 
 
 def _signature(run_dir: Path) -> str | None:

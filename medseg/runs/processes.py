@@ -1,4 +1,4 @@
-"""Processes of a run: its ranks, the process of its own that each job of a sweep gets, and the signals that stop them."""
+"""Processes of a run: its ranks, one process per sweep job, and stop signals."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ def check_start(trainer: TrainerConfig, resume: str | None) -> None:
     if trainer.num_nodes == 1:
         return
     begin = f"trainer.num_nodes={trainer.num_nodes}: "
-    require(is_under_torchrun(), f"{begin}this command starts one machine; put torchrun in the place of python, on each machine")
+    require(
+        is_under_torchrun(),
+        f"{begin}this command starts ranks on one machine only; run it with torchrun instead of python, on each machine",
+    )
     require(
         resume is not None,
-        f"{begin}when torchrun starts the ranks again, they must find their run; give hydra.run.dir=<run folder> resume=auto",
+        f"{begin}after a restart by torchrun, the ranks must find their run folder; give hydra.run.dir=<run folder> resume=auto",
     )
 
 

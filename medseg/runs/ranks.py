@@ -1,4 +1,4 @@
-"""Ranks of a run: number of this process, torch's process group, and what the first rank decides for all."""
+"""Ranks of a run: rank number, torch process group, and broadcast of rank 0's decisions."""
 
 from __future__ import annotations
 

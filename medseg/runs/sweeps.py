@@ -1,4 +1,4 @@
-"""Sweep: a folder with a record of each job, by which a multirun is resumed and compared."""
+"""Sweep folder: a record of each job, used to resume a multirun and to compare its jobs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def run_job(config: TrainConfig) -> int:
         Exit code of the job, that of an earlier attempt where it is left.
     """
     if config.resume not in (None, "auto"):
-        raise UserError(f"resume={config.resume}: a multirun goes on by itself when it is given its folder as hydra.sweep.dir")
+        raise UserError(f"resume={config.resume}: to resume a multirun, leave resume out and give hydra.sweep.dir=<its folder>")
     settle(config)
     sweep_dir, job_dir = _folders()
     job = Job(HydraConfig.get().job.num, Status.running, "", _overrides(), signature(plain(config)))
@@ -108,7 +108,7 @@ def run_job(config: TrainConfig) -> int:
         remove_if_empty(job_dir)
         job_dir, status = earlier, read_jobs(earlier)[earlier].status
         if status is Status.finished or (status in FAILURES and not config.retry_failed):
-            say(f"job {job.number} is {status.value.replace('_', ' ')} already: {job_dir}")
+            say(f"job {job.number} has already ended ({status.value.replace('_', ' ')}): {job_dir}")
             return exit_code_of(status)
         if is_busy(job_dir):
             say(f"job {job.number} is running elsewhere: {job_dir}")

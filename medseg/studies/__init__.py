@@ -1,1 +1,1 @@
-"""Experiments over experiments: ladder, spacing comparison, cross-validation, search, weights."""
+"""Studies: commands that combine several runs (ladder, spacing comparison, cross-validation, search, weights, demo)."""

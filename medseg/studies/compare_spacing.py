@@ -75,7 +75,10 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         name: stages_of(name, config, given, output / "runs") for name in config.rows
     }  # all are checked before the first runs
     are_distinct = len({"runs", *map(folder_name, rows)}) == len(rows) + 1
-    require(bool(rows) and are_distinct, f"rows: names must differ in their letters, and from runs, but got {list(rows)}")
+    require(
+        bool(rows) and are_distinct,
+        f"rows: expected at least one row, with names that differ in more than punctuation and are not 'runs', but got {list(rows)}",
+    )
     cases = [case for case in find_sources(config.data)[0].split.test if case.labels is not None]
     require(bool(cases), "data.test_patients: no case with labels is held out; name patients of the case table")
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}

@@ -234,7 +234,9 @@ def _section(rows: Sequence[Row]) -> str:
         lines.append(f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, worst {worst['dice']:.4f}: {_where(worst)}\n")
     if absent := [row for row in rows if row["volume_ref_ml"] == 0]:
         most = max(absent, key=lambda row: row["volume_pred_ml"])
-        lines.append(f"Most found where nothing is ({len(absent)}): {most['volume_pred_ml']:.1f} ml: {_where(most)}\n")
+        lines.append(
+            f"Largest false-positive volume where the region is absent ({len(absent)}): {most['volume_pred_ml']:.1f} ml: {_where(most)}\n"
+        )
     return "\n".join(lines)
 
 

@@ -112,7 +112,7 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
     require(bool(config.rows), "rows: at least one row is needed")
     require(
         len({*map(folder_name, config.rows), *BASELINES}) == len(config.rows) + len(BASELINES),
-        f"rows: names must differ in their letters, and from {', '.join(BASELINES)}, but got {list(config.rows)}",
+        f"rows: expected names that differ in more than punctuation and are none of {', '.join(BASELINES)}, but got {list(config.rows)}",
     )
     # `train` has another default stage than `ladder`.
     arguments = merge_arguments([f"stage={config.stage.name.value}"], given)

@@ -1,4 +1,4 @@
-"""Callbacks for the user's eye: pictures of validation cases, and the distortion of crops of fixed size."""
+"""Monitoring callbacks: pictures of validation cases, and the distortion of crops of fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request to stop: a signal is noted, the run saves at the end of its step and leaves."""
+"""Stop request: records a stop signal; the run then saves a checkpoint after the current step and exits."""
 
 from __future__ import annotations
 

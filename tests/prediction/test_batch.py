@@ -262,7 +262,7 @@ def test_a_missing_file_of_a_table_is_one_bad_case(
 
 @pytest.mark.parametrize("value", ["3", "[]", "[a,3]", "{a: b}"])
 def test_what_is_no_checkpoint_is_refused(value: str, scans: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="fine: a checkpoint, a list of checkpoints or null is needed"):
+    with pytest.raises(UserError, match="fine: expected a checkpoint, a list of checkpoints or null"):
         predict(scans, tmp_path / "out", f"fine={value}")
 
 

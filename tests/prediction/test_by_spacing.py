@@ -88,11 +88,11 @@ def test_each_scan_gets_the_cascade_of_its_spacing(loaded: None, tmp_path: Path,
 @pytest.mark.parametrize(
     ("by_spacing", "said"),
     [
-        ("{a: {range_mm: [2,2], fine: x}}", "by_spacing.a.range_mm: two rising numbers from 0 on are needed"),
-        ("{a: {range_mm: [-1,2], fine: x}}", "by_spacing.a.range_mm: two rising numbers from 0 on are needed"),
+        ("{a: {range_mm: [2,2], fine: x}}", "by_spacing.a.range_mm: expected two increasing numbers, the first at least 0"),
+        ("{a: {range_mm: [-1,2], fine: x}}", "by_spacing.a.range_mm: expected two increasing numbers, the first at least 0"),
         ("{b: {range_mm: [2,9]}, a: {range_mm: [0,2.1]}}", "by_spacing.b.range_mm=[2.0, 9.0] overlaps that of a"),
         ("{a: {fine: x}}", "by_spacing.a.range_mm: a value is missing"),
-        ("{a: {range_mm: [0,1], fine: 3}}", "by_spacing.a.fine: a checkpoint, a list of checkpoints or null is needed"),
+        ("{a: {range_mm: [0,1], fine: 3}}", "by_spacing.a.fine: expected a checkpoint, a list of checkpoints or null"),
         ("{a: {range_mm: [0,1], fines: x}}", "by_spacing.a.fines: there is no such key"),
     ],
 )

@@ -77,7 +77,7 @@ def test_the_whole_command_with_resume_is_the_run(run_dir: Path) -> None:
         (["optimizer.lr=0.001"], "optimizer.lr: 0.01 then, 0.001 now"),
         (["optimizer=sgd"], "optimizer._target_"),
         (["stage.batch_size=4"], "micro_batch: 1.0 then, 2.0 now"),
-        (["steps=999"], "steps=999 is less than the 1000 of the run"),
+        (["steps=999"], "steps=999 is less than steps=1000 of the run"),
         (["memory.precision=bf16"], "memory.precision: fp32 then, bf16 now"),
     ],
 )
@@ -95,7 +95,7 @@ def test_more_steps_are_allowed_where_the_schedule_has_no_length(run_dir: Path, 
     for schedule in ("one_cycle", "poly"):
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             other = open_run(compose(f"run_dir={tmp_path / schedule}", f"schedule={schedule}"))
-        with pytest.raises(UserError, match="were laid out for 1000 steps"):
+        with pytest.raises(UserError, match="was built for 1000 steps"):
             resume(other, "steps=2000")
 
 

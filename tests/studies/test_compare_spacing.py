@@ -46,7 +46,7 @@ def test_every_row_composes_and_rows_share_the_stages_that_are_the_same(tiny_tab
 def test_a_row_that_train_would_refuse_is_named_before_anything_runs() -> None:
     with (
         hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"),
-        pytest.raises(UserError, match=r"rows\.anisotropic\.fine: stage\.patch_size: must be multiples of \[8, 16, 16\]"),
+        pytest.raises(UserError, match=r"rows\.anisotropic\.fine: stage\.patch_size: expected multiples of \[8, 16, 16\]"),
     ):
         stages_of(compose("stages.fine=['stage.patch_size=[12,96,96]']"), "anisotropic", [])
 

@@ -71,7 +71,7 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     text = (tmp_path / "folds.md").read_text()
     assert "Mean Dice, reference (2): 0.7000, worst 0.5000: a left_lung (scores/overlays/a.png)" in text
     assert "Mean Dice, absent" not in text, "where nothing is, millilitres say more"
-    assert "Most found where nothing is (1): 7.0 ml: c left_lung (scores/overlays/c.png)" in text
+    assert "Largest false-positive volume where the region is absent (1): 7.0 ml: c left_lung (scores/overlays/c.png)" in text
     assert "| a | 0 | left_lung | reference | 0.5000 | 0.250 | none | 1 | 2 | 99.90 % |" in text
     scans, pieces = text.split("Pieces cut out of these scans:")
     assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)

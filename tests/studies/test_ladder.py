@@ -46,7 +46,7 @@ def test_rows_that_train_would_refuse_are_named() -> None:
         pytest.raises(UserError, match=r"rows\.wrong: model\.refine=8"),
     ):
         ladder_app.compose(rows[-1])
-    with pytest.raises(UserError, match="differ in their letters"):
+    with pytest.raises(UserError, match="differ in more than punctuation"):
         list(ladder_app.ladder_rows(replace(ladder_config(), rows={"a b": [], "a/b": []}), []))
 
 

@@ -80,14 +80,14 @@ def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
     assert max((parts[name] - weight).abs().max().item() for name, weight in whole.items()) > 1e-6
     assert not notes(compose(override))
     (note,) = notes(compose(override, "memory.accumulate=2"))
-    assert note == f"{said} looks at 2 samples at a time instead of the batch of 4 (memory.accumulate=2, 1 rank): another result"
+    assert note == f"{said} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 rank), so the result differs"
     assert not notes(compose("memory.accumulate=2"))
 
 
 def test_norms_that_look_at_all_ranks_see_the_whole_batch_and_that_is_not_noted() -> None:
     two_ranks = ["model.norm=batch", "trainer=ddp", "stage.batch_size=4"]
     (note,) = notes(compose(*two_ranks))
-    assert "model.norm=batch looks at 2 samples at a time instead of the batch of 4" in note
+    assert "model.norm=batch computes over 2 samples, not over the batch of 4" in note
     assert not notes(compose(*two_ranks, "trainer.sync_batchnorm=true", "trainer.accelerator=gpu"))
 
 
