@@ -4,8 +4,6 @@ A baseline that would take hours runs a stated part of its work. The last line t
 part, its share of the whole work in (0, 1], and the same in words.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

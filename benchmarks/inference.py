@@ -5,8 +5,6 @@
 Writes `bench.csv` and `bench.md`; ratios are those to the first row, medseg from file to file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

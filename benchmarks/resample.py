@@ -9,8 +9,6 @@ scikit-image runs once, with the arguments of nnU-Net (order 3, edge, no anti-al
 long as SimpleITK, scikit-image at least 5 times as long as `antialiased`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec

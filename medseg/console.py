@@ -1,7 +1,5 @@
 """Messages to the user on the error stream."""
 
-from __future__ import annotations
-
 import sys
 
 

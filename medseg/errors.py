@@ -1,7 +1,5 @@
 """Exceptions that a user is meant to read, and the exit codes of the commands."""
 
-from __future__ import annotations
-
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 3

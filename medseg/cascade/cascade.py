@@ -1,7 +1,5 @@
 """Cascade: a trained coarse and a trained fine stage that segment a scan together."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

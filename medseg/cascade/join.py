@@ -1,7 +1,5 @@
 """Join: the crops of all regions resampled back and merged on the scan's own grid, then cleaned."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Localisation: the coarse stage finds the regions in the whole volume and puts a tight box around each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Plausibility checks of a segmentation: sides, borders, position of the patient, agreement of the two stages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The `evaluate` command: scores label maps against references."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from medseg.build.cases import file_values

@@ -1,7 +1,5 @@
 """The `find_lr` command: finds the learning rate of the steepest fall of the loss in one short run, and plots it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

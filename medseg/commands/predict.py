@@ -1,7 +1,5 @@
 """The `predict` command: segments every scan of an input with a cascade."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

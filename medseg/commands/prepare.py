@@ -1,7 +1,5 @@
 """The `prepare` command: audits every case, fills the cache at the spacing of each stage, and prints the findings."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `report` command: compares all runs below a folder on one page and in one table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from medseg.config.schema import ReportConfig

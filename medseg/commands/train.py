@@ -1,7 +1,5 @@
 """The `train` command: opens a run folder and trains in this process or on several ranks; a multirun runs many jobs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ All effects work on an image in [-1, 1] with -1 as air and draw from a numpy gen
 function of its number.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -7,8 +7,6 @@ to a temporary folder and renamed, so it is complete or absent. Preparing import
 not.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import glob

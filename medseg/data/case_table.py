@@ -1,7 +1,5 @@
 """Case tables: the scans of a data set with their files and patients, and their split into training, validation and test."""
 
-from __future__ import annotations
-
 import csv
 import difflib
 import hashlib

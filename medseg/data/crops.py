@@ -3,8 +3,6 @@
 `StageCrops` is plain data without callables: a data set that holds it can be pickled, so loader workers can start by `spawn`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Every choice is a function of (seed, number), not a state: any worker can compute any sample, and a run resumes exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

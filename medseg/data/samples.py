@@ -3,8 +3,6 @@
 Sample n is a function of (seed, n). The data sets hold plain data, so they can be pickled for loader workers.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Callable, Iterator, Sequence

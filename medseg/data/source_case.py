@@ -1,7 +1,5 @@
 """Source cases: the files of a case read once, oriented and audited."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of a case and their fingerprints, by which a change is detected."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

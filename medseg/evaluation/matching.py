@@ -1,7 +1,5 @@
 """Matching of predictions and references: pairs of files by name, and both label maps in the values of the task."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path

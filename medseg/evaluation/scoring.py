@@ -1,7 +1,5 @@
 """Scoring of label maps against references: scores per case and region, their statistics, costs, tables, pictures."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

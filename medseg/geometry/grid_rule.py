@@ -4,8 +4,6 @@ A case has a lattice for each stage: its own grid, or that grid at the stage's s
 crop: a box on the lattice, or on another grid with the same axes over the region or the scan.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

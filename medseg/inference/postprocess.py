@@ -4,8 +4,6 @@ A component is connected over faces (6 neighbours). Masks are processed in slabs
 only those of one slab are in memory, whatever the size of the mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

@@ -5,8 +5,6 @@ for each rank) followed by one gather (the logits, or the exception that the ran
 means "all work is done", so that scatter and gather always come in pairs on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta

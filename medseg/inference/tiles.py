@@ -1,7 +1,5 @@
 """Tiles of a sliding window: the plan that fits the memory budget, positions and weights, and the blended class probabilities."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Files shared by processes: atomic writes (the old content or the whole new one) and locks, released when their holder dies."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

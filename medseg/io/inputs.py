@@ -1,7 +1,5 @@
 """Input paths: the scans that a path stands for, and their case names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

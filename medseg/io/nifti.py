@@ -1,7 +1,5 @@
 """NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz): headers by nibabel, and which of their two forms is believed."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

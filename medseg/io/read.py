@@ -1,7 +1,5 @@
 """Readers of scans and label maps: one function for all formats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar

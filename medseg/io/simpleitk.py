@@ -4,8 +4,6 @@ SimpleITK gets a copy of the checked fields and never the user's file: its MetaI
 opens whatever file a header names. The voxels are decoded here, because SimpleITK ignores damage to compressed voxels (README.md).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

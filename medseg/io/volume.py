@@ -1,7 +1,5 @@
 """Volumes of files: header read first, voxels decoded slab by slab, so that no second copy of a volume is ever in memory."""
 
-from __future__ import annotations
-
 import bz2
 import math
 import os

@@ -1,7 +1,5 @@
 """Writers of scans and label maps: NIfTI by nibabel, NRRD and MetaImage by SimpleITK; a file is written whole or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

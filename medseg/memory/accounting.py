@@ -1,7 +1,5 @@
 """Memory accounting: live tensor bytes by owner in a training step, counted without computing it, and in a forward pass."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

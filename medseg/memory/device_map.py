@@ -1,7 +1,5 @@
 """Device map: one network on several devices, part by part; what passes between the parts moves along."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Precision of the network's arithmetic; parameters, losses and sums stay in fp32."""
 
-from __future__ import annotations
-
 import contextlib
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory switches: recomputed blocks, offloaded activations, channels-last and compilation, applied in the one order in which they work."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

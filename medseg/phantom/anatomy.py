@@ -6,8 +6,6 @@ diameter 30–38 mm, pulmonary trunk 25–29 mm (Truong et al., Circ Cardiovasc 
 28–40 mm, inner transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in inspiration.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

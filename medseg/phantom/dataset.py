@@ -1,7 +1,5 @@
 """Data set of phantoms: a folder per case and their case table."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Organs of the chest as distance fields: bones, heart, great vessels, trachea, bronchi and oesophagus."""
 # ruff: noqa: RUF005 - the lists are vectors that are added
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

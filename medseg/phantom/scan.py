@@ -1,7 +1,5 @@
 """Synthetic scans: field of view, partial volume, table, reconstruction, noise, padding and exact labels of a specification."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

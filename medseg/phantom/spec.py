@@ -1,7 +1,5 @@
 """Specification of a case: the choices that are drawn once, and their distribution over a data set."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 

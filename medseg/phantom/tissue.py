@@ -1,7 +1,5 @@
 """Torso in Hounsfield units: image and labels on the lattice, painted from distances."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pictures of the audit of a data set: two slices of every case with its labels and its findings."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Overlay of a case: a montage of slices with the prediction filled and the reference outlined, in radiological view."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

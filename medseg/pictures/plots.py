@@ -1,7 +1,5 @@
 """Plots of measurements in one style: bars, scores and the learning-rate finder, written as small PNG files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple

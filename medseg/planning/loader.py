@@ -1,7 +1,5 @@
 """Loader tuning: batches per second for different numbers of workers, prefetched batches and pinned memory, on this machine."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

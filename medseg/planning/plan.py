@@ -1,7 +1,5 @@
 """Plan: the memory of a training step, counted part by part before anything runs."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Batch prediction: every scan of an input read, segmented and written in an overlapping pipeline, with an outcome for each case."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence

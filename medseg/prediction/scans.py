@@ -1,7 +1,5 @@
 """Scans of an input, and the paths of their results."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path

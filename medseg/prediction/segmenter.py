@@ -1,7 +1,5 @@
 """Python API: load a cascade once, then segment any number of scans."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Along z a scan ends inside the body. Beyond that end the last slice is repeated,
 the lung. In plane a scan ends beside the body; beyond that end there is air.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Intensity: Hounsfield units mapped to the range of the network."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Orientation of volumes: array axes towards Superior, Posterior and Left, and back to storage order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import permutations
 

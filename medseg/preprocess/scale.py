@@ -1,7 +1,5 @@
 """HU scale: slope and offset from the values of a file to Hounsfield units, for files that do not contain them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Charts of the report page: Matplotlib figures as inline SVG that takes its colours from the page's style sheet."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping, Sequence

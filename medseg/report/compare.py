@@ -1,7 +1,5 @@
 """Comparison of runs: the metrics of each run, the keys that differ, the repeats of one setting, and the best setting."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

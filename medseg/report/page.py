@@ -1,7 +1,5 @@
 """Report page: one HTML file without server, network or further files."""
 
-from __future__ import annotations
-
 import base64
 import io
 import time

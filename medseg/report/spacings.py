@@ -1,7 +1,5 @@
 """Comparison of spacing strategies on the same cases: means by slice thickness, and tables in Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median

@@ -1,7 +1,5 @@
 """Tables of all commands: rows as dictionaries, written as CSV or Markdown, or printed in aligned columns."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run folder: its configuration, its status, and the check of what may change when a run is resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import typing

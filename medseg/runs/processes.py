@@ -1,7 +1,5 @@
 """Processes of a run: its ranks, one process per sweep job, and stop signals."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

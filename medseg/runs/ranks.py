@@ -1,7 +1,5 @@
 """Ranks of a run: rank number, torch process group, and broadcast of rank 0's decisions."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -1,7 +1,5 @@
 """Results in run folders: reader of runs and searches, and the report over them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Status of a run, and the exit code that carries it from process to process."""
 
-from __future__ import annotations
-
 import signal
 from enum import Enum
 

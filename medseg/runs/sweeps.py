@@ -1,7 +1,5 @@
 """Sweep folder: a record of each job, used to resume a multirun and to compare its jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training of one run: the steps from a checked configuration to `summary.json`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import traceback

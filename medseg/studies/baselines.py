@@ -1,7 +1,5 @@
 """Baseline networks: the default 3D networks of nnU-Net and MONAI, installed by pip into a folder of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spacing comparison: strategies trained on the same samples and scored on the same held-out cases."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

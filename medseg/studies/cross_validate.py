@@ -1,7 +1,5 @@
 """Cross-validation by patient, on whole scans and on partial ones that are cut out of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Ladder: memory, time and Dice of a training as switches are added one at a time, beside baseline networks."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

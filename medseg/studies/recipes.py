@@ -1,7 +1,5 @@
 """Recipes: resumable sequences of medseg commands, each in a process of its own, among them the demo and the weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Journal of a search: its Optuna study in a file, from which several processes take trials."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path

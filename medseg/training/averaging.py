@@ -1,7 +1,5 @@
 """Exponential moving average of a network's weights, less noisy than the weights of any one step."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn

@@ -1,7 +1,5 @@
 """Monitoring callbacks: pictures of validation cases, and the distortion of crops of fixed size."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

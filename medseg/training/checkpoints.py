@@ -1,7 +1,5 @@
 """Checkpoint callback: last and best weights, early stopping, preemption."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

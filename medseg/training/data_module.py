@@ -1,7 +1,5 @@
 """Lightning data module of a stage: fills the cache, batches training samples, and gives whole cases to the validation."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

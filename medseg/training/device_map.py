@@ -1,7 +1,5 @@
 """Strategy for one rank whose network is divided among several devices by a device map."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """History callback: `history.csv` with losses, learning rates, scores and machine load, and the same lines on a plain console."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

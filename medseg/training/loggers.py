@@ -1,7 +1,5 @@
 """Loggers of a resumed run: steps that the run repeats must not appear twice."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Learning rate range test (Smith 2017): one short run in which the rate climbs until the loss diverges."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Load of the machine: memory and processor time of this process and its loader workers, and of the GPU."""
 
-from __future__ import annotations
-
 import sys
 import time
 

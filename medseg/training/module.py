@@ -1,7 +1,5 @@
 """Lightning module of a stage: training step, validation by whole cases, content of its checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any

@@ -1,7 +1,5 @@
 """Stop request: records a stop signal; the run then saves a checkpoint after the current step and exits."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType

@@ -3,8 +3,6 @@
 A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the metadata only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -4,8 +4,6 @@ One histogram answers all questions. A spike (a value that a thousand voxels sha
 padding or clipping by software; spikes are set apart before the tissue is examined.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ flipped or transposed. No header shows it. The image shows it: across the bounda
 more than across the same boundary moved aside.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Audit of a data set: comparison of its cases, and the table of all findings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median

@@ -1,7 +1,5 @@
 """DICOM headers: the slices of a file, or the reason why it gives none."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -4,8 +4,6 @@ imagecodecs decodes the JPEG family; `README.md` gives the measurement. The size
 header before memory is allocated.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

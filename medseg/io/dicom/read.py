@@ -10,8 +10,6 @@ The rules, which docs/dicom.md repeats:
   lies on that grid; a pixel of a tilted slice finds its label at its own world point.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
