@@ -1,4 +1,4 @@
-"""Strides of a network: what each of its levels divides an axis by, for voxels of unequal sides."""
+"""Strides of a network: downsampling factor per level and axis, for anisotropic voxels."""
 
 import math
 

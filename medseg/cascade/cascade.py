@@ -199,8 +199,8 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
             result.volumes_ml |= dict.fromkeys(removed, 0.0)
             del result.boxes[region.name]
             result.warnings.append(
-                f"no {region.name} found: the coarse stage marks something else than the {volume_ml:.0f} ml of the fine one (Dice "
-                f"{agreed:.2f}), so the region is reported as absent"
+                f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "
+                "the region is reported as absent"
             )
         elif agreed < options.usual_agreement:
             result.warnings.append(

@@ -123,7 +123,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
         least_ml = max(options.min_region_ml, options.min_region_share * partner_ml)
         if volume_ml < least_ml or not mask.any():
             warnings.append(
-                f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, less than {least_ml:.3g} ml count as absent"
+                f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, and regions below {least_ml:.3g} ml are reported as absent"
             )
             cleaned[mask] = 0
         else:
@@ -183,8 +183,8 @@ def _unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
             for value, new_value in zip(values[loser], values[winner], strict=True):
                 inner[component & (inner == value)] = new_value
             warnings.append(
-                f"{counts[loser] * voxel_ml(grid):.0f} ml that the coarse stage called {pair[loser].name} lie within "
-                f"{pair[winner].name} and were counted to it; check the sides"
+                f"{counts[loser] * voxel_ml(grid):.0f} ml that the coarse stage labelled {pair[loser].name} lie within "
+                f"{pair[winner].name} and were relabelled accordingly; check the sides"
             )
     return warnings
 

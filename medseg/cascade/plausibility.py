@@ -85,7 +85,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions
             f"the right one's at x = {right.centre_x_mm:.0f} mm, and x points to the patient's left"
         )
     elif left.x_range_mm[0] < right.centre_x_mm or right.x_range_mm[1] > left.centre_x_mm:
-        warnings.append(f"{names} reach across each other's centre: the coarse stage may have mixed up the sides")
+        warnings.append(f"one of {names} extends beyond the centre of the other: the coarse stage may have mixed up the sides")
     if large > options.max_volume_ratio * small:
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: one of them may be incomplete"

@@ -80,8 +80,8 @@ def read_case_table(
     if missing := [column for column in required if column not in columns]:
         separator = " (cells must be separated by commas)" if len(columns) == 1 else ""
         raise UserError(
-            f"{path}, line 1: expected the columns {', '.join(required)}, but {', '.join(missing)} is missing among "
-            f"{', '.join(columns) or 'none'}{separator}; add it."
+            f"{path}, line 1: expected the columns {', '.join(required)}, but found "
+            f"{', '.join(columns) or 'none'}{separator}; add {', '.join(missing)}."
         )
     if doubled := sorted({column for column in columns if column and columns.count(column) > 1}):
         raise UserError(f"{path}, line 1: the column {doubled[0]!r} is there twice; keep one of them.")
@@ -275,8 +275,8 @@ def split_cases(
         for name in names:
             if name not in patients:
                 close = difflib.get_close_matches(name, patients, n=3, cutoff=0.4)
-                hint = f"did you mean {' or '.join(close)}" if close else f"the table has {', '.join(patients[:5])}, …"
-                raise UserError(f"{key} names the patient {name!r}, who is not in the case table; {hint}?")
+                hint = f"did you mean {' or '.join(close)}?" if close else f"the table has {', '.join(patients[:5])}, …"
+                raise UserError(f"{key} names the patient {name!r}, who is not in the case table; {hint}")
     if both := sorted(set(val_patients) & set(test_patients)):
         raise UserError(f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; keep one of them.")
 
@@ -327,8 +327,8 @@ def _refuse_fold(fold: int | str | None, reason: str) -> None:
 def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
     if not 2 <= num_folds <= len(patients):
         raise UserError(
-            f"data.num_folds={num_folds} does not divide {len(patients)} patients outside the test set; choose "
-            f"a number from 2 to {len(patients)}, or name data.val_patients."
+            f"data.num_folds={num_folds}: {len(patients)} patients outside the test set cannot be split into that many folds; choose a "
+            f"number from 2 to {len(patients)}, or name data.val_patients."
         )
     if not 0 <= fold < num_folds:
         raise UserError(f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}.")

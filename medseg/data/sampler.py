@@ -1,4 +1,4 @@
-"""Sample order: the generator of each sample, the item that it takes, and the numbers of each batch.
+"""Deterministic sampling: random generator of each sample, order of the cases, and sample indices of each batch.
 
 Every choice is a function of (seed, number), not a state: any worker can compute any sample, and a run resumes exactly.
 """

@@ -1,4 +1,4 @@
-"""Files of a case and their fingerprints, by which a change is detected."""
+"""Source files of a case and their fingerprints, which detect a change."""
 
 import hashlib
 from pathlib import Path

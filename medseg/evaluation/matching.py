@@ -1,4 +1,4 @@
-"""Matching of predictions and references: pairs of files by name, and both label maps in the values of the task."""
+"""Matching of predictions and references: files paired by name, label values converted to those of the task."""
 
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,9 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
     require(ref.exists(), f"ref={ref} does not exist; give a case table or a folder of label maps.")
     cases = read_case_table(ref, labels_column)
     references = {_key(one.name): Reference(one.name, one.labels, one) for one in cases if split in (None, one.split)}
-    require(bool(references), f"{ref} has no case of split {split}; correct split or fill the table's column split.")
+    require(
+        bool(references), f"{ref} has no case with split={split}; give another split, or fill in the column split of the table."
+    )
     return references, {_key(one.name) for one in cases} - set(references)
 
 

@@ -1,1 +1,1 @@
-"""Voxel grids, boxes, axes and tiles: numpy only, the ground floor."""
+"""Geometry: voxel grids, boxes, axes and tiles, in numpy only."""

@@ -1,1 +1,1 @@
-"""Files in and out: the only code that meets nibabel and pydicom."""
+"""File input and output; the only package that imports nibabel, pydicom and SimpleITK."""

@@ -1,4 +1,4 @@
-"""NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz): headers by nibabel, and which of their two forms is believed."""
+"""NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz): header checks by nibabel, and the choice between sform and qform."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -54,7 +54,7 @@ def _parse(path: Path, block: bytes) -> Nifti1Header:
     mark = header["magic"].item()
     require(
         mark == header.single_magic.rstrip(b"\0"),  # NumPy drops zeros at the end
-        f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its mark is {mark!r}; convert an ANALYZE or "
+        f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is {mark!r}; convert an ANALYZE or "
         ".hdr/.img pair first.",
     )
     return header
@@ -106,7 +106,7 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
     """Choose between sform and qform as ITK does.
 
     The sform counts if its code says scanner coordinates (1) or if there is no qform, else the qform; a faulty one gives way to the
-    other. Without either, index axes are taken for LPS axes and the origin is zero. Two forms that turn the scan into opposite
+    other. Without either, index axes are assumed to be LPS axes and the origin is zero. Two forms that turn the scan into opposite
     directions are refused: the wrong one swaps the patient's sides.
 
     Returns:
@@ -121,7 +121,7 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
             f"{path}: expected a positive spacing on every axis, but the NIfTI header's pixdim is {_numbers(pixdim)}; repair the header "
             "or export the scan again.",
         )
-        assumed = "the header has neither sform nor qform: its axes are taken for left, posterior, superior; check the sides"
+        assumed = "the header has neither sform nor qform: its axes are assumed to be left, posterior, superior; check the sides"
         return np.diag([*(np.diag(RAS_FROM_LPS) * pixdim), 1.0]), [assumed]
     names = list(forms)
     usable = [name for name in names if not forms[name][1]]
@@ -131,7 +131,7 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
         f"{forms[names[0]][1]}; repair the header or export the scan again.",
     )
     chosen, affine = usable[0], forms[usable[0]][0]
-    remarks = [f"the {name} of the header {forms[name][1]}: the {chosen} is taken" for name in names if forms[name][1]]
+    remarks = [f"the {name} of the header {forms[name][1]}: the {chosen} is used" for name in names if forms[name][1]]
     if len(usable) == 2:
         other = forms[usable[1]][0]
         require(
@@ -144,12 +144,12 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
         voxels = float(np.abs(offsets @ np.linalg.inv(affine[:3, :3]).T).max())
         if voxels > FORM_TOLERANCE_VOXELS:
             remarks.append(
-                f"the sform and the qform of the header disagree by up to {voxels:.3g} voxels: the {chosen} is taken, as ITK does"
+                f"the sform and the qform of the header disagree by up to {voxels:.3g} voxels: the {chosen} is used, as ITK does"
             )
     steps = np.linalg.norm(affine[:3, :3], axis=0)
     if not np.allclose(steps, pixdim, rtol=SPACING_TOLERANCE):
         remarks.append(
-            f"the header's pixdim is {_numbers(pixdim)}, its {chosen} makes steps of {_numbers(steps)}: these are taken"
+            f"the header's pixdim is {_numbers(pixdim)}, but its {chosen} gives a spacing of {_numbers(steps)}: the {chosen} is used"
         )
     return affine, remarks
 

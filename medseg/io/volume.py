@@ -1,4 +1,4 @@
-"""Volumes of files: header read first, voxels decoded slab by slab, so that no second copy of a volume is ever in memory."""
+"""Lazy volumes: the header is read first, and voxels are decoded slab by slab, so memory never holds a second copy."""
 
 import bz2
 import math
@@ -243,8 +243,8 @@ def lazy_volume(
     depth, height, width = grid.shape
     require(
         depth % len(files) == 0 and (num_skipped >= 0 or encoding == "raw"),
-        f"{path}: expected its voxels in files of equally many slices, of which only plain ones may be counted from the end, but the "
-        f"header gives {len(files)} {encoding} file(s) for {depth} slices and skips {num_skipped} bytes; save it as one file.",
+        f"{path}: expected the slices divided evenly among the data files, and a byte skip of -1 only for uncompressed voxels, but the "
+        f"header gives {len(files)} {encoding} file(s) for {depth} slices and a byte skip of {num_skipped}; save it as one file.",
     )
     share, slice_bytes = depth // len(files), height * width * dtype.itemsize
     share_bytes, per_slab = share * slice_bytes, max(1, SLAB_BYTES // slice_bytes)

@@ -1,4 +1,4 @@
-"""Dice plus cross-entropy, with an explicit gradient that is the only tensor of full size it makes."""
+"""Dice plus cross-entropy loss with an explicit gradient, the only full-size tensor that it allocates."""
 
 import math
 from collections.abc import Iterator

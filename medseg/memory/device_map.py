@@ -1,4 +1,4 @@
-"""Device map: one network on several devices, part by part; what passes between the parts moves along."""
+"""Device map: one network on several devices, part by part, with tensors copied between them."""
 
 import functools
 import itertools

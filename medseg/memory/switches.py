@@ -1,4 +1,4 @@
-"""Memory switches: recomputed blocks, offloaded activations, channels-last and compilation, applied in the one order in which they work."""
+"""Memory switches: recomputed blocks, offloaded activations, channels-last and compilation, applied in the only order that works."""
 
 import contextlib
 import functools
@@ -47,15 +47,17 @@ def apply_switches(
     """
     checkpoints = checkpointing != "none" and len(checkpointing) > 0
     if compile and offload:
-        raise ValueError("compile and offload exclude each other, compiled code decides itself what it saves: turn one off")
+        raise ValueError(
+            "compile and offload cannot be combined, because compiled code chooses which activations to save: turn one off"
+        )
     if compile and synchronise:
         raise ValueError(
-            "compile and synchronised batch norm exclude each other, compiled code would not wait for the other ranks"
+            "compile and synchronised batch norm cannot be combined, because compiled code would not wait for the other ranks: turn one off"
         )
     if compile and checkpoints and any(isinstance(module, _BatchNorm) for module in network.modules()):
         raise ValueError(
-            "compile, checkpointing and batch norm do not go together, compiled code cannot pause running statistics: "
-            "take norm=instance or turn one off"
+            "compile, checkpointing and batch norm cannot be combined, because compiled code cannot pause running statistics: "
+            "use norm=instance or turn one off"
         )
     if channels_last:
         use_channels_last(network)

@@ -1,1 +1,1 @@
-"""Networks in plain torch; they know nothing of precision, checkpointing or ranks."""
+"""Networks in plain torch, independent of precision, checkpointing and ranks."""

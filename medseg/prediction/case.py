@@ -1,4 +1,4 @@
-"""Case of a batch: one scan read, segmented and written with its report, and the check whether that was done before."""
+"""Case of a batch: reads, segments and writes one scan with its report, and checks whether its result is up to date."""
 
 from __future__ import annotations
 

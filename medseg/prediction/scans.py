@@ -48,7 +48,7 @@ def find_scans(
         UserError: If there is nothing to predict.
     """
     if source.suffix.lower() != ".csv":
-        require(split is None, f"split={split}: only a case table has splits, but input={source} is none; leave it out")
+        require(split is None, f"split={split}: input={source} is not a case table; leave split out")
         paths = list_inputs(source) if series is None else [(case_name(source), source)]
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
@@ -99,7 +99,7 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
     for output in outputs:
         target = output.resolve()
         if target in kept:
-            raise UserError(f"{output} is {kept[target]}, not to be overwritten; give another output")
+            raise UserError(f"{output} is {kept[target]} and would be overwritten; give another output")
         # Some file systems treat two encodings of ü as one name.
         other = taken.setdefault(unicodedata.normalize("NFC", str(target)), output)
         require(other is output, f"{other} and {output} would be one file; rename one of the cases")

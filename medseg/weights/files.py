@@ -48,8 +48,8 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise UserError(
-            f"{given}: refused, since beside weights and plain values it holds objects{f' ({name[1]})' if name else ''}, which could "
-            "run anything when they are loaded; ask for a checkpoint that medseg wrote"
+            f"{given}: refused, because it holds Python objects{f' ({name[1]})' if name else ''} that could execute arbitrary code "
+            "when loaded; give a checkpoint that medseg wrote"
         ) from error
     except Exception as error:  # torch's reader raises any exception on a zip file of another program
         raise UserError(f"{given}: not a whole torch checkpoint ({first_line(error)}); give one that medseg wrote") from error

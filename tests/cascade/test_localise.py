@@ -48,7 +48,7 @@ def test_a_region_below_the_least_volume_is_absent() -> None:
     found = locate((small, 1), (RIGHT, 2))
     assert list(found.boxes) == ["right_lung"]
     assert not (found.labels == 1).any()
-    assert found.warnings == ["no left_lung found: the coarse stage marks 4.1 ml, less than 5 ml count as absent"]
+    assert found.warnings == ["no left_lung found: the coarse stage marks 4.1 ml, and regions below 5 ml are reported as absent"]
 
 
 def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
@@ -56,7 +56,7 @@ def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
     large = (slice(0, 40), slice(0, 60), slice(0, 30))  # 576 ml
     found = locate((small, 1), (large, 2))
     assert list(found.boxes) == ["right_lung"]
-    assert "no left_lung found: the coarse stage marks 5.1 ml, less than 5.76 ml count as absent" in found.warnings
+    assert "no left_lung found: the coarse stage marks 5.1 ml, and regions below 5.76 ml are reported as absent" in found.warnings
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
     [
         (((LEFT, 2), (RIGHT, 1)), "lie on the wrong sides"),
         (((LEFT, 1), ((slice(2, 38), slice(5, 55), slice(3, 45)), 2)), "differ much in volume"),
-        (((LEFT, 1), (RIGHT, 2), ((slice(31, 36), slice(20, 40), slice(15, 75)), 1)), "reach across"),
+        (((LEFT, 1), (RIGHT, 2), ((slice(31, 36), slice(20, 40), slice(15, 75)), 1)), "extends beyond the centre of the other"),
         (((LEFT, 1), ((slice(0, 20), slice(20, 40), slice(15, 35)), 2)), "right_lung touches the lower border"),
         (((LEFT, 1), ((slice(10, 30), slice(20, 40), slice(0, 20)), 2)), "right_lung touches the right border"),
     ],
@@ -134,7 +134,7 @@ def test_a_part_in_which_the_sides_mix_goes_to_the_side_that_has_most_of_it() ->
     assert list(found.boxes) == ["right_lung"]
     assert found.boxes["right_lung"] == VoxelBox((10, 20, 30), (28, 40, 60))
     assert found.warnings[0] == (
-        "29 ml that the coarse stage called left_lung lie within right_lung and were counted to it; check the sides"
+        "29 ml that the coarse stage labelled left_lung lie within right_lung and were relabelled accordingly; check the sides"
     )
     touching = (slice(10, 30), slice(20, 40), slice(35, 55))
     found = locate((LEFT, 1), (touching, 2))

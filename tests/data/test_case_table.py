@@ -56,7 +56,7 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("case,labels\na,a_l.nii.gz\n", ["line 1", "image is missing"]),
+        ("case,labels\na,a_l.nii.gz\n", ["line 1", "; add image."]),
         ("case;image;labels\na;a.nii.gz;b\n", ["line 1", "commas"]),
         ("case,image,labels,image\n", ["line 1", "'image' is there twice"]),
         (ROW + "\na,a.nii.gz,\n", ["line 4", "'a' is already on line 2"]),

@@ -283,7 +283,7 @@ def test_a_case_without_its_image_has_scores_but_no_picture(world: World) -> Non
         ({"pred": "ct/.."}, "holds no label map"),
         ({"ref": "nowhere.csv"}, "does not exist"),
         ({"pred": "ct"}, "none of the 1 predictions"),
-        ({"split": "val"}, "no case of split val"),
+        ({"split": "val"}, "no case with split=val"),
         ({"ref": "ref", "split": "val"}, "needs a case table"),
         ({"label_values": {1: "liver"}}, "at least one region"),
         ({"label_values": {-1: "left_lung"}}, "from 0 to 65535"),

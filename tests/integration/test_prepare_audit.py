@@ -127,7 +127,7 @@ def bad_scans() -> dict[str, Scan]:
 SWAP = np.array([0, 2, 1], dtype=np.uint8)
 WINDOW = (
     "they are windowed or normalised, not HU; convert the scan again from its DICOM files, or undo a known window: "
-    "for one of -1250 to 250 HU set data.hu_slope=5.88235 data.hu_offset=-1250 (predict: without data.), or these columns of the case table"
+    "for one of -1250 to 250 HU set data.hu_slope=5.88235 data.hu_offset=-1250 (for predict: hu_slope and hu_offset), or these columns of the case table"
 )
 OFFSET = "they are about 1024 too {} for HU; data.hu_offset={} corrects them (predict: hu_offset={}), or the column hu_offset of the case table"
 BY_VOXEL = (
@@ -150,7 +150,7 @@ SEEN = {
     "normalised": ["refused (hu_range): the values run from -2.56 to 1.8575: " + WINDOW],
     "magnetic": [
         "refused (hu_range): the values run from 88 to 974, and almost no voxel has the values of fat or air: this is "
-        "no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (predict: without data.)"
+        "no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)"
     ],
     "constant": ["refused (hu_range): every voxel holds 3; export the scan again"],
     "inside": [
@@ -166,9 +166,9 @@ SEEN = {
     "clipped": [],
     "narrow": [
         "warning (clipped): 46.2% of the voxels hold the lowest value, -900 HU: the image was clipped there; harmless if "
-        "task.window_hu does not begin lower",
+        "task.window_hu begins at -900 HU or above",
         "warning (clipped): 17.8% of the voxels hold the highest value, 45 HU: the image was clipped there; harmless if "
-        "task.window_hu does not end higher",
+        "task.window_hu ends at 45 HU or below",
     ],
     "near": [],
     "far": [ELSEWHERE + "its corners lie up to 3.00 mm off" + BY_VOXEL],
@@ -192,7 +192,7 @@ SEEN = {
         "x (LPS): the labels are swapped; correct data.label_values or the file"
     ],
     "alone": [
-        "warning (doubtful_side): left_lung is the only side and lies 83 mm on the other side of the body's midline; look at the picture "
+        "warning (doubtful_side): only left_lung is labelled, and it lies 83 mm across the body's midline, on the opposite side; look at the picture "
         "and correct data.label_values or the file if the side is wrong"
     ],
     "missing": [
@@ -235,8 +235,8 @@ PADDING = (
 NOTED = {
     "ge": PADDING.format("30.1%", -2048),
     "ge2": PADDING.format("30.1%", -3024),
-    "clipped": "13.9% of the voxels hold the lowest value, -1000 HU: the image was clipped there; harmless if task.window_hu does "
-    "not begin lower",
+    "clipped": "13.9% of the voxels hold the lowest value, -1000 HU: the image was clipped there; harmless if task.window_hu begins "
+    "at -1000 HU or above",
 }
 
 

@@ -122,7 +122,7 @@ def judge(volume: Volume, slices: Sequence[Slice], num_strange: int) -> None:
             filled.discard(plane)
         else:
             num_lost += is_near or "onto an even grid" not in said
-    num_told = counted(r"(\d+) x ", said) + said.count("without '") + said.count("since it cannot be read: '")
+    num_told = counted(r"(\d+) x ", said) + said.count("kept, dropped: '") + said.count("since it cannot be read: '")
     assert num_lost <= num_told, said
     assert len(filled) <= counted(r"(?:missing:|mm apart:) (\d+) of", said), said
 

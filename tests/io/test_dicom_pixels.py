@@ -41,7 +41,7 @@ def test_each_slice_has_its_own_slope_and_intercept(tmp_path: Path) -> None:
 def test_without_rescale_the_values_are_taken_for_hu_and_that_is_said(tmp_path: Path) -> None:
     volume = read_image(save_stored(tmp_path / "d", make_hu(), RescaleSlope=None, RescaleIntercept=None))
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == ("slices without rescale slope and intercept: their values are taken for HU",)
+    assert volume.remarks == ("slices without rescale slope and intercept: their values are assumed to be HU",)
 
 
 @pytest.mark.parametrize("keyword", ["RescaleSlope", "RescaleIntercept"])
@@ -235,7 +235,7 @@ class TestEnhanced:
         save(dataset, tmp_path / "e.dcm")
         volume = read_image(tmp_path)
         assert np.array_equal(volume.array, make_hu()[1:])
-        assert volume.remarks == ("left out, being no slices of the scan: 1 x localiser (series 9)",)
+        assert volume.remarks == ("left out, because they are not slices of the scan: 1 x localiser (series 9)",)
 
     def test_frames_without_groups_are_refused_by_name(self, tmp_path: Path) -> None:
         dataset = header(make_hu(), NumberOfFrames=5, SeriesNumber=9)

@@ -17,7 +17,7 @@ from medseg.io.read import read_image, read_labels
 HEIGHTS = list(2.5 * np.arange(5))
 CHOICE = "choose one with series=, or in the column series of a case table."
 ONLY = "expected a CT series of at least two slices, but found only {}; give the folder of a CT series."
-LEFT_OUT = "left out, being no slices of the scan: "
+LEFT_OUT = "left out, because they are not slices of the scan: "
 
 
 def said(path: Path, series: str | None = None) -> str:
@@ -94,14 +94,14 @@ def test_what_is_no_slice_is_left_out_and_said(tmp_path: Path) -> None:
     assert remark.startswith(LEFT_OUT)
     assert set(remark.removeprefix(LEFT_OUT).split(", ")) == {
         "2 x localiser (series 1 'Topogram')",
-        "1 x slice alone at its place (series 3 'Thorax B40f')",
-        "3 x slice alone at its place (series 2)",
+        "1 x single slice without neighbours (series 3 'Thorax B40f')",
+        "3 x single slice without neighbours (series 2)",
         "1 x secondary capture (series 501 'Dose')",
         "1 x colour image (series 502)",
         "1 x RTSTRUCT object (series 503)",
         "1 x image without a position and an orientation (series 504)",
     }
-    assert read_image(folder, "3").remarks == (LEFT_OUT + "1 x slice alone at its place (series 3 'Thorax B40f')",)
+    assert read_image(folder, "3").remarks == (LEFT_OUT + "1 x single slice without neighbours (series 3 'Thorax B40f')",)
 
 
 @pytest.mark.parametrize("modality", ["MR", "PT", "US"])
@@ -114,7 +114,7 @@ def test_only_scouts_or_one_slice(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, ImageType="ORIGINAL\\PRIMARY\\LOCALIZER", SeriesNumber=1)
     assert said(tmp_path / "d") == ONLY.format("5 x localiser (series 1)")
     save_stack(tmp_path / "e", make_hu()[:1], HEIGHTS[:1])
-    assert said(tmp_path / "e") == ONLY.format("1 x slice alone at its place (series 1.2.3.4)")
+    assert said(tmp_path / "e") == ONLY.format("1 x single slice without neighbours (series 1.2.3.4)")
     other(tmp_path / "f" / "palette", SeriesNumber=5, PhotometricInterpretation="PALETTE COLOR")
     assert said(tmp_path / "f") == ONLY.format("1 x colour image (series 5)")
 

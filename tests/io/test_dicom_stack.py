@@ -156,7 +156,7 @@ def test_equal_doubles_are_dropped(tmp_path: Path) -> None:
     copy = save_slice(tmp_path / "d" / "zcopy.dcm", image_hu[2], (-120.25, 33.5, 5.0))
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, image_hu)
-    assert volume.remarks == (f"doubles of equal slices were dropped: '{copy.name}'",)
+    assert volume.remarks == (f"duplicate slices were dropped: '{copy.name}'",)
 
 
 def test_other_slices_at_the_same_place_are_refused(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_other_slices_at_the_same_place_are_refused(tmp_path: Path) -> None:
     other = save_slice(tmp_path / "d" / "zother.dcm", image_hu[3], (-120.25, 33.5, 5.0))
     refused(
         tmp_path / "d",
-        f"expected one slice at each place, but '{files[2].name}' and '{other.name}' lie at the same one and differ; remove one of "
+        f"expected one slice at each position, but '{files[2].name}' and '{other.name}' share a position and differ; remove one of "
         "them.",
     )
 
@@ -176,7 +176,7 @@ def test_acquisitions_that_share_a_slice_are_joined(tmp_path: Path) -> None:
     files = save_stack(tmp_path / "d", image_hu, heights, AcquisitionNumber=[2] * 5 + [3] * 4)
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, np.delete(image_hu, 5, 0))
-    says = f"acquisitions meet at one place, where the slice of the earlier one was kept: without '{files[5].name}'"
+    says = f"two acquisitions have a slice at the same position; the earlier one was kept, dropped: '{files[5].name}'"
     assert volume.remarks == (says,)
 
 
@@ -190,7 +190,7 @@ def test_a_tilted_gantry(tmp_path: Path, slant: tuple[float, float]) -> None:
     save_stack(tmp_path / "d", image_hu, list(heights), slant)
     volume = read_image(tmp_path / "d")
     degrees = np.degrees(np.arctan(np.hypot(*slant)))
-    says = f"the gantry was tilted by {degrees:.1f}°: the slices were resampled to a rectangular grid, on which results lie"
+    says = f"the gantry was tilted by {degrees:.1f}°: the slices were resampled to a rectangular grid; results are on that grid"
     assert volume.remarks == (says,)
     assert np.allclose(volume.grid.direction, np.eye(3), atol=1e-9)
     assert volume.grid.spacing_mm == pytest.approx((2.5, *SPACING_MM))
@@ -243,7 +243,7 @@ def test_slices_beside_each_other(tmp_path: Path) -> None:
     assert np.array_equal(volume.array[2, :, 2:], image_hu[2])
     assert (volume.array[0, :, 9:] == -1024).all()
     assert volume.remarks == (
-        "the slices lie up to 1.3 mm beside a straight stack: they were resampled to a rectangular grid, on which results lie",
+        "the slices are offset sideways by up to 1.3 mm: they were resampled to a rectangular grid; results are on that grid",
     )
 
 
@@ -259,5 +259,5 @@ def test_a_stack_that_runs_away_is_refused(tmp_path: Path) -> None:
     save_slice(tmp_path / "e" / "3", make_hu()[2], (0, 400, 1000))
     refused(
         tmp_path / "e",
-        "expected slices above each other, but they lie up to 400 mm beside each other; give one stack per folder.",
+        "expected slices stacked above each other, but they are offset sideways by up to 400 mm; give one stack per folder.",
     )

@@ -232,7 +232,7 @@ def test_a_protocol_of_ct_is_no_damaged_image(tmp_path: Path) -> None:
     del protocol.Rows, protocol.Columns, protocol.PixelData
     save(protocol, tmp_path / "protocol")
     assert read_image(tmp_path).remarks == (
-        "left out, being no slices of the scan: 1 x object without an image (series 1.2.3.4)",
+        "left out, because they are not slices of the scan: 1 x object without an image (series 1.2.3.4)",
     )
 
 
@@ -244,4 +244,4 @@ def test_objects_without_an_image_are_left_out(tmp_path: Path) -> None:
     save(raw, tmp_path / "d" / "raw")
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == ("left out, being no slices of the scan: 1 x object without an image (series 6)",)
+    assert volume.remarks == ("left out, because they are not slices of the scan: 1 x object without an image (series 6)",)

@@ -183,7 +183,7 @@ def test_a_nifti_header_of_an_old_pair(tmp_path: Path) -> None:
     data[344:348] = b"ni1\0"
     (tmp_path / "a.nii").write_bytes(data)
     assert told(tmp_path / "a.nii") == (
-        "a.nii: expected a NIfTI file that holds its voxels (n+1 or n+2), but its mark is b'ni1'; convert an ANALYZE or .hdr/.img "
+        "a.nii: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is b'ni1'; convert an ANALYZE or .hdr/.img "
         "pair first."
     )
 

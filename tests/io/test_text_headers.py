@@ -291,8 +291,8 @@ NRRD_REFUSED: list[tuple[Changes, bytes, str]] = [
     (
         {"encoding": "gzip", "byte skip": "-1"},
         gzip.compress(RAW),
-        "expected its voxels in files of equally many slices, of which only plain ones may be counted from the end, but the header gives "
-        "1 deflate file(s) for 5 slices and skips -1 bytes; save it as one file.",
+        "expected the slices divided evenly among the data files, and a byte skip of -1 only for uncompressed voxels, but the header gives "
+        "1 deflate file(s) for 5 slices and a byte skip of -1; save it as one file.",
     ),
 ]  # fmt: skip
 

@@ -61,7 +61,7 @@ REFUSED: list[tuple[Row, str]] = [
     *(
         (
             {"memory.compile": "true", "memory.checkpointing": policy, "model.norm": "batch"},
-            "compile, checkpointing and batch norm do not go together",
+            "compile, checkpointing and batch norm cannot be combined",
         )
         for policy in ("sqrt", "all", "[encoder.0]")
     ),

@@ -48,7 +48,7 @@ def test_one_rank_is_batch_norm_and_names_stay() -> None:
 
 
 def test_compiled_code_is_refused() -> None:
-    with pytest.raises(ValueError, match="compile and synchronised batch norm exclude each other"):
+    with pytest.raises(ValueError, match="compile and synchronised batch norm cannot be combined"):
         apply_switches(make_case()[2], synchronise=True, compile=True)
 
 

@@ -110,7 +110,9 @@ def test_references_of_a_table_are_not_overwritten(tmp_path: Path, column: str) 
     table.write_text(f"case,image,split,{column}\nz,1.nii,test,\n\ny,2.nii,train,masks/z.nii.gz\n")
     with pytest.raises(UserError) as caught:
         predict(table, tmp_path / "masks", "split=test")
-    assert str(caught.value) == (f"{tmp_path}/masks/z.nii.gz is a file of the case y, not to be overwritten; give another output")
+    assert str(caught.value) == (
+        f"{tmp_path}/masks/z.nii.gz is a file of the case y and would be overwritten; give another output"
+    )
     assert (tmp_path / "masks" / "z.nii.gz").read_bytes() == b"drawn by hand"
 
 

@@ -24,7 +24,7 @@ from medseg.errors import UserError
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
 
-TOPOGRAM = "left out, being no slices of the scan: 1 x localiser (series 1)"
+TOPOGRAM = "left out, because they are not slices of the scan: 1 x localiser (series 1)"
 
 
 def compose(name: str, *overrides: str) -> Any:

@@ -66,7 +66,7 @@ def test_what_a_reader_assumed_is_told_and_kept(scans: Path, tmp_path: Path, cap
     image.header.set_sform(moved, 1)
     nib.Nifti1Image(np.asarray(image.dataobj), None, image.header).to_filename(scans / "moved.nii.gz")
     assert predict(scans, tmp_path / "out") == 0
-    warning = "the sform and the qform of the header disagree by up to 9.6 voxels: the sform is taken, as ITK does"
+    warning = "the sform and the qform of the header disagree by up to 9.6 voxels: the sform is used, as ITK does"
     assert f"medseg: moved: {warning}" in capsys.readouterr().err
     assert warning in report(tmp_path / "out" / "moved.json")["warnings"]
     assert not any("sform" in text for text in report(tmp_path / "out" / "good.json")["warnings"])

@@ -72,10 +72,10 @@ class Evil:
 
 def test_a_pickle_is_refused_and_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
     mark, path = tmp_path / "it ran", tmp_path / "a.ckpt"
-    objects = "which could run anything when they are loaded; ask for a checkpoint that medseg wrote"
+    objects = "that could execute arbitrary code when loaded; give a checkpoint that medseg wrote"
     torch.save({**checkpoint, "callbacks": Evil(mark)}, path)
-    assert told(path).startswith("coarse=a.ckpt: refused, since beside weights and plain values it holds objects (")
-    assert told(path).endswith(f"), {objects}")
+    assert told(path).startswith("coarse=a.ckpt: refused, because it holds Python objects (")
+    assert told(path).endswith(f") {objects}")
     path.write_bytes(pickle.dumps(Evil(mark)))
     assert told(path) == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); copy it again"
     torch.save({**checkpoint, "callbacks": Path("x")}, path)

@@ -1,4 +1,4 @@
-"""Findings of the audit: the table of all kinds, the findings of a case, and the check of the codes that a person ignores."""
+"""Findings of the audit: the table of all kinds, the findings of a case, and the check of the codes to ignore."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ KINDS = {
         ERROR,
         "the values run from {low:g} to {high:g}: they are windowed or normalised, not HU",
         "convert the scan again from its DICOM files, or undo a known window: for one of -1250 to 250 HU set data.hu_slope={slope:.6g} "
-        "data.hu_offset=-1250 (predict: without data.), or these columns of the case table",
+        "data.hu_offset=-1250 (for predict: hu_slope and hu_offset), or these columns of the case table",
     ),
     "hu_range:other": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and almost no voxel has the values of {lacking}: this is no CT in HU",
-        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (predict: without data.)",
+        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)",
     ),
     "no_air": Kind(
         WARNING,
@@ -77,17 +77,17 @@ KINDS = {
     "clipped:air": Kind(
         NOTE,
         "{share:.1%} of the voxels hold the lowest value, {value} HU: the image was clipped there",
-        "harmless if task.window_hu does not begin lower",
+        "harmless if task.window_hu begins at {value} HU or above",
     ),
     "clipped:low": Kind(
         WARNING,
         "{share:.1%} of the voxels hold the lowest value, {value} HU: the image was clipped there",
-        "harmless if task.window_hu does not begin lower",
+        "harmless if task.window_hu begins at {value} HU or above",
     ),
     "clipped:high": Kind(
         WARNING,
         "{share:.1%} of the voxels hold the highest value, {value} HU: the image was clipped there",
-        "harmless if task.window_hu does not end higher",
+        "harmless if task.window_hu ends at {value} HU or below",
     ),
     "label_shape": Kind(ERROR, "the label map has {shape} voxels, the image {image_shape} (z, y, x)", _RESAMPLE),
     "label_shape:axes": Kind(
@@ -127,7 +127,7 @@ KINDS = {
     ),
     "doubtful_side": Kind(
         WARNING,
-        "{region} is the only side and lies {off_mm:.0f} mm on the other side of the body's midline",
+        "only {region} is labelled, and it lies {off_mm:.0f} mm across the body's midline, on the opposite side",
         "look at the picture and correct data.label_values or the file if the side is wrong",
     ),
     "missing_region": Kind(

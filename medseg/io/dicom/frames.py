@@ -332,7 +332,7 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
     )
     lossy = _text(header.get("LossyImageCompression"))
     remarks = {
-        "slices without rescale slope and intercept: their values are taken for HU": slope is None or intercept is None,
+        "slices without rescale slope and intercept: their values are assumed to be HU": slope is None or intercept is None,
         "the slices were compressed with loss": lossy == "01"
         or pixels.transfer_syntax in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless),
         "the slices may have been compressed with loss: their encoding permits it, and the header does not say": (

@@ -142,7 +142,7 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
         if num_positions(heights_mm[order]) > 1:
             found.append((phase, tuple(part[index] for index in order), heights_mm[order]))
         else:
-            alone += [NoSlice(frame.path, frame.series, "slice alone at its place") for frame in part]
+            alone += [NoSlice(frame.path, frame.series, "single slice without neighbours") for frame in part]
     return [Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)], alone
 
 
@@ -227,7 +227,7 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
         "series.",
     )
     require(bool(chosen), f"{path}: there is no series={wanted} among {_list(in_file, stacks)}; give one of them.")
-    remarks = [f"left out, being no slices of the scan: {summary}"] if summary else []
+    remarks = [f"left out, because they are not slices of the scan: {summary}"] if summary else []
     for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
         names = some([f"'{image.path.name}'" for image in lost])
         remarks.append(f"{series} was left out, since it cannot be read: {names}: {lost[0].reason.rstrip('.')}")
@@ -296,8 +296,8 @@ def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
     more = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
     require(
         (more <= first.pixels.shape).all(),
-        f"{path}: expected slices above each other, but they lie up to {np.ptp(shifts_mm, axis=0).max():.0f} mm beside each other; "
-        "give one stack per folder.",
+        f"{path}: expected slices stacked above each other, but they are offset sideways by up to "
+        f"{np.ptp(shifts_mm, axis=0).max():.0f} mm; give one stack per folder.",
     )
     shape = (len(planes), *(first.pixels.shape + more))
     row, column = first.axes
@@ -359,20 +359,20 @@ def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np
             continue
         other = kept[-1][0]
         is_beside = np.abs(np.subtract(frame.position_xyz_mm, other.position_xyz_mm)).max() > SAME_POSITION_MM
-        why = "doubles of equal slices were dropped: "
+        why = "duplicate slices were dropped: "
         if is_beside or not np.array_equal(read_hu(frame), read_hu(other)):
-            why = "acquisitions meet at one place, where the slice of the earlier one was kept: without "
+            why = "two acquisitions have a slice at the same position; the earlier one was kept, dropped: "
             number, other_number = frame.phases[0], other.phases[0]  # acquisitions, the first of PHASES
             require(
                 number != other_number,
-                f"{path}: expected one slice at each place, but {other} and {frame} lie at the same one and differ; remove one of "
+                f"{path}: expected one slice at each position, but {other} and {frame} share a position and differ; remove one of "
                 "them.",
             )
             if natural(number)[0] < natural(other_number)[0]:
                 kept[-1], frame = (frame, height_mm), other
         dropped.setdefault(why, []).append(frame)
     frames, heights_mm = zip(*kept, strict=True)
-    return frames, np.array(heights_mm), [why + some(dropped[why]) for why in sorted(dropped, reverse=True)]
+    return frames, np.array(heights_mm), [why + some(dropped[why]) for why in sorted(dropped)]
 
 
 def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[list[tuple[int, float]], float, list[str]]:
@@ -420,7 +420,7 @@ def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tupl
 
 
 def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Measure how far slices lie beside the first.
+    """Measure the sideways offset of each slice from the first.
 
     Returns:
         The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the slant (y, x) of such a stack in mm
@@ -438,6 +438,6 @@ def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> 
         f"{path}: expected slices stacked along their normal, but they drift {tilt_deg:.0f}° away from it; such a stack is no CT of a "
         "tilted gantry (30° at most).",
     )
-    beside = f"the slices lie up to {np.abs(shifts_mm).max():.1f} mm beside a straight stack: they"
+    beside = f"the slices are offset sideways by up to {np.abs(shifts_mm).max():.1f} mm: they"
     found = f"the gantry was tilted by {tilt_deg:.1f}°: the slices" if is_line else beside
-    return shifts_mm, np.zeros(2), [f"{found} were resampled to a rectangular grid, on which results lie"]
+    return shifts_mm, np.zeros(2), [f"{found} were resampled to a rectangular grid; results are on that grid"]
