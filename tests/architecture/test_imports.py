@@ -1,4 +1,4 @@
-"""The direction of the house, and what prediction may not import."""
+"""Import contracts between the packages, and what prediction may not import."""
 
 from __future__ import annotations
 
