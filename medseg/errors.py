@@ -1,4 +1,4 @@
-"""Exceptions that a user is meant to read, and the exit codes of the commands."""
+"""Exceptions with messages for the user, and exit codes of the commands."""
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2

@@ -1,4 +1,4 @@
-"""Optimiser and learning-rate schedule of a run, by the name of a class."""
+"""Optimiser and learning-rate schedule of a run, made from class names."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""Trained stage: the networks of one stage, what their input must look like, and how they run within a memory budget."""
+"""Trained stage: the networks of one stage, the requirements on their input, and their execution within a memory budget."""
 
 from __future__ import annotations
 

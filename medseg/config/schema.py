@@ -93,7 +93,7 @@ class SpacingConfig:
         Triple | None, Knob("Voxel spacing; null: that of each scan, or of the training cases.", "(0, inf)", "mm (z, y, x)")
     ]
     # The keys below are absent from older run folders.
-    strategy: Annotated[SpacingStrategy, Knob("How the grid follows the scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
+    strategy: Annotated[SpacingStrategy, Knob("Rule for the grid of each scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
     size: Annotated[
         Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")
     ] = None
@@ -123,7 +123,7 @@ class StageConfig:
     elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")]
     region_mode: Annotated[
         RegionMode | None,
-        Knob("How regions share the network. mirrored: one, right crops flipped; side_input: side as a channel."),
+        Knob("Sharing of the network among regions. mirrored: one, right crops flipped; side_input: side as a channel."),
     ]
     region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
     region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
@@ -178,7 +178,7 @@ class DataConfig(LabelsConfig):
     fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
     val_patients: Annotated[list[str], Knob("Patients for validation, whatever the split is.")]
-    test_patients: Annotated[list[str], Knob("Patients that are never trained or validated on.")]
+    test_patients: Annotated[list[str], Knob("Test patients, excluded from training and validation.")]
     phantoms: PhantomConfig
     phantom_share: Annotated[float, Knob("Share of samples drawn from the extra synthetic scans.", "(0, 1)")]
     num_workers: Annotated[int, Knob("Loader processes; samples do not depend on them.", "[0, inf)", "processes", neutral=True)]
@@ -269,7 +269,7 @@ class TrainerConfig:
     devices: Annotated[int, Knob("Ranks of each machine, one per device.", "[1, inf)", "ranks", neutral=True)]
     num_nodes: Annotated[int, Knob("Machines.", "[1, inf)", "machines", neutral=True)]
     strategy: Annotated[
-        Strategy, Knob("How ranks share the work. fsdp: they also share weights and optimiser state.", neutral=True)
+        Strategy, Knob("Division of the work among ranks. fsdp: weights and optimiser state are divided too.", neutral=True)
     ]
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads", neutral=True)]
     gradient_clip: Annotated[float | None, Knob("Largest norm of the gradient; null: no clipping.", "(0, inf)")]
@@ -310,7 +310,7 @@ class PredictInferenceConfig(InferenceConfig):
     """Inference keys of `predict`."""
 
     budget_gib: Annotated[float, Knob("Memory of one network pass, beside its input and result.", "(0, inf)", "GiB")]
-    tta: Annotated[bool, Knob("Average over flipped inputs, not left to right where sides count; four times the time.")]
+    tta: Annotated[bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")]
 
 
 @dataclass(kw_only=True)
@@ -328,7 +328,7 @@ class TrainConfig:
     checkpoint_every: Annotated[
         int | None, Knob("Interval of last.ckpt; null: at validations only.", "[1, inf)", "optimiser steps", neutral=True)
     ]
-    retry_failed: Annotated[bool, Knob("A multirun that is started again repeats the jobs that failed.", neutral=True)]
+    retry_failed: Annotated[bool, Knob("A resumed multirun repeats the jobs that failed.", neutral=True)]
     init_from: Annotated[Text, Knob("Checkpoint or .safetensors file with the initial weights (fine-tuning).")]
     ema_decay: Annotated[
         float | None, Knob("Decay of the moving average of the weights, which is validated and saved.", "(0, 1)")
@@ -355,7 +355,7 @@ class TrainConfig:
     warmup_steps: Annotated[
         int, Knob("Steps in which the learning rate rises to that of the schedule.", "[0, inf)", "optimiser steps")
     ]
-    lr_scaling: Annotated[LrScaling, Knob("How learning rates, given for one sample per step, grow with stage.batch_size.")]
+    lr_scaling: Annotated[LrScaling, Knob("Growth of the learning rates, given for one sample per step, with stage.batch_size.")]
     memory: MemoryConfig
     trainer: TrainerConfig
     inference: InferenceConfig
@@ -380,7 +380,7 @@ class TuneLoaderConfig(TrainConfig):
     workers: Annotated[
         list[int] | None, Knob("Numbers of loader processes; null: 0, 1, 2, 4, … up to the processors.", "[0, inf)")
     ]
-    prefetches: Annotated[list[int], Knob("Batches ahead.", "[1, inf)", "batches")]
+    prefetches: Annotated[list[int], Knob("Prefetched batches per loader process.", "[1, inf)", "batches")]
 
 
 @dataclass
@@ -397,9 +397,9 @@ class PlanConfig(TrainConfig):
 
     shape: Annotated[Shape | None, Knob("Sample; null: stage.patch_size, else extent_mm.", "[1, inf)", "voxels (D, H, W)")]
     extent_mm: ExtentConfig
-    compute: Annotated[bool, Knob("Run the step on the CPU and count that; slow, the same numbers.")]
+    compute: Annotated[bool, Knob("Run the step on the CPU and count its tensors; slower, with the same numbers.")]
     largest_batch: Annotated[bool, Knob("Also find the largest stage.batch_size that fits into memory.budget_gib.")]
-    output: Annotated[Text, Knob("File for the same as JSON.")]
+    output: Annotated[Text, Knob("JSON file with the same numbers.")]
 
 
 @dataclass
@@ -407,7 +407,7 @@ class LadderConfig(PlanConfig):
     """Keys of `ladder`."""
 
     timed_steps: Annotated[
-        int, Knob("Steps timed after one to warm up, the fastest counts; 0: only count bytes.", "[0, inf)", "steps")
+        int, Knob("Timed steps after one warm-up step, of which the fastest counts; 0: count bytes only.", "[0, inf)", "steps")
     ]
     peers: Annotated[bool, Knob("Also measure the networks of nnU-Net and MONAI, in an environment of their own.")]
     peers_env: Annotated[str, Knob("Folder of that environment; made on first use.")]
@@ -438,7 +438,7 @@ class PrepareConfig:
 
     task: TaskConfig
     data: DataConfig
-    spacings: Annotated[dict[str, SpacingConfig], Knob("Grids to fill the cache for.")]
+    spacings: Annotated[dict[str, SpacingConfig], Knob("Target grids of the cache.")]
     output: Annotated[str, Knob("Folder of audit.csv and audit.png.")]
 
 
@@ -458,7 +458,7 @@ class PredictConfig:
     input: Annotated[str, Knob("NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table.")]
     output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
     coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
-    fine: Annotated[Any, Knob("The same for the fine stage; several also write how far they disagree.")]
+    fine: Annotated[Any, Knob("The same for the fine stage; several checkpoints also write their disagreement.")]
     by_spacing: Annotated[
         dict[str, RangeConfig] | None, Knob("Name: other checkpoints for a range of the scan's coarsest spacing.")
     ]
@@ -469,7 +469,7 @@ class PredictConfig:
     accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")]
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads")]
     precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")]
-    overwrite: Annotated[bool, Knob("Repeat cases that are finished by the same scan, weights and settings.")]
+    overwrite: Annotated[bool, Knob("Repeat cases whose result from the same scan, weights and settings exists.")]
     inference: PredictInferenceConfig
 
 
@@ -521,7 +521,7 @@ class CrossValidateConfig(RecipeConfig):
     """Keys of `cross_validate`."""
 
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
-    pieces: Annotated[bool, Knob("Also score partial scans: apices, middle and bases of each organ, and what lies beside it.")]
+    pieces: Annotated[bool, Knob("Also score partial scans: apices, middle and bases of each organ, and its surroundings.")]
     task: TaskConfig
     data: LabelsConfig
 

@@ -1,4 +1,4 @@
-"""Tile workers: processes of torchrun that run a network on the tiles which the first process hands out.
+"""Tile workers: processes of torchrun that run a network on the tiles that rank 0 distributes.
 
 Rank 0 reads, cuts, blends and writes. Every other rank is a tile worker. Each call of `TileWorkers.run` is one scatter (a batch of tiles
 for each rank) followed by one gather (the logits, or the exception that the rank met). An empty task means "no batch this time" and None

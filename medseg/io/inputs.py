@@ -1,4 +1,4 @@
-"""Input paths: the scans that a path stands for, and their case names."""
+"""Input paths: the scans at a path, and their case names."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run folder: its configuration, its status, and the check of what may change when a run is resumed."""
+"""Run folder: configuration, status, and the check of changed keys when a run is resumed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Status of a run, and the exit code that carries it from process to process."""
+"""Status of a run, and its exit code, which passes it between processes."""
 
 import signal
 from enum import Enum

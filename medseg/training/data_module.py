@@ -231,7 +231,7 @@ class CasesDataModule(pl.LightningDataModule):
             twin = trained.get(case.audit.voxels_sha256, case.name)
             if twin != case.name and DUPLICATE not in case.ignore_findings:
                 raise UserError(
-                    f"The validation case {case.name!r} is voxel by voxel the training case {twin!r}; take one of them out, "
+                    f"The validation case {case.name!r} has the same voxels as the training case {twin!r}; remove one of them, "
                     f"or give both the same patient in the case table (or data.ignore_findings=[{DUPLICATE}])."
                 )
 

@@ -1,4 +1,4 @@
-"""Loggers of a resumed run: steps that the run repeats must not appear twice."""
+"""Loggers of a resumed run: log entries of repeated steps are dropped."""
 
 import warnings
 from pathlib import Path

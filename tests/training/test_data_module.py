@@ -41,7 +41,7 @@ def set_up(train: Case, val: Case, cache_dir: Path, stage_input: StageInput = IN
 def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Path, tmp_path: Path) -> None:
     first, second, *_ = read_case_table(tiny_table)
     twin = replace(first, name="twin", patient="somebody else")
-    said = r"The validation case 'twin' is voxel by voxel the training case 'case 0'; take one of them out"
+    said = r"The validation case 'twin' has the same voxels as the training case 'case 0'; remove one of them"
     with pytest.raises(UserError, match=said):
         set_up(first, twin, tmp_path)
     assert len(set_up(first, replace(twin, ignore_findings=frozenset({"duplicate_image"})), tmp_path).val_cases) == 1

@@ -79,7 +79,7 @@ def test_a_pickle_is_refused_and_not_run(checkpoint: Checkpoint, tmp_path: Path)
     path.write_bytes(pickle.dumps(Evil(mark)))
     assert told(path) == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); copy it again"
     torch.save({**checkpoint, "callbacks": Path("x")}, path)
-    assert "it holds objects (pathlib.P" in told(path)
+    assert "it holds Python objects (pathlib.P" in told(path)
     assert not mark.exists()
     pickle.loads(pickle.dumps(Evil(mark)))
     assert mark.exists(), "it would have run"

@@ -1,4 +1,4 @@
-"""DICOM headers: the slices of a file, or the reason why it gives none."""
+"""DICOM headers: the slices of a file, or the reason why it contains none."""
 
 import math
 import os
