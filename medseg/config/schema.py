@@ -310,7 +310,9 @@ class PredictInferenceConfig(InferenceConfig):
     """Inference keys of `predict`."""
 
     budget_gib: Annotated[float, Knob("Memory of one network pass, beside its input and result.", "(0, inf)", "GiB")]
-    tta: Annotated[bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")]
+    tta: Annotated[
+        bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
+    ]
 
 
 @dataclass(kw_only=True)
