@@ -147,5 +147,5 @@ def _announce(debug: DebugConfig) -> None:
 def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
     """Add a start of the run, with what its result depends on beside the configuration, to `versions.json`."""
     path = run_dir / "versions.json"
-    starts = json.loads(path.read_text()) if path.is_file() else []
+    starts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     replace_text(path, json.dumps([*starts, start], indent=1))

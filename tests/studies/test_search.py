@@ -104,7 +104,7 @@ def test_a_search_goes_on_only_when_asked_for_more(run: Callable[..., int], tmp_
     assert [load_config(folder / "0").optimizer["lr"], load_config(folder / "0").model.width] == [0.005, 16]
     nearest = min(jobs, key=lambda job: abs(float(job["overrides"]["optimizer.lr"]) - 0.003))
     assert study_of(folder)["best"] == [nearest["number"]]
-    assert ">Search</h2>" in (folder / "report.html").read_text()
+    assert ">Search</h2>" in (folder / "report.html").read_text(encoding="utf-8")
     assert run("sweep.num_trials=3", "sweep.pruner=none") == 0
     assert (folder / "started.txt").read_text().split() == ["0", "1", "2"]
 
