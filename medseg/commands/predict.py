@@ -63,7 +63,7 @@ def predict(config: PredictConfig) -> int:
             on_end=show_end,
         )
     if num_skipped := sum(outcome.is_skipped for outcome in outcomes):
-        say(f"{num_skipped} of {len(outcomes)} cases were finished before and skipped; overwrite=true makes them again")
+        say(f"{num_skipped} of {len(outcomes)} cases were finished before and skipped; overwrite=true repeats them")
     codes = [outcome.exit_code for outcome in outcomes if outcome.exit_code]
     if codes:
         say(f"{len(codes)} of {len(outcomes)} cases failed")

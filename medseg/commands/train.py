@@ -70,10 +70,10 @@ def open_or_leave(config: TrainConfig) -> TrainConfig | None:
     if config.resume == "auto":
         run_dir, status = find_run(config) or (None, None)
         if status is Status.finished:
-            say(f"finished already: {run_dir}")
+            say(f"already finished: {run_dir}")
             return None
         config.resume = str(run_dir) if run_dir is not None else None
     if config.resume is not None:
-        say(f"going on with {config.resume}")
+        say(f"resuming {config.resume}")
     open_run(config)
     return config

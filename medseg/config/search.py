@@ -27,19 +27,19 @@ class ParameterConfig:
 
 @dataclass
 class SweepConfig:
-    """Search: its space, what counts as better, how trials are chosen and stopped early."""
+    """Search: its space, its objectives, its sampler and its pruner."""
 
     name: Annotated[str, Knob("Name of the search.")]
     num_trials: Annotated[
-        int, Knob("Trials in all, however they end; a greater number continues a search.", "[1, inf)", "trials")
+        int, Knob("Trials in total, failed ones included; a greater number continues a search.", "[1, inf)", "trials")
     ]
-    objectives: Annotated[list[Objective], Knob("What counts as better; two objectives give a front instead of one best trial.")]
+    objectives: Annotated[list[Objective], Knob("Objectives; two of them give a Pareto front instead of one best trial.")]
     sampler: Annotated[Sampler, Knob("tpe learns from earlier trials.")]
     num_random: Annotated[int, Knob("First trials, drawn at random.", "[1, inf)", "trials")]
     seed: Annotated[int, Knob("Trial n is drawn from (seed, n) and the trials before it.", "[0, inf)")]
     pruner: Annotated[Pruner, Knob("median stops a trial whose Dice is below the median of earlier ones at that step.")]
     prune_after_trials: Annotated[int, Knob("Finished trials before any is stopped early.", "[1, inf)", "trials")]
-    prune_after_steps: Annotated[int, Knob("Steps that each trial is given.", "[0, inf)", "optimiser steps")]
+    prune_after_steps: Annotated[int, Knob("Steps before a trial may be stopped.", "[0, inf)", "optimiser steps")]
     space: Annotated[dict[str, ParameterConfig], Knob("Searched key, or group: its values.")]
 
 
@@ -52,7 +52,7 @@ class SearchConfig(TrainConfig):
 
 def check_sweep(sweep: SweepConfig) -> None:
     """Refuse a search that cannot work."""
-    require(bool(sweep.space), "sweep.space: at least one key to search is needed")
+    require(bool(sweep.space), "sweep.space: expected at least one key to search")
     require(
         1 <= len(sweep.objectives) <= 2 and len(set(sweep.objectives)) == len(sweep.objectives),
         f"sweep.objectives: one, or two different ones, are needed, but got {[one.value for one in sweep.objectives]}",
@@ -71,14 +71,14 @@ def _check_parameter(name: str, parameter: ParameterConfig) -> None:
         require(bool(parameter.choices), f"{name}: type choice needs choices: [...]")
         require(
             low is None and high is None and step is None and not parameter.log,
-            f"{name}: type choice has choices alone; leave out low, high, step and log",
+            f"{name}: type choice uses choices only; leave out low, high, step and log",
         )
         return
     require(parameter.choices is None, f"{name}: choices need type choice, but the type is {parameter.type.value}")
     if low is None or high is None or low >= high:
         raise UserError(f"{name}: low and high are needed, the lower first, but got {low} and {high}")
     require(not parameter.log or low > 0, f"{name}: log needs low above 0, but got {low}")
-    require(not (parameter.log and step is not None), f"{name}: log and step exclude each other")
+    require(not (parameter.log and step is not None), f"{name}: log and step cannot be combined; give one of them")
     require(step is None or 0 < step <= high - low, f"{name}: step must lie in (0, {high - low:g}], but got {step}")
     whole = [number for number in (low, high, step) if number is not None]
     require(

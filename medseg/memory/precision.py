@@ -20,9 +20,9 @@ def check_precision(precision: str, device_type: str) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if device_type == "cpu" and precision == "fp16":
-        raise ValueError("precision fp16 needs a GPU and its loss scaling, and the device is cpu: take bf16")
+        raise ValueError("precision fp16 needs a GPU and its loss scaling, but the device is cpu: use bf16")
     if device_type == "cpu" and precision == "tf32":
-        raise ValueError("precision tf32 is a format of NVIDIA's GPUs, and the device is cpu: take fp32 or bf16")
+        raise ValueError("precision tf32 is a format of NVIDIA's GPUs, but the device is cpu: use fp32 or bf16")
 
 
 def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:

@@ -73,8 +73,12 @@ def end_of(error: BaseException) -> tuple[int, str]:
     """
     first_line = (str(error).strip().splitlines() or [""])[0]
     ends: list[tuple[bool, int, str]] = [
-        (isinstance(error, Preempted), EXIT_RESUME, "asked to stop; saved, resume goes on with the next step"),
-        (isinstance(error, KeyboardInterrupt), EXIT_INTERRUPTED, "interrupted; resume goes on from the last checkpoint"),
+        (
+            isinstance(error, Preempted),
+            EXIT_RESUME,
+            "stopped on request after saving a checkpoint; resume continues with the next step",
+        ),
+        (isinstance(error, KeyboardInterrupt), EXIT_INTERRUPTED, "interrupted; resume continues from the last checkpoint"),
         (isinstance(error, NotFiniteError), EXIT_NOT_FINITE, str(error)),
         (isinstance(error, UserError), EXIT_USER_ERROR, str(error)),
         (is_out_of_memory(error), EXIT_OUT_OF_MEMORY, f"out of memory: {first_line}"),

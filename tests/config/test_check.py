@@ -153,7 +153,7 @@ def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
     [
         ("type: float, low: 2", {}, "sweep.space: x: low and high are needed"),
         ("type: float, low: 0, high: 2, log: true", {}, "sweep.space: x: log needs low above 0"),
-        ("type: float, low: 1, high: 2, log: true, step: 1", {}, "log and step exclude each other"),
+        ("type: float, low: 1, high: 2, log: true, step: 1", {}, "log and step cannot be combined; give one of them"),
         ("type: float, low: 1, high: 2, choices: [1]", {}, "choices need type choice"),
         ("type: choice", {}, "type choice needs choices"),
         ("type: choice, choices: [1], low: 2", {}, "leave out low, high, step and log"),

@@ -79,7 +79,7 @@ def test_what_is_finished_is_skipped_and_said(
     assert content(folder) == before
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"out/{name}.nii.gz: finished before, skipped" for name in ("a", "b")]
-    assert "2 of 2 cases were finished before and skipped; overwrite=true makes them again" in said.err
+    assert "2 of 2 cases were finished before and skipped; overwrite=true repeats them" in said.err
     assert predict(folder, "overwrite=true") == 0
     assert predicted == ["a", "b"]
 
