@@ -1,6 +1,7 @@
 """Rules between keys: combinations that contradict each other are refused, surprising ones are noted.
 
 A rule is a pair: the condition that must hold, and the sentence for the user if it does not.
+The file is long because most of it is those sentences.
 """
 
 import math

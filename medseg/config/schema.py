@@ -3,6 +3,7 @@
 `check.py` merges what Hydra composes into one of the roots at the end of this file. It refuses unknown keys, wrong types, missing values
 and numbers outside their range, however they came in. A tuple's length is part of its type. Groups that belong to other libraries
 (`optimizer`, `schedule`, `logger`) are mappings with a `_target_`, which must be on the white list. `--help` of a command prints all this.
+The file is long because each key has its documentation beside it.
 """
 
 from dataclasses import dataclass, is_dataclass

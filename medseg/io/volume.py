@@ -232,8 +232,7 @@ def lazy_volume(
         dtype: Type of the stored values, with byte order.
         files: Files with equal shares of the slices, in their order.
         encoding: As for `open_stream`.
-        offset: First byte after the header.
-        num_lines: Lines to pass over then.
+        offset, num_lines: Bytes before the voxels, and lines after those bytes.
         num_skipped: Bytes to pass over then, decoded; -1: plain voxels are the last bytes of their file.
         **others: Further attributes of the lazy volume.
 
