@@ -226,13 +226,16 @@ def lazy_volume(
 ) -> LazyVolume:
     """Describe voxels in files, after a check that the files can hold them: a damaged header asks for no memory.
 
+    It has 81 lines because every layout of a file has its own refusal.
+
     Args:
         path: File of the header, for messages.
         grid: Shape and position.
         dtype: Type of the stored values, with byte order.
         files: Files with equal shares of the slices, in their order.
         encoding: As for `open_stream`.
-        offset, num_lines: Bytes before the voxels, and lines after those bytes.
+        offset: First byte after the header.
+        num_lines: Lines to skip after it.
         num_skipped: Bytes to pass over then, decoded; -1: plain voxels are the last bytes of their file.
         **others: Further attributes of the lazy volume.
 
