@@ -34,7 +34,7 @@ def test_a_strategy_trains_and_predicts_both_stages(strategy: str, patch: list[s
     coarse = train(tmp_path / "coarse", tiny_table, "stage=coarse", *few)
     fine = train(tmp_path / "fine", tiny_table, "stage=fine", *few, *patch)
     segmenter = LungSegmenter([coarse], [fine], accelerator="cpu")
-    assert segmenter.coarse.spacing_mm == segmenter.fine.spacing_mm == SPACINGS_MM[strategy]
+    assert [stage.spacing_mm for stage in segmenter.cascade.stages] == [SPACINGS_MM[strategy]] * 2
     scan = tiny_table.parent / "c3.nii.gz"
     result = segmenter.segment(scan)
     assert result.labels.array.shape == read_image(scan).array.shape
