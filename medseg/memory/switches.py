@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 
 def apply_switches(
@@ -152,11 +152,12 @@ def _recomputed(forward: Callable[..., Any], norms: list[_BatchNorm]) -> Callabl
         """Context of the first run and context of the recomputation."""
         return contextlib.nullcontext(), _paused_statistics(norms)
 
+    # Compiled code takes no `context_fn` from a variable, so it is left out where it is not needed.
+    options: dict[str, Any] = {"context_fn": contexts} if norms else {}
+
     @functools.wraps(forward)
     def run(*args: Any) -> Any:
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts if norms else noop_context_fn
-        )
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **options)
 
     return run
 
