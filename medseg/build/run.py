@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medseg.build.augmentation import make_augmentation
+from medseg.build.augmentation import make_transforms
 from medseg.build.cases import find_sources
 from medseg.build.device import make_device_map, pick_device
 from medseg.build.logger import make_logger
@@ -161,7 +161,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         make_task(config.task),
         stage_input,
         cache_dir=Path(data.cache),
-        augmentation=make_augmentation(config.augment),
+        augmentation=make_transforms(config.augment),
         seed=config.seed,
         steps=config.steps,
         batch_size=stage.batch_size,

@@ -1,10 +1,10 @@
-"""Augmentation of one CT sample: one affine resampling, then scanner effects in place.
+"""Augmentation effects of one sample: an affine resampling, then effects of scanners in place.
 
-All effects work on an image in [-1, 1] with -1 as air and draw from a numpy generator only, so that a sample is a
-function of its number.
+The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. They are transforms of `augment.transforms`, one class each.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from medseg.preprocess.intensity import AIR
 
 # Slices that are resampled at once; their coordinates fit into the processor's cache.
 SLAB_SLICES = 8
+Spacing = tuple[float, float, float]
 
 
 class Warp(NamedTuple):
@@ -43,88 +44,68 @@ class Warp(NamedTuple):
         """Resample a patch: the image linearly, the labels by the nearest voxel; outside is air and background.
 
         Args:
-            image: Source, (1, D, H, W) float32.
+            image: Source, (C, D, H, W) float32.
             labels: Its labels, (D, H, W) uint8.
             shape: Shape of the patch.
 
         Returns:
-            Image (1, *shape) and labels (*shape) of the patch.
+            Image (C, *shape) and labels (*shape) of the patch.
         """
         # grid_sample pads with zeros, so air is shifted to zero and back.
-        new_image = _resample_affine(image[0] - AIR, self.matrix, self.shift_voxels, shape, "bilinear")
+        channels = [_resample_affine(one - AIR, self.matrix, self.shift_voxels, shape, "bilinear").add_(AIR) for one in image]
         new_labels = _resample_affine(labels.float(), self.matrix, self.shift_voxels, shape, "nearest")
-        return new_image.add_(AIR)[None], new_labels.to(labels.dtype)
+        return torch.stack(channels), new_labels.to(labels.dtype)
+
+
+class Effect:
+    """A random change of a sample that has been read.
+
+    An effect draws from the generator that it is given and from nothing else, so that a sample is a function of its number.
+    """
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Change a sample.
+
+        Args:
+            image: (C, D, H, W) float32; may be overwritten.
+            labels: (D, H, W) uint8; may be overwritten.
+            rng: Generator of this sample.
+            spacing_mm: Voxel spacing, (z, y, x); lengths apply to world coordinates, not to voxels.
+
+        Returns:
+            New image and labels, same shapes.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """Random changes of a training sample. Each effect has its own probability; ranges are drawn uniformly.
+class WindowShift:
+    """Shift of the HU window by up to `hu`, as of a scanner with a wrong calibration; it acts while the scan is read."""
 
-    Attributes:
-        flip_axes: Array axes (0 = z, 1 = y, 2 = x) that may be flipped, each with probability 0.5; never x for a
-            task with sides.
-        affine_probability: Of rotating, scaling, shearing and shifting, in one resampling.
-        rotation_deg: Largest angle about the axes z, y and x.
-        scale_range: Factor on the size of the anatomy, one for all axes.
-        shear_max: Largest shear of each pair of axes.
-        translation_mm: Largest shift along z, y and x.
-        blur_probability: Of a Gaussian blur along all axes.
-        blur_sigma_mm: Its standard deviation.
-        low_resolution_probability: Of averaging over thick slices and interpolating back.
-        low_resolution_mm: The simulated slice thickness; an axis that is coarser already stays as it is.
-        low_resolution_all_axes_probability: Of applying it to all axes (a coarse scan) instead of z alone (thick slices).
-        noise_probability: Of white Gaussian noise.
-        noise_sd: Its standard deviation, as a part of [-1, 1].
-        contrast_probability: Of a factor about the middle of the window.
-        contrast_range: That factor.
-        brightness_probability: Of adding a constant.
-        brightness_max: Its largest size, as a part of [-1, 1].
-        gamma_probability: Of a power law on [0, 1], from the dark or (half of the time) from the bright end.
-        gamma_range: Its exponent.
-        window_shift_hu: Largest shift of the HU window, drawn for every sample (`draw_window`).
-        truncate_probability: Of cutting off the upper or the lower end of the field of view (partial scan).
-        truncate_max_fraction: Largest part of the slices that is cut off.
-        narrow_probability: Of cutting off the right, left, front or back end of the field of view.
-        narrow_max_fraction: Largest part of the rows or columns that is cut off.
-        circle_probability: Of a round field of view in the axial plane.
-        circle_radius_range: Its radius, as a part of half the longer in-plane side.
-    """
+    hu: float
 
-    flip_axes: tuple[int, ...] = ()
-    affine_probability: float = 0.5
-    rotation_deg: tuple[float, float, float] = (15.0, 7.5, 7.5)
-    scale_range: tuple[float, float] = (0.85, 1.2)
-    shear_max: float = 0.05
-    translation_mm: tuple[float, float, float] = (10.0, 10.0, 10.0)
-    blur_probability: float = 0.15
-    blur_sigma_mm: tuple[float, float] = (0.5, 1.5)
-    low_resolution_probability: float = 0.25
-    low_resolution_mm: tuple[float, float] = (2.0, 8.0)
-    low_resolution_all_axes_probability: float = 0.25
-    noise_probability: float = 0.2
-    noise_sd: tuple[float, float] = (0.01, 0.1)
-    contrast_probability: float = 0.2
-    contrast_range: tuple[float, float] = (0.8, 1.2)
-    brightness_probability: float = 0.2
-    brightness_max: float = 0.1
-    gamma_probability: float = 0.2
-    gamma_range: tuple[float, float] = (0.75, 1.4)
-    window_shift_hu: float = 20.0
-    truncate_probability: float = 0.1
-    truncate_max_fraction: float = 0.4
-    narrow_probability: float = 0.05
-    narrow_max_fraction: float = 0.4
-    circle_probability: float = 0.05
-    circle_radius_range: tuple[float, float] = (0.7, 1.0)
-
-    def draw_window(self, rng: np.random.Generator, window_hu: tuple[float, float]) -> tuple[float, float]:
-        """Shift the HU window of a sample, as a scanner with a wrong calibration does."""
-        shift_hu = rng.uniform(-self.window_shift_hu, self.window_shift_hu)
+    def draw(self, rng: np.random.Generator, window_hu: tuple[float, float]) -> tuple[float, float]:
+        """Draw the window of a sample."""
+        shift_hu = rng.uniform(-self.hu, self.hu)
         return (window_hu[0] + shift_hu, window_hu[1] + shift_hu)
 
-    def draw_warp(self, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Warp | None:
-        """Draw the affine resampling of a sample; None without one."""
-        if rng.random() >= self.affine_probability:
+
+@dataclass(frozen=True)
+class Affine:
+    """Rotation about the axes z, y and x, scale, shear of each pair of axes and shift along z, y and x, in one resampling.
+
+    It acts while the scan is read, so that no false air comes in at the corners. A scale above 1 makes the anatomy larger.
+    """
+
+    probability: float
+    rotation_deg: tuple[float, float, float]
+    scale_range: tuple[float, float]
+    shear_max: float
+    translation_mm: tuple[float, float, float]
+
+    def draw(self, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Warp | None:
+        """Draw the warp of a sample; None without one."""
+        if rng.random() >= self.probability:
             return None
         # The anatomy becomes larger when a smaller part of the source fills the patch.
         matrix = np.eye(3) / rng.uniform(*self.scale_range)
@@ -136,37 +117,35 @@ class Augmentation:
         spacing = np.array(spacing_mm)
         return Warp(matrix * spacing / spacing[:, None], shift_mm / spacing)
 
-    def alter(
-        self,
-        image: Tensor,
-        labels: Tensor,
-        rng: np.random.Generator,
-        spacing_mm: tuple[float, float, float],
-    ) -> tuple[Tensor, Tensor]:
-        """Apply all effects but the warp, in the order of a scanner.
 
-        Args:
-            image: (1, D, H, W) float32 in [-1, 1]; may be overwritten.
-            labels: (D, H, W) uint8; may be overwritten.
-            rng: Generator of this sample.
-            spacing_mm: Voxel spacing, (z, y, x); lengths apply to world coordinates, not to voxels.
+@dataclass(frozen=True)
+class Flip(Effect):
+    """Flip of each named axis (0 = z, 1 = y, 2 = x) with probability 0.5; never of x for a task with sides."""
 
-        Returns:
-            New image and labels, same shapes and ranges.
-        """
-        axes = [axis for axis in self.flip_axes if rng.random() < 0.5]
-        if axes:
-            image, labels = image.flip([axis + 1 for axis in axes]), labels.flip(axes)
-        image = self._change_resolution(image, rng, spacing_mm)
-        if rng.random() < self.noise_probability:
-            noise = rng.standard_normal(image.shape, dtype=np.float32)
-            image.add_(torch.from_numpy(noise), alpha=rng.uniform(*self.noise_sd))
-        self._change_intensity(image, rng)
-        self._cut_field_of_view(image, labels, rng, spacing_mm)
-        return image, labels
+    axes: Sequence[int]
 
-    def _change_resolution(self, image: Tensor, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Tensor:
-        """Blur and simulate coarse slices: both are linear along each axis, so one matrix per axis does both."""
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Flip image and labels."""
+        axes = [axis for axis in self.axes if rng.random() < 0.5]
+        return (image.flip([axis + 1 for axis in axes]), labels.flip(axes)) if axes else (image, labels)
+
+
+@dataclass(frozen=True)
+class Resolution(Effect):
+    """Coarse scan, and Gaussian blur along all axes; both are linear along each axis, so that one matrix per axis does both.
+
+    Averages over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all axes; an axis that is coarser
+    already stays as it is.
+    """
+
+    low_resolution_probability: float
+    low_resolution_mm: tuple[float, float]
+    low_resolution_all_axes_probability: float
+    blur_probability: float
+    blur_sigma_mm: tuple[float, float]
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Multiply the image along each axis."""
         matrices: dict[int, np.ndarray] = {}
         sizes = image.shape[1:]
         if rng.random() < self.low_resolution_probability:
@@ -181,46 +160,120 @@ class Augmentation:
                 matrices[axis] = blur @ matrices[axis] if axis in matrices else blur
         for axis in sorted(matrices):
             image = _apply_along(image, torch.from_numpy(matrices[axis].astype(np.float32)), axis)
-        return image
+        return image, labels
 
-    def _change_intensity(self, image: Tensor, rng: np.random.Generator) -> None:
-        """Change contrast and brightness, clip, and apply a power law."""
-        factor = rng.uniform(*self.contrast_range) if rng.random() < self.contrast_probability else 1.0
-        limit = self.brightness_max
-        offset = rng.uniform(-limit, limit) if rng.random() < self.brightness_probability else 0.0
-        if (factor, offset) != (1.0, 0.0):
-            image.mul_(factor).add_(offset)
+
+@dataclass(frozen=True)
+class Noise(Effect):
+    """White Gaussian noise, its standard deviation drawn from the range `sd`, in units of the image."""
+
+    probability: float
+    sd: tuple[float, float]
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Add the noise."""
+        if rng.random() < self.probability:
+            noise = rng.standard_normal(image.shape, dtype=np.float32)
+            image.add_(torch.from_numpy(noise), alpha=rng.uniform(*self.sd))
+        return image, labels
+
+
+@dataclass(frozen=True)
+class Contrast(Effect):
+    """Factor about 0, the middle of the window, drawn from `range`."""
+
+    probability: float
+    range: tuple[float, float]
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Multiply the image."""
+        if rng.random() < self.probability:
+            image.mul_(rng.uniform(*self.range))
+        return image, labels
+
+
+@dataclass(frozen=True)
+class Brightness(Effect):
+    """Constant of at most `max`, in units of the image, added to all voxels."""
+
+    probability: float
+    max: float
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Add the constant."""
+        if rng.random() < self.probability:
+            image.add_(rng.uniform(-self.max, self.max))
+        return image, labels
+
+
+@dataclass(frozen=True)
+class Gamma(Effect):
+    """Clip to [-1, 1], then a power law on [0, 1] from the dark or (half of the time) from the bright end, its exponent from `range`."""
+
+    probability: float
+    range: tuple[float, float]
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Clip and change the image."""
         image.clamp_(-1.0, 1.0)  # noise, contrast and brightness may have left the range
-        if rng.random() < self.gamma_probability:
+        if rng.random() < self.probability:
             sign = 1.0 if rng.random() < 0.5 else -1.0
-            image.mul_(0.5 * sign).add_(0.5).pow_(rng.uniform(*self.gamma_range)).sub_(0.5).mul_(2.0 * sign)
+            image.mul_(0.5 * sign).add_(0.5).pow_(rng.uniform(*self.range)).sub_(0.5).mul_(2.0 * sign)
+        return image, labels
 
-    def _cut_field_of_view(
-        self,
-        image: Tensor,
-        labels: Tensor,
-        rng: np.random.Generator,
-        spacing_mm: tuple[float, float, float],
-    ) -> None:
-        """Cut off an end along z, a side in plane, or the outside of a circle."""
-        depth, height, width = labels.shape
-        if rng.random() < self.truncate_probability:
-            num_slices = int(depth * rng.uniform(0.0, self.truncate_max_fraction))
+
+@dataclass(frozen=True)
+class Truncate(Effect):
+    """Partial scan: at most `max_fraction` of the slices, at the upper or the lower end, repeat the last slice that is left."""
+
+    probability: float
+    max_fraction: float
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Cut off an end along z."""
+        if rng.random() < self.probability:
+            depth = labels.shape[0]
+            num_slices = int(depth * rng.uniform(0.0, self.max_fraction))
             is_low_end = rng.random() < 0.5
             gone = slice(0, num_slices) if is_low_end else slice(depth - num_slices, depth)
             last = num_slices if is_low_end else depth - num_slices - 1
             # Beyond the end of a scan its last slice is repeated, as in `crop_padded`.
             image[:, gone] = image[:, last, None].clone()
             labels[gone] = labels[last, None].clone()
-        if rng.random() < self.narrow_probability:
+        return image, labels
+
+
+@dataclass(frozen=True)
+class Narrow(Effect):
+    """Field of view without at most `max_fraction` of the rows or columns at the right, left, front or back, which become air."""
+
+    probability: float
+    max_fraction: float
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Cut off a side in plane."""
+        if rng.random() < self.probability:
             axis, at_low_end = (2, 1)[int(rng.random() < 0.5)], rng.random() < 0.5
-            length = int(labels.shape[axis] * rng.uniform(0.0, self.narrow_max_fraction))
+            length = int(labels.shape[axis] * rng.uniform(0.0, self.max_fraction))
             start = 0 if at_low_end else labels.shape[axis] - length
             image.narrow(axis + 1, start, length).fill_(AIR)
             labels.narrow(axis, start, length).zero_()
-        if rng.random() < self.circle_probability:
+        return image, labels
+
+
+@dataclass(frozen=True)
+class Circle(Effect):
+    """Round field of view in the axial plane, outside of which is air; its radius is a part of half the longer in-plane side."""
+
+    probability: float
+    radius_range: tuple[float, float]
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Cut off the outside of a circle."""
+        if rng.random() < self.probability:
+            height, width = labels.shape[1:]
             extent_mm = (height * spacing_mm[1], width * spacing_mm[2])
-            radius_mm = rng.uniform(*self.circle_radius_range) * max(extent_mm) / 2
+            radius_mm = rng.uniform(*self.radius_range) * max(extent_mm) / 2
             centre_mm = [0.1 * rng.uniform(-length, length) / 2 for length in extent_mm]
             y_mm, x_mm = (
                 (torch.arange(size) - (size - 1) / 2) * step_mm - middle_mm
@@ -229,6 +282,7 @@ class Augmentation:
             outside = (y_mm**2)[:, None] + x_mm**2 > radius_mm**2
             image.masked_fill_(outside, AIR)
             labels.masked_fill_(outside, 0)
+        return image, labels
 
 
 def gaussian_matrix(size: int, sigma_voxels: float) -> np.ndarray:
@@ -264,9 +318,9 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
 
 
 def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """Multiply each line of (1, D, H, W) along an axis by a matrix; one large product is faster than a convolution."""
+    """Multiply each line of (C, D, H, W) along an axis by a matrix; one large product is faster than a convolution."""
     if axis == 0:
-        return (matrix @ image.flatten(2)[0]).view(image.shape)
+        return torch.stack([matrix @ channel.flatten(1) for channel in image]).view(image.shape)
     return matrix @ image if axis == 1 else image @ matrix.T
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.task import Region, Task
+from medseg.data.transforms import Transforms
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop, GridRule
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
@@ -90,7 +90,7 @@ class _Samples(Dataset[Sample]):
         items: Sequence[tuple[CachedCase, int]],
         task: Task,
         seed: int,
-        augmentation: Augmentation | None,
+        augmentation: Transforms | None,
         jitter: bool,
         weights: Sequence[float] | None,
     ) -> None:
@@ -167,7 +167,7 @@ class CoarseSamples(_Samples):
         divisor: tuple[int, int, int],
         rule: GridRule = PLAIN,
         spacings: SpacingOf | None = None,
-        augmentation: Augmentation | None = None,
+        augmentation: Transforms | None = None,
         jitter: bool = True,
         max_voxels: int | None = None,
         slab_share: float = 0.0,
@@ -252,7 +252,7 @@ class FineSamples(_Samples):
         seed: int,
         crops: CropOf,
         patch_size: tuple[int, int, int] | None,
-        augmentation: Augmentation | None = None,
+        augmentation: Transforms | None = None,
         jitter: bool = True,
         is_mirrored: bool = False,
         boundary_share: float = 0.5,

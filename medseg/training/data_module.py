@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from medseg.cascade.localise import localise
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.audit.table import DUPLICATE
-from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, spacing_text
 from medseg.data.case_table import Case, CaseSource
 from medseg.data.crops import ScanSpacings, StageCrops
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import CoarseSamples, FineSamples, collate_padded, init_worker
 from medseg.data.task import Task
+from medseg.data.transforms import Transforms
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule
@@ -95,7 +95,7 @@ class CasesDataModule(pl.LightningDataModule):
         stage_input: StageInput,
         *,
         cache_dir: Path,
-        augmentation: Augmentation | None,
+        augmentation: Transforms | None,
         seed: int,
         steps: int,
         batch_size: int,

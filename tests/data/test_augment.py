@@ -1,25 +1,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ct_effects import CT, effects
 from scipy import ndimage
 from torch import Tensor
 
-from medseg.data.augment import AIR, Augmentation, Warp, gaussian_matrix, thick_slice_matrix
+from medseg.data.augment import AIR, Warp, gaussian_matrix, thick_slice_matrix
 from medseg.data.sampler import sample_rng
+from medseg.data.transforms import Transforms
 
 SHAPE = (28, 34, 47)
 SPACING_MM = (2.5, 1.5, 2.0)
-PROBABILITIES = [field.name for field in fields(Augmentation) if field.name.endswith("_probability")]
+PROBABILITIES = [name for name in CT if name.endswith("_probability")]
 ALL: dict[str, Any] = dict.fromkeys(PROBABILITIES, 1.0)
 NONE: dict[str, Any] = dict.fromkeys(PROBABILITIES, 0.0)
-ALWAYS = Augmentation(flip_axes=(0, 1), **ALL)
-NEVER = Augmentation(window_shift_hu=0.0, **NONE)
+
+
+def never(**values: Any) -> Transforms:
+    """Effects of which none fires but those whose values are given."""
+    return effects(**{**NONE, "window_shift_hu": 0.0, **values})
+
+
+ALWAYS, NEVER = effects(flip_axes=[0, 1], **ALL), never()
 
 
 def sample() -> tuple[Tensor, Tensor]:
@@ -32,7 +39,7 @@ def sample() -> tuple[Tensor, Tensor]:
 
 
 def augmented(
-    augmentation: Augmentation, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: tuple[float, float, float]
+    augmentation: Transforms, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: tuple[float, float, float]
 ) -> tuple[Tensor, Tensor]:
     """Augment a whole volume as the coarse samples do: beyond its border there is air."""
     warp = augmentation.draw_warp(rng, spacing_mm)
@@ -45,8 +52,8 @@ def centroids(labels: Tensor) -> dict[int, np.ndarray]:
     return {v: np.argwhere(labels.numpy() == v).mean(axis=0) for v in (1, 2) if (labels == v).any()}
 
 
-@pytest.mark.parametrize("augmentation", [ALWAYS, Augmentation(flip_axes=(1,))])
-def test_same_generator_same_sample_and_valid_ranges(augmentation: Augmentation) -> None:
+@pytest.mark.parametrize("augmentation", [ALWAYS, effects(flip_axes=[1])])
+def test_same_generator_same_sample_and_valid_ranges(augmentation: Transforms) -> None:
     kept_both = 0
     for n in range(25):
         image, labels = augmented(augmentation, *sample(), sample_rng(5, n), SPACING_MM)
@@ -78,18 +85,17 @@ def test_what_never_fires_changes_nothing() -> None:
 def test_each_effect_fires_alone_and_keeps_image_and_labels_together(name: str) -> None:
     num_changed = 0  # a thick slice may be thinner than the voxel, a cut may be of no slice
     for n in range(8):
-        image, labels = augmented(replace(NEVER, **{name: ALL[name]}), *sample(), sample_rng(1, n), SPACING_MM)
+        image, labels = augmented(never(**{name: ALL[name]}), *sample(), sample_rng(1, n), SPACING_MM)
         num_changed += not torch.equal(image, sample()[0])
         # What is a label is still dark beside tissue that is not (or cut to air by the field of view).
         assert image[0][labels > 0].mean() < image[0][(labels == 0) & (image[0] > AIR)].mean() - 0.3
-    assert num_changed >= 5
     assert num_changed >= 5
 
 
 def test_flips_touch_the_named_axes_alone() -> None:
     seen = set()
     for n in range(30):
-        image, labels = augmented(replace(NEVER, flip_axes=(0, 1)), *sample(), sample_rng(2, n), SPACING_MM)
+        image, labels = augmented(never(flip_axes=(0, 1)), *sample(), sample_rng(2, n), SPACING_MM)
         plain_image, plain_labels = sample()
         axes = next(
             axes for axes in ((), (0,), (1,), (0, 1)) if torch.equal(labels, plain_labels.flip(axes) if axes else plain_labels)
@@ -105,7 +111,7 @@ def test_a_warp_samples_where_it_says() -> None:
     source = ndimage.gaussian_filter(rng.standard_normal(SHAPE), 3).astype(np.float32)
     source *= 0.3 / source.std()
     labels = (source > 0.2).astype(np.uint8)
-    warp = replace(NEVER, affine_probability=1.0).draw_warp(rng, SPACING_MM)
+    warp = never(affine_probability=1.0).draw_warp(rng, SPACING_MM)
     assert warp is not None
     shape = (11, 14, 17)
     offsets = np.stack(np.meshgrid(*[np.arange(n) - (n - 1) / 2 for n in shape], indexing="ij"))
@@ -119,7 +125,7 @@ def test_a_warp_samples_where_it_says() -> None:
 
 def test_rotation_and_scale_hold_in_the_world() -> None:
     """A rotation in mm keeps lengths in mm although the voxels are not cubes; a scale multiplies them."""
-    only = replace(NEVER, affine_probability=1.0, shear_max=0.0, translation_mm=(0.0, 0.0, 0.0), scale_range=(1.25, 1.25))
+    only = never(affine_probability=1.0, shear_max=0.0, translation_mm=(0.0, 0.0, 0.0), scale_range=(1.25, 1.25))
     for n in range(5):
         warp = only.draw_warp(sample_rng(0, n), SPACING_MM)
         assert warp is not None
@@ -132,7 +138,7 @@ def test_the_margin_covers_what_the_patch_sees() -> None:
     shape = (12, 15, 10)
     is_tight: list[bool] = []
     for n in range(40):
-        warp = replace(NEVER, affine_probability=1.0).draw_warp(sample_rng(0, n), SPACING_MM)
+        warp = never(affine_probability=1.0).draw_warp(sample_rng(0, n), SPACING_MM)
         assert warp is not None
         margin = warp.margin(shape)
         source_shape = [size + 2 * more for size, more in zip(shape, margin, strict=True)]
@@ -172,7 +178,7 @@ def test_the_resolution_matrices_are_averages() -> None:
 
 
 def test_thick_slices_blur_z_alone() -> None:
-    effect = replace(NEVER, low_resolution_probability=1.0, low_resolution_mm=(8.0, 8.0))
+    effect = never(low_resolution_probability=1.0, low_resolution_mm=(8.0, 8.0))
     image = torch.full((1, *SHAPE), -0.5)
     image[:, :, 10:] = 0.5
     image[:, :, :, 30:] = 0.0
@@ -187,14 +193,14 @@ def test_thick_slices_blur_z_alone() -> None:
 
 
 def test_the_window_is_shifted_within_its_bound() -> None:
-    windows = np.array([Augmentation(window_shift_hu=30.0).draw_window(sample_rng(0, n), (-1000, 600)) for n in range(50)])
+    windows = np.array([effects(window_shift_hu=30.0).draw_window(sample_rng(0, n), (-1000, 600)) for n in range(50)])
     assert np.allclose(windows[:, 1] - windows[:, 0], 1600)
     assert np.abs(windows[:, 0] + 1000).max() <= 30
     assert windows[:, 0].std() > 10
 
 
 def test_where_a_scan_is_cut_its_last_slice_goes_on_in_image_and_labels_alike() -> None:
-    truncate = replace(NEVER, truncate_probability=1.0, truncate_max_fraction=0.9)
+    truncate = never(truncate_probability=1.0, truncate_max_fraction=0.9)
     whole = torch.linspace(-0.9, 0.9, 20)[:, None, None].expand(20, 4, 5)
     labels_of = torch.arange(20, dtype=torch.uint8)[:, None, None].expand(20, 4, 5)
     ends = set()
@@ -209,7 +215,7 @@ def test_where_a_scan_is_cut_its_last_slice_goes_on_in_image_and_labels_alike() 
 
 
 def test_a_narrow_field_of_view_is_cut_in_image_and_labels_alike() -> None:
-    narrow = replace(NEVER, narrow_probability=1.0, narrow_max_fraction=0.5)
+    narrow = never(narrow_probability=1.0, narrow_max_fraction=0.5)
     faces = set()
     for n in range(40):
         whole = torch.zeros(1, 4, 20, 30), torch.ones(4, 20, 30, dtype=torch.uint8)

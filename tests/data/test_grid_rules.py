@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ct_effects import effects
 
-from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase
 from medseg.data.samples import CoarseSamples, CropOf, FineSamples, Sample, collate_padded
 from medseg.data.task import Region, Task
@@ -18,7 +18,7 @@ from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 
 SIZE = (24, 32, 16)
-AUGMENTATION = Augmentation(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
+AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
 
 
 def crops_of(rule: GridRule, margin_mm: float = 9.0) -> CropOf:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ct_effects import CT, effects
 from torch.utils.data import DataLoader
 
-from medseg.data.augment import Augmentation
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import StepBatchSampler
@@ -28,7 +28,7 @@ from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise_hu
 
-AUGMENTATION = Augmentation(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
+AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
 
 Maker = Callable[..., CoarseSamples | FineSamples]
 
@@ -268,9 +268,9 @@ def test_a_warped_patch_holds_tissue_where_the_scan_goes_on(cached_cases: list[C
     def middle(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return VoxelBox.full(case.grid.shape).expanded((-8, -10, -16))
 
-    options: dict[str, Any] = {name: 0.0 for name in vars(AUGMENTATION) if name.endswith("_probability")}
+    options: dict[str, Any] = {name: 0.0 for name in CT if name.endswith("_probability")}
     options |= {"affine_probability": 1.0, "translation_mm": (3.0, 3.0, 3.0)}
-    warp_alone = Augmentation(**options)
+    warp_alone = effects(**options)
     samples = FineSamples([case], task, seed=0, crops=on_the_cache(middle), patch_size=None, augmentation=warp_alone)
     for n in range(10):
         assert float(samples[n]["image"].min()) > 0

@@ -1,0 +1,58 @@
+"""Adapter from label maps of one case to any metric of MONAI or torchmetrics."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CaseMetric:
+    """Score of one case by an object of MONAI or torchmetrics.
+
+    A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one; another gets the integers (1, D, H, W).
+    The score is the mean over classes, without those that have none (NaN).
+
+    Args:
+        metric: Object with `reset`; a call returns the score of a batch.
+        num_classes: Classes K with the background.
+    """
+
+    def __init__(self, metric: Any, num_classes: int) -> None:
+        self.metric = metric
+        self.num_classes = num_classes
+        self.is_monai = type(metric).__module__.startswith("monai.")
+        compute = getattr(metric, "_compute_tensor", None)
+        takes_any = compute is not None and inspect.signature(compute).parameters
+        self.takes_spacing = bool(takes_any) and any(one.kind is one.VAR_KEYWORD for one in takes_any.values())
+
+    def __call__(self, pred_labels: Tensor, target_labels: Tensor, spacing_mm: tuple[float, float, float]) -> float:
+        """Score a case.
+
+        Args:
+            pred_labels: Integers in [0, K), (D, H, W).
+            target_labels: The same of the reference.
+            spacing_mm: Voxel spacing, (z, y, x).
+
+        Returns:
+            The score; NaN where no class has one.
+        """
+        maps = (pred_labels, target_labels)
+        if self.is_monai:
+            options = {"spacing": list(spacing_mm)} if self.takes_spacing else {}
+            value = self.metric(*(_one_hot(labels, self.num_classes) for labels in maps), **options)
+        else:
+            value = self.metric.to(pred_labels.device)(*(labels.long()[None] for labels in maps))
+        self.metric.reset()
+        return float(torch.as_tensor(value, dtype=torch.float64).nanmean())
+
+
+def default_arguments(known: Iterable[str], given: Iterable[str], num_classes: int) -> dict[str, Any]:
+    """Choose what a metric of torchmetrics needs for integers, where it knows the arguments and the user says nothing else."""
+    wanted = {"num_classes": num_classes, "input_format": "index"}
+    return {name: value for name, value in wanted.items() if name in known and name not in given}
+
+
+def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    return torch.stack([labels == value for value in range(num_classes)])[None].float()

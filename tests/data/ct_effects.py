@@ -1,0 +1,18 @@
+"""Effects of `augment=ct` with other values, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from medseg.build.augmentation import make_effects
+from medseg.config.folder import conf_dir
+from medseg.data.transforms import Transforms
+
+CT: dict[str, Any] = yaml.safe_load((conf_dir() / "augment" / "ct.yaml").read_text(encoding="utf-8"))
+
+
+def effects(**values: Any) -> Transforms:
+    """The effects of `augment=ct` with some other values."""
+    return Transforms(make_effects({**CT, **values}))
