@@ -1,17 +1,16 @@
 """Data set of phantoms: a folder per case and their case table."""
 
-import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 
@@ -57,36 +56,33 @@ def write_phantoms(
     if splits is not None and sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
     sides = [name for name, count in splits.items() for _ in range(count)] if splits else [""] * num_cases
-    folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, str]] = []
-    cases = [f"phantom_{index:03d}" for index in range(num_cases)]
     specs = [draw_spec(seed, index, detail) for index in range(num_cases)]
+    folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
+    rows: list[dict[str, str]] = []
     with ExitStack() as stack:
-        write: Callable[..., Iterator[dict[str, bool]]] = functools.partial(map, write_case)
+        map_cases: Any = map
         if num_workers > 1:
             # Spawned: a forked child of a process with threads may hang.
             pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
-            write = functools.partial(stack.enter_context(pool).map, write_case)
             stack.callback(pool.shutdown, cancel_futures=True)
-        written = write([folder / case for case in cases], specs)
-        for case, spec, side, present in zip(cases, specs, sides, written, strict=True):
-            files = {column: f"{case}/{file}" for column, file in _FILES.items()}
+            map_cases = pool.map
+        for case, spec, side, present in zip(folders, specs, sides, map_cases(write_case, folders, specs), strict=True):
+            files = {column: f"{case.name}/{file}" for column, file in _FILES.items()}
             trust = {f"trust_{region}": "reference" if is_there else "absent" for region, is_there in present.items()}
-            rows.append({"case": case, **files, "patient": case, "split": side, "view": spec.view, **trust})
+            rows.append({"case": case.name, **files, "patient": case.name, "split": side, "view": spec.view, **trust})
             if progress is not None:
-                progress(len(rows), num_cases, case)
+                progress(len(rows), num_cases, case.name)
     write_csv(folder / "table.csv", rows)
     return folder / "table.csv"
 
 
 def _end_with_parent() -> None:
     """End this worker when its parent is killed; it would wait for work for ever."""
-    parent = parent_process()
-    assert parent is not None, "runs in a worker"
 
     def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
+        if parent := parent_process():
+            parent.join()
+            os._exit(1)
 
     Thread(target=watch, daemon=True).start()
 
@@ -103,8 +99,8 @@ def write_case(folder: Path, spec: PhantomSpec) -> dict[str, bool]:
     Returns:
         Whether `left_lung` and `right_lung` are in the image.
     """
-    note, text = folder / "phantom.json", json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True)
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()
+    note = folder / "phantom.json"
+    fingerprint = hashlib.sha256(json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True).encode()).hexdigest()
     if all((folder / name).is_file() for name in _FILES.values()):
         with suppress(FileNotFoundError, json.JSONDecodeError):
             known = json.loads(note.read_text(encoding="utf-8"))
@@ -113,9 +109,9 @@ def write_case(folder: Path, spec: PhantomSpec) -> dict[str, bool]:
     folder.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)
     phantom = make_phantom(spec)
-    present = {"left_lung": bool(np.any(phantom.labels == 1)), "right_lung": bool(np.any(phantom.labels == 2))}
+    present = {f"{name}_lung": bool(np.any(phantom.labels == value)) for name, value in (("left", 1), ("right", 2))}
     write_image(folder / _FILES["image"], phantom.image_hu, phantom.grid)
-    write_labels(folder / _FILES["labels"], phantom.labels, phantom.grid, None)
-    write_labels(folder / _FILES["organs"], phantom.organs, phantom.grid, None)
+    for column, labels in (("labels", phantom.labels), ("organs", phantom.organs)):
+        write_labels(folder / _FILES[column], labels, phantom.grid, None)
     replace_text(note, json.dumps({"hash": fingerprint, "present": present, "spec": asdict(spec)}, indent=1))
     return present

@@ -4,8 +4,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from medseg.phantom.anatomy import SIDES, Anatomy
-from medseg.phantom.shapes import Field, Lattice, draw_tube, ellipsoid, maximum, profile, superellipse, union
+from medseg.phantom.shapes import Field, Fields, Lattice, draw_tube, ellipsoid, maximum, profile, superellipse, union
+from medseg.phantom.spec import SIDES, Anatomy
 
 Points = NDArray[np.float64]
 Tube = tuple[Points, Points | float]
@@ -43,7 +43,7 @@ def rib_path(anatomy: Anatomy, number: int, side: int) -> Points:
     return np.concatenate([[joint], [neck], path[keep]])
 
 
-def draw_bones(anatomy: Anatomy, lattice: Lattice, arms: str) -> tuple[Field, Field]:
+def draw_bones(anatomy: Anatomy, lattice: Lattice, arms: str) -> Fields:
     """Draw the bones except the spine.
 
     Args:
@@ -52,7 +52,7 @@ def draw_bones(anatomy: Anatomy, lattice: Lattice, arms: str) -> tuple[Field, Fi
         arms: `up`, `down` or `none`.
 
     Returns:
-        Distance to bone and distance to costal cartilage, both (D, H, W), at most 30 mm.
+        Distances to `bone` and to costal `cartilage`, (D, H, W), at most 30 mm.
     """
     bone, cartilage = lattice.full(30), lattice.full(30)
     sternum = sternum_path(anatomy)
@@ -83,7 +83,7 @@ def draw_bones(anatomy: Anatomy, lattice: Lattice, arms: str) -> tuple[Field, Fi
     draw_tube(bone, lattice, sternum[:2], np.array([8.0, 7.0]))
     for offset in (-14.0, -7.0, 0.0, 7.0, 14.0):
         draw_tube(bone, lattice, sternum + np.outer([1.0, 0.75, 0.8, 0.9, 0.4], [offset, 0, 0]), 5.6)
-    return bone, cartilage
+    return {"bone": bone, "cartilage": cartilage}
 
 
 def sternum_path(anatomy: Anatomy) -> Points:
@@ -118,7 +118,7 @@ def _draw_scapula(bone: Field, lattice: Lattice, anatomy: Anatomy, side: int, ar
     draw_tube(bone, lattice, np.stack([socket + [-side * 4, 0, 12], socket + [-side * 4, 0, -12]]), np.array([8.0, 9.0]))
 
 
-def spine_distance(anatomy: Anatomy, x: Field, y: Field, z: Field) -> tuple[Field, Field, Field, Field]:
+def spine_fields(anatomy: Anatomy, x: Field, y: Field, z: Field) -> Fields:
     """Measure the spine.
 
     Args:
@@ -128,11 +128,12 @@ def spine_distance(anatomy: Anatomy, x: Field, y: Field, z: Field) -> tuple[Fiel
         z: World z in mm, (d, 1, 1).
 
     Returns:
-        Distances to the vertebral bodies with arches (waisted between the discs), to the bodies alone with discs, to the
-        spinal canal, and the place within a segment (0 in the middle of a vertebra, 1 in the middle of a disc), (d, 1, 1).
+        Distances to the vertebral bodies with arches, waisted between the discs (`spine`), to the bodies alone with discs
+        (`column`), to the spinal canal (`canal`), and the place within a segment (`disc`, (d, 1, 1): 0 in the middle of a
+        vertebra, 1 in the middle of a disc).
     """
-    radius = anatomy.spine_radius_mm(z)
-    dx, dy = x - anatomy.spine_x_mm(z), y - anatomy.spine_y_mm(z)
+    middle_x, middle_y, radius = anatomy.spine(z)
+    dx, dy = x - middle_x, y - middle_y
     phase = (z - np.float32(vertebra_z_mm(5))) / np.float32(VERTEBRA_MM)
     drop = phase - np.round(phase)
     disc = np.abs(drop) * 2
@@ -153,7 +154,7 @@ def spine_distance(anatomy: Anatomy, x: Field, y: Field, z: Field) -> tuple[Fiel
     spinous = maximum(lateral - 3.0, behind + 8 - dy, depth - length, slant - np.float32(7.5))
     bone = union(waist, np.maximum(arch, -np.clip((np.float32(0.75) - disc) * 12, -8, 8)), 2.0)
     bone = np.maximum(np.minimum(bone, np.minimum(wings, spinous)), 0.5 - canal)
-    return bone, np.asarray(column), canal, disc
+    return {"spine": bone, "column": np.asarray(column), "canal": canal, "disc": disc}
 
 
 def _spine_point(anatomy: Anatomy, z: float, dx: float, dy: float) -> list[float]:
@@ -232,29 +233,32 @@ def oesophagus(anatomy: Anatomy) -> Tube:
     return (np.array(points), np.array([6.5, 7, 7, 7, 7.5, 8, 8.0]))
 
 
-def draw_central_tubes(anatomy: Anatomy, lattice: Lattice) -> tuple[Field, Field, Field]:
-    """Draw large vessels, lumen of the central airways, and oesophagus: distances (D, H, W), at most 30 mm."""
-    blood, airway, gullet = lattice.full(30), lattice.full(30), lattice.full(30)
+def draw_central_tubes(anatomy: Anatomy, lattice: Lattice) -> Fields:
+    """Draw the large vessels (`blood`), the lumen of the central airways (`airway`) and the oesophagus (`gullet`).
+
+    Returns:
+        Distances (D, H, W), at most 30 mm.
+    """
     vessels, airways = great_vessels(anatomy).values(), bronchi(anatomy).values()
-    for field, tubes, margin_mm in ((blood, vessels, 14), (airway, airways, 14), (gullet, [oesophagus(anatomy)], 12)):
+    fields = {name: lattice.full(30) for name in ("blood", "airway", "gullet")}
+    for field, tubes, margin_mm in zip(fields.values(), (vessels, airways, [oesophagus(anatomy)]), (14, 14, 12), strict=True):
         for tube in tubes:
             draw_tube(field, lattice, *tube, margin_mm=margin_mm)
-    return blood, airway, gullet
+    return fields
 
 
-def heart_fields(anatomy: Anatomy, x: Field, y: Field, z: Field) -> tuple[Field, Field, Field, Field]:
+def heart_fields(anatomy: Anatomy, x: Field, y: Field, z: Field) -> Fields:
     """Measure the heart: an egg of two ventricles with the atria behind and to the right.
 
     Returns:
-        Distances to the outside, the left ventricle, the right heart and the left atrium.
+        Distances to the outside (`heart`), the `left_ventricle`, the `right_heart` and the `left_atrium`.
     """
     centre = anatomy.heart_centre_xyz_mm + [anatomy.shift_x_mm, 0, 0]
     axes, radii = anatomy.heart_axes, np.array(anatomy.heart_radii_mm)
-    ventricles = ellipsoid(x, y, z, centre, radii, axes)
     atrium_left = ellipsoid(x, y, z, centre + [-16, 36, 20], (33, 19, 23))
     atrium_right = ellipsoid(x, y, z, centre + [-38, 12, 2], (27, 29, 37))
-    outside = union(union(ventricles, atrium_left, 12), atrium_right, 14)
+    outside = union(union(ellipsoid(x, y, z, centre, radii, axes), atrium_left, 12), atrium_right, 14)
     left = ellipsoid(x, y, z, centre + 7 * axes[0] + [9, 9, -2], radii * [0.66, 0.44, 0.44], axes)
     right = ellipsoid(x, y, z, centre + [-10, -13, -2], radii * [0.78, 0.62, 0.5], axes)
     right = np.minimum(maximum(right, 9 - left, outside + 4), atrium_right + 4)
-    return outside, left, right, atrium_left + 3
+    return {"heart": outside, "left_ventricle": left, "right_heart": right, "left_atrium": atrium_left + 3}

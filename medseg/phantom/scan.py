@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from medseg.geometry.grid import VoxelGrid
-from medseg.phantom.anatomy import Anatomy, draw_anatomy
-from medseg.phantom.shapes import Field, Lattice, paint
-from medseg.phantom.spec import PhantomSpec
+from medseg.phantom.shapes import Field, Lattice, interpolate, paint
+from medseg.phantom.spec import Anatomy, PhantomSpec, draw_anatomy
 from medseg.phantom.tissue import draw_model
 
 Matrix = NDArray[np.float64]
@@ -87,31 +86,11 @@ def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:
             part[is_crumb[pieces]] = 0
 
 
-def view_range_mm(spec: PhantomSpec, anatomy: Anatomy) -> tuple[float, float]:
-    """Lowest and highest level of a view, canonical mm."""
-    apex, dome = max(anatomy.apex_z_mm.values()), max(anatomy.dome_z_mm.values())
-    bottom = min(anatomy.dome_z_mm.values()) - anatomy.recess_mm
-    a, b = (float(v) for v in spec.rng("view").uniform(0, 1, 2))
-    return {
-        "whole": (bottom - 12 - 30 * a, apex + 10 + 30 * b),
-        "apex": (apex - 30 - 35 * a, apex + 25 + 40 * b),
-        "mid": (dome + 15 + 20 * a, apex - 45 - 20 * b),
-        "bases": (bottom - 20 - 50 * a, dome + 5 + 25 * b),
-        "apices_cut": (bottom - 12 - 30 * a, apex - 20 - 35 * b),
-        "bases_cut": (dome - 15 + 55 * a, apex + 10 + 30 * b),
-        "trunk": (-360 - 40 * a, apex + 10 + 40 * b),
-        "abdomen": (-360 - 40 * a, dome - 25 - 20 * b),
-        "neck": (apex + 14 + 10 * a, apex + 70 + 25 * b),
-    }[spec.view]
-
-
 def _rotation(tilt_deg: tuple[float, float, float]) -> Matrix:
     """Rotation matrix on (x, y, z) from angles about the z, y, x axes."""
-    az, ay, ax = (math.radians(a) for a in tilt_deg)
-    rz = np.array([[math.cos(az), -math.sin(az), 0], [math.sin(az), math.cos(az), 0], [0, 0, 1]])
-    ry = np.array([[math.cos(ay), 0, math.sin(ay)], [0, 1, 0], [-math.sin(ay), 0, math.cos(ay)]])
-    rx = np.array([[1, 0, 0], [0, math.cos(ax), -math.sin(ax)], [0, math.sin(ax), math.cos(ax)]])
-    return np.asarray(rz @ ry @ rx)
+    (cz, sz), (cy, sy), (cx, sx) = ((math.cos(angle), math.sin(angle)) for angle in map(math.radians, tilt_deg))
+    about_z, about_y = np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]]), np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
+    return np.asarray(about_z @ about_y @ np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]]))
 
 
 class Scan(NamedTuple):
@@ -132,7 +111,21 @@ class Scan(NamedTuple):
 
 def place_scan(spec: PhantomSpec, anatomy: Anatomy) -> Scan:
     """Place the field of view on the patient."""
-    low, high = view_range_mm(spec, anatomy)
+    apex, dome = max(anatomy.apex_z_mm.values()), max(anatomy.dome_z_mm.values())
+    bottom = min(anatomy.dome_z_mm.values()) - anatomy.recess_mm
+    a, b = spec.rng("view").uniform(0, 1, 2).tolist()
+    # Lowest and highest level in canonical mm.
+    low, high = {
+        "whole": (bottom - 12 - 30 * a, apex + 10 + 30 * b),
+        "apex": (apex - 30 - 35 * a, apex + 25 + 40 * b),
+        "mid": (dome + 15 + 20 * a, apex - 45 - 20 * b),
+        "bases": (bottom - 20 - 50 * a, dome + 5 + 25 * b),
+        "apices_cut": (bottom - 12 - 30 * a, apex - 20 - 35 * b),
+        "bases_cut": (dome - 15 + 55 * a, apex + 10 + 30 * b),
+        "trunk": (-360 - 40 * a, apex + 10 + 40 * b),
+        "abdomen": (-360 - 40 * a, dome - 25 - 20 * b),
+        "neck": (apex + 14 + 10 * a, apex + 70 + 25 * b),
+    }[spec.view]
     scale, spacing_xyz = np.array(anatomy.scale_xyz), np.array(spec.spacing_mm[::-1])
     num = spec.num_slices or max(4, round((high - low) * scale[2] / spec.spacing_mm[0]) + 1)
     x_mm, y_mm, z_mm = spec.rng("place").uniform(-60, 60, 3) * [0.3, 1, 3]
@@ -198,20 +191,14 @@ def _sample_straight(
     along = np.arange(planes.start * count, planes.stop * count) + 0.5
     numbers = (along / count - 0.5, np.arange(shape[1]), np.arange(shape[2]))
     places = [number * step[axis] + start[axis] for axis, number in enumerate(numbers)]
-    lasts = [size - 1 for size in volume.shape]
-    bases = [np.clip(np.floor(place), 0, last - 1).astype(np.int64) for place, last in zip(places, lasts, strict=True)]
-    rests = [(place - base).astype(np.float32) for place, base in zip(places, bases, strict=True)]
-    misses = [(place < 0) | (place > last) for place, last in zip(places, lasts, strict=True)]
-    (rows, columns), (y, x) = bases[1:], (rests[1][:, None], rests[2][None, :])
+    misses = [(place < 0) | (place > size - 1) for place, size in zip(places, volume.shape, strict=True)]
     result = np.empty(shape, dtype=np.float32)
-    for k in range(shape[0]):
-        plane = np.zeros(volume.shape[1:], dtype=np.float32)
-        for i in range(k * count, (k + 1) * count):
-            low, w = bases[0][i], rests[0][i]
-            plane += np.float32(outside) if misses[0][i] else volume[low] * (1 - w) + volume[low + 1] * w
-        plane /= np.float32(count)
-        lines = plane[rows] * (1 - y) + plane[rows + 1] * y
-        result[k] = lines[:, columns] * (1 - x) + lines[:, columns + 1] * x
+    for k in range(shape[0]):  # one slice after the other stays in the processor's cache
+        own = slice(k * count, (k + 1) * count)
+        thin = interpolate(volume, places[0][own], 0)
+        thin[misses[0][own]] = outside
+        lines = interpolate(thin.sum(axis=0) / np.float32(count), places[1], 0)
+        result[k] = interpolate(lines, places[2], 1)
     result[:, misses[1], :] = outside
     result[:, :, misses[2]] = outside
     return result

@@ -19,6 +19,9 @@ from scipy.interpolate import PchipInterpolator
 Field = NDArray[np.floating[Any]]
 """Distances or HU; float32 wherever it is large."""
 
+Fields = dict[str, Field]
+"""Fields of one lattice, or of one slab of it, by name."""
+
 
 def profile(z_mm: Field, knots_z_mm: Sequence[float], values_mm: Sequence[float]) -> Field:
     """Interpolate a curve over the levels monotonically between knots; constant beyond the ends.
@@ -80,15 +83,13 @@ def ellipsoid(
         Approximate signed distance in mm: level / |gradient|, correct to second order at the surface.
     """
     centre, radii = np.asarray(centre_xyz_mm, dtype=np.float32), np.asarray(radii_xyz_mm, dtype=np.float32)
-    along = [x - centre[0], y - centre[1], z - centre[2]]
+    dx, dy, dz = x - centre[0], y - centre[1], z - centre[2]
     if axes is not None:
-        dx, dy, dz = along
-        along = [dx * a + dy * b + dz * c for a, b, c in axes.astype(np.float32)]
-    scaled = [one / radius for one, radius in zip(along, radii, strict=True)]
-    slopes = [one / radius for one, radius in zip(scaled, radii, strict=True)]
-    level = np.sqrt(scaled[0] * scaled[0] + scaled[1] * scaled[1] + scaled[2] * scaled[2])
-    slope2 = np.float32(1e-6) + slopes[0] * slopes[0] + slopes[1] * slopes[1] + slopes[2] * slopes[2]
-    return np.asarray(level * (level - 1) / np.sqrt(slope2), dtype=np.float32)
+        dx, dy, dz = (dx * a + dy * b + dz * c for a, b, c in axes.astype(np.float32))
+    u, v, w = dx / radii[0], dy / radii[1], dz / radii[2]
+    level = np.sqrt(u * u + v * v + w * w)
+    u, v, w = u / radii[0], v / radii[1], w / radii[2]
+    return np.asarray(level * (level - 1) / np.sqrt(np.float32(1e-6) + u * u + v * v + w * w), dtype=np.float32)
 
 
 def union(first: Field, second: Field, blend_mm: float) -> Field:
@@ -163,9 +164,11 @@ class Lattice:
         """Coordinates along one axis, (n,)."""
         return ((np.arange(self.shape[axis]) + self.first[axis]) * self.spacing_mm[axis]).astype(np.float32)
 
-    def points(self, slab: slice = slice(None)) -> tuple[Field, Field, Field]:
-        """Broadcastable coordinates x (1, 1, W), y (1, H, 1), z (d, 1, 1) of a slab of planes."""
-        return self.axis_mm(2)[None, None, :], self.axis_mm(1)[None, :, None], self.axis_mm(0)[slab, None, None]
+    def points(
+        self, planes: slice = slice(None), rows: slice = slice(None), columns: slice = slice(None)
+    ) -> tuple[Field, Field, Field]:
+        """Broadcastable coordinates x (1, 1, w), y (1, h, 1), z (d, 1, 1) of a part of the lattice."""
+        return self.axis_mm(2)[None, None, columns], self.axis_mm(1)[None, rows, None], self.axis_mm(0)[planes, None, None]
 
     def full(self, value: float) -> Field:
         """Make a constant field, (D, H, W)."""
@@ -196,24 +199,21 @@ def draw_tube(
         margin_mm: How far outside the tube the field is written.
         stretch_z: Cross-section is this much taller along z than across (ribs).
     """
-    nodes = np.asarray(points_xyz_mm, dtype=np.float64)
-    radii = np.broadcast_to(np.asarray(radii_mm, dtype=np.float64), (len(nodes),))
+    radii = np.broadcast_to(np.asarray(radii_mm, dtype=np.float64), (len(points_xyz_mm),))
     spacing, origin, squash = np.array(lattice.spacing_mm), lattice.origin_zyx_mm, np.float32(1 / stretch_z)
-    for a, b, ra, rb in zip(nodes[:-1], nodes[1:], radii[:-1], radii[1:], strict=True):
+    for a, b, ra, rb in zip(points_xyz_mm[:-1], points_xyz_mm[1:], radii[:-1], radii[1:], strict=True):
         pad = (max(ra, rb) + margin_mm) * np.array([stretch_z, 1, 1])
-        start = np.maximum(np.ceil((np.minimum(a, b)[::-1] - pad - origin) / spacing).astype(int), 0)
-        stop = np.minimum(np.floor((np.maximum(a, b)[::-1] + pad - origin) / spacing).astype(int) + 1, lattice.shape)
-        if np.any(stop <= start):
-            continue
-        z, y, x = ((np.arange(start[i], stop[i]) * spacing[i] + origin[i]).astype(np.float32) for i in range(3))
-        dz = ((z - np.float32(a[2])) * squash)[:, None, None]
-        dy, dx = (y - np.float32(a[1]))[None, :, None], (x - np.float32(a[0]))[None, None, :]
+        start = np.ceil((np.minimum(a, b)[::-1] - pad - origin) / spacing).astype(int)
+        stop = np.floor((np.maximum(a, b)[::-1] + pad - origin) / spacing).astype(int) + 1
+        box = tuple(map(slice, *np.clip([start, stop], 0, lattice.shape).tolist()))
+        x, y, z = lattice.points(*box)
+        dx, dy, dz = x - np.float32(a[0]), y - np.float32(a[1]), (z - np.float32(a[2])) * squash
         sx, sy, sz = np.float32(b[0] - a[0]), np.float32(b[1] - a[1]), np.float32(b[2] - a[2]) * squash
         length2 = np.float32(float(sx * sx + sy * sy + sz * sz) + 1e-9)
         # Place along the capsule, 0 to 1, of the nearest point of its axis.
         t = np.clip((dx * (sx / length2) + dy * (sy / length2)) + dz * (sz / length2), 0, 1)
         ex, ey, ez = dx - t * sx, dy - t * sy, dz - t * sz
-        part = distance_mm[start[0] : stop[0], start[1] : stop[1], start[2] : stop[2]]
+        part = distance_mm[box]
         np.minimum(part, np.sqrt(ex * ex + ey * ey + ez * ez) - (np.float32(ra) + t * np.float32(rb - ra)), out=part)
 
 
@@ -257,12 +257,24 @@ def noise_field(rng: np.random.Generator, lattice: Lattice, grain_mm: float) -> 
     The numbers belong to a coarse lattice over a fixed box of the canonical frame, so the field does not depend on the view.
     """
     low, high = np.array([-480.0, -280.0, -330.0]), np.array([360.0, 280.0, 330.0])
-    counts = np.ceil((high - low) / grain_mm).astype(int) + 1
-    values = rng.standard_normal(tuple(int(n) for n in counts), dtype=np.float32)
-    for axis in range(3):
-        at = np.clip((lattice.axis_mm(axis) - low[axis]) / grain_mm, 0, counts[axis] - 1.001)
-        base = at.astype(int)
-        rest = np.expand_dims((at - base).astype(np.float32), [other for other in range(3) if other != axis])
-        rest = rest * rest * (3 - 2 * rest)
-        values = np.take(values, base, axis=axis) * (1 - rest) + np.take(values, base + 1, axis=axis) * rest
+    values = rng.standard_normal(np.ceil((high - low) / grain_mm).astype(int) + 1, dtype=np.float32)
+    for axis, count in enumerate(values.shape):
+        places = np.clip((lattice.axis_mm(axis) - low[axis]) / grain_mm, 0, count - 1.001)
+        values = interpolate(values, places, axis, is_smooth=True)
     return np.asarray(values * np.float32(1.5), dtype=np.float32)
+
+
+def interpolate(values: NDArray[Any], places: NDArray[np.float64], axis: int, *, is_smooth: bool = False) -> Field:
+    """Interpolate between neighbours along one axis.
+
+    Args:
+        values: Array of at least two elements along the axis.
+        places: Positions along the axis in elements, (n,); beyond the ends the result is not meaningful.
+        axis: The axis, which gets the size n.
+        is_smooth: Whether the weights follow a cubic with zero slope at both neighbours, not a line.
+    """
+    base = np.clip(np.floor(places).astype(np.int64), 0, values.shape[axis] - 2)
+    rest = np.expand_dims((places - base).astype(np.float32), [other for other in range(values.ndim) if other != axis])
+    if is_smooth:
+        rest = rest * rest * (3 - 2 * rest)
+    return np.asarray(np.take(values, base, axis) * (1 - rest) + np.take(values, base + 1, axis) * rest)

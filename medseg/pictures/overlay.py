@@ -1,9 +1,8 @@
 """Overlay of a case: a montage of slices with the prediction filled and the reference outlined, in radiological view."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,9 +77,8 @@ class Canvas:
         """
         from matplotlib.colors import to_rgba
 
-        left, top, right, bottom = box_px
-        size = (right - left) / self.width_px, (bottom - top) / self.height_px
-        axes = self.figure.add_axes((left / self.width_px, 1 - bottom / self.height_px, *size))
+        left, top, right, bottom = np.divide(box_px, (self.width_px, self.height_px) * 2)
+        axes = self.figure.add_axes((left, 1 - bottom, right - left, bottom - top))
         rows, columns = image_hu.shape
         vertical = (0, rows) if is_up else (rows, 0)
         place: dict[str, Any] = {"extent": (0, columns, *vertical), "origin": "lower" if is_up else "upper", "aspect": "auto"}
@@ -103,8 +101,7 @@ class Canvas:
         return axes
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One slice in the picture.
 
     Attributes:
@@ -204,8 +201,7 @@ def _layout(is_label: np.ndarray, view_mm: np.ndarray) -> tuple[list[Panel], int
 def _slice_indices(is_label: np.ndarray, plane: str) -> list[int]:
     """Indices of the slices of a plane, at fixed shares of the labelled voxels; of all voxels where there is no label."""
     areas = np.count_nonzero(is_label, axis=tuple({0, 1, 2} - {_AXIS[plane]}))
-    if not areas.any():
-        areas = np.ones_like(areas)
+    areas = areas if areas.any() else np.ones_like(areas)
     return np.searchsorted(np.cumsum(areas) / areas.sum(), _FRACTIONS[plane]).tolist()
 
 
@@ -226,11 +222,10 @@ def _draw_header(canvas: Canvas, title: str, label_names: Mapping[int, str], has
 
     canvas.write(12, _HEADER_PX / 2, shortened(title, _MAX_TITLE), fontsize=14, fontweight="bold", va="center")
     keys: list[Any] = [
-        Patch(facecolor=colour_of(number), label=name.replace("_", " ")) for number, name in enumerate(label_names.values())
+        *(Patch(facecolor=colour_of(number), label=name.replace("_", " ")) for number, name in enumerate(label_names.values())),
+        Patch(facecolor="#8b949e", alpha=0.6, label="prediction"),
+        *([Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference")] * has_reference),
     ]
-    keys.append(Patch(facecolor="#8b949e", alpha=0.6, label="prediction"))
-    if has_reference:
-        keys.append(Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference"))
     canvas.figure.legend(
         handles=keys,
         loc="center right",
