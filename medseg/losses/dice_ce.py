@@ -56,12 +56,13 @@ class DiceCrossEntropyLoss(nn.Module):
         self.batch_dice = batch_dice
         self.smooth = smooth
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:
         """Score logits against a reference.
 
         Args:
             logits: (N, K, D, H, W), floating point.
-            target: (N, D, H, W), integers in [0, K); other values raise or are undefined, as in torch's losses.
+            target: (N, D, H, W), integers in [0, K) or `ignore_value`; other values raise or are undefined, as in torch's losses.
+            ignore_value: Value of voxels that count nowhere; None for none.
 
         Returns:
             The loss, a scalar of fp32 (fp64 for fp64 logits).
@@ -78,9 +79,9 @@ class DiceCrossEntropyLoss(nn.Module):
         if logits.shape[1] < (1 if self.include_background else 2):
             raise ValueError(f"logits need a foreground class, got {logits.shape[1]} classes")
         # One pass over the volume gives the sums of the loss; autograd differentiates the arithmetic between them.
-        overlaps, predicted, entropy = _Moments.apply(logits, target)
+        overlaps, predicted, entropy = _Moments.apply(logits, target, ignore_value)
         counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(logits.shape[1])], dim=1)
-        voxels = target.numel()
+        voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
         if self.batch_dice:
             overlaps, predicted, counts = (sums.sum(0, keepdim=True) for sums in (overlaps, predicted, counts))
         dice = (2 * overlaps + self.smooth) / (predicted + counts + self.smooth)
@@ -94,7 +95,7 @@ class _Moments(torch.autograd.Function):
     """Sums of each sample in fp64: sum(p t) and sum(p) per class (N, K), and -log p of the reference (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_value: int | None) -> tuple[Tensor, Tensor, Tensor]:
         num_samples, num_classes = logits.shape[:2]
         overlaps = logits.new_zeros(num_samples, num_classes, dtype=torch.float64)
         predicted = torch.zeros_like(overlaps)
@@ -102,18 +103,21 @@ class _Moments(torch.autograd.Function):
         for sample, slab in _slabs(logits):
             log_probs = _log_softmax(logits[sample, :, slab])
             labels = target[sample, slab]
-            reference = log_probs.gather(0, labels.unsqueeze(0).long()).squeeze(0)
-            entropy[sample] -= reference.sum()
-            probs = log_probs.exp_()
+            kept = None if ignore_value is None else labels != ignore_value
+            indices = labels.unsqueeze(0).long()
+            reference = log_probs.gather(0, indices if kept is None else indices * kept).squeeze(0)
+            entropy[sample] -= (reference if kept is None else reference * kept).sum()
+            probs = log_probs.exp_() if kept is None else log_probs.exp_().mul_(kept)
             predicted[sample] += probs.sum((1, 2, 3))
             for k in range(num_classes):
                 overlaps[sample, k] += (probs[k] * (labels == k)).sum()
         ctx.save_for_backward(logits, target)
+        ctx.ignore_value = ignore_value
         return overlaps, predicted, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, target = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for sample, slab in _slabs(logits):
@@ -131,8 +135,8 @@ class _Moments(torch.autograd.Function):
             reference -= by_entropy
             for k in range(len(probs)):
                 grad = torch.addcmul((labels == k) * reference, probs[k], common + by_predicted[k])
-                grad_logits[sample, k, slab] = grad
-        return grad_logits, None
+                grad_logits[sample, k, slab] = grad if ctx.ignore_value is None else grad * (labels != ctx.ignore_value)
+        return grad_logits, None, None
 
 
 def _slabs(logits: Tensor) -> Iterator[tuple[int, slice]]:

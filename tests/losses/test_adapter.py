@@ -1,0 +1,153 @@
+"""Adapter of losses: forms of the target, sums, deep supervision, ignored voxels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import monai.losses
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg.losses.adapter import (
+    Term,
+    TrainingLoss,
+    check_loss,
+    default_arguments,
+    find_target_form,
+    in_form,
+)
+from medseg.losses.dice_ce import DiceCrossEntropyLoss
+
+
+def sample(num_classes: int = 3, shape: tuple[int, ...] = (2, 8, 10, 6)) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(shape[0], num_classes, *shape[1:], generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), torch.randint(0, num_classes, shape, generator=generator, dtype=torch.uint8)
+
+
+def adapted(target: type, ignore_value: int | None = None, **given: Any) -> TrainingLoss:
+    """A loss as a configuration makes it."""
+    import inspect
+
+    known = inspect.signature(target).parameters
+    arguments = given | default_arguments(known, given)
+    return TrainingLoss([Term(1.0, target(**arguments), find_target_form(target, known, arguments))], ignore_value=ignore_value)
+
+
+def loss_and_gradient(loss: nn.Module, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    value = loss(logits, target)
+    (gradient,) = torch.autograd.grad(value, logits)
+    return value.detach(), gradient
+
+
+def test_dice_ce_of_monai_is_ours() -> None:
+    logits, target = sample()
+    ours, our_gradient = loss_and_gradient(adapted(DiceCrossEntropyLoss), logits, target)
+    theirs, their_gradient = loss_and_gradient(adapted(monai.losses.DiceCELoss, include_background=False), logits, target)
+    assert float(theirs) == pytest.approx(float(ours), abs=1e-6)
+    assert torch.allclose(their_gradient, our_gradient, atol=1e-6, rtol=0)
+
+
+def test_one_term_of_ours_is_passed_through_unchanged() -> None:
+    logits, target = sample()
+    alone = loss_and_gradient(DiceCrossEntropyLoss(), logits, target)
+    through = loss_and_gradient(adapted(DiceCrossEntropyLoss), logits, target)
+    assert torch.equal(alone[0], through[0])
+    assert torch.equal(alone[1], through[1])
+
+
+VOXELWISE = [
+    (DiceCrossEntropyLoss, {}), (monai.losses.DiceCELoss, {}), (monai.losses.DiceFocalLoss, {}), (monai.losses.TverskyLoss, {}),
+    (monai.losses.GeneralizedDiceLoss, {}), (monai.losses.FocalLoss, {}), (nn.CrossEntropyLoss, {}), (nn.BCEWithLogitsLoss, {}),
+    (nn.MSELoss, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "arguments"), [*VOXELWISE, (monai.losses.HausdorffDTLoss, {})])
+def test_each_loss_gets_its_form_and_learns(target: type, arguments: dict[str, Any]) -> None:
+    loss = adapted(target, **arguments)
+    check_loss(loss, 3)
+    _, labels = sample()
+    right = nn.functional.one_hot(labels.long(), 3).movedim(-1, 1).double() * 20 - 10
+    wrong = right.flip(1)
+    assert float(loss(right, labels)) < float(loss(wrong, labels))
+
+
+@pytest.mark.parametrize(("target", "arguments"), VOXELWISE)
+def test_ignored_voxels_count_nowhere(target: type, arguments: dict[str, Any]) -> None:
+    """As if the volume ended before them; what the network says there has no gradient."""
+    logits, labels = sample()
+    cut = logits.detach()[:, :, :5].clone().requires_grad_()
+    expected, its_gradient = loss_and_gradient(adapted(target, **arguments), cut, labels[:, :5])
+    labels[:, 5:] = 255
+    value, gradient = loss_and_gradient(adapted(target, 255, **arguments), logits, labels)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    assert torch.allclose(gradient[:, :, :5], its_gradient, atol=1e-7)
+    assert not gradient[:, :, 5:].any()
+    labels[:] = 255
+    nothing, no_gradient = loss_and_gradient(adapted(target, 255, **arguments), logits, labels)
+    assert bool(torch.isfinite(nothing))
+    assert not no_gradient.any()
+
+
+def test_a_loss_of_distances_cannot_ignore_voxels() -> None:
+    with pytest.raises(ValueError, match=r"HausdorffDTLoss is no sum over voxels, so that task\.ignore_label"):
+        adapted(monai.losses.HausdorffDTLoss, 255)
+
+
+@torch.no_grad()
+def test_a_sum_has_its_weights() -> None:
+    logits, target = sample()
+    parts = [DiceCrossEntropyLoss(ce_weight=0.0), DiceCrossEntropyLoss(dice_weight=0.0)]
+    both = TrainingLoss([Term(0.5, parts[0], "indices"), Term(2.0, parts[1], "indices")])
+    assert float(both(logits, target)) == pytest.approx(
+        0.5 * float(parts[0](logits, target)) + 2 * float(parts[1](logits, target))
+    )
+
+
+@torch.no_grad()
+def test_deep_supervision_halves_the_weights_and_compares_at_each_size() -> None:
+    logits, target = sample(shape=(1, 8, 8, 8))
+    half = torch.randn(1, 3, 4, 4, 4, dtype=torch.float64)
+    loss = DiceCrossEntropyLoss()
+    expected = 2 / 3 * loss(logits, target) + 1 / 3 * loss(half, target[:, ::2, ::2, ::2])
+    assert float(adapted(DiceCrossEntropyLoss)([logits, half], target)) == pytest.approx(float(expected))
+    first_alone = TrainingLoss([Term(1.0, loss, "indices")], output_weights=[1, 0])
+    assert float(first_alone([logits, half], target)) == pytest.approx(float(loss(logits, target)))
+    with pytest.raises(ValueError, match=r"loss\.output_weights: expected 2 numbers"):
+        TrainingLoss([Term(1.0, loss, "indices")], output_weights=[1])([logits, half], target)
+
+
+def test_forms_of_the_target() -> None:
+    target = torch.tensor([[[[0, 2]]]], dtype=torch.uint8)
+    assert in_form(target, "indices", 3).tolist() == [[[[0, 2]]]]
+    assert in_form(target, "channel", 3).shape == (1, 1, 1, 1, 2)
+    assert in_form(target, "one_hot", 3)[0, :, 0, 0].tolist() == [[1, 0], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {"softmax": True, "to_onehot_y": True}),
+        ({"sigmoid": True}, {"to_onehot_y": True}),
+        ({"softmax": False, "to_onehot_y": False}, {}),
+    ],
+)
+def test_what_the_user_says_stays(given: dict[str, Any], added: dict[str, Any]) -> None:
+    assert default_arguments(["softmax", "sigmoid", "to_onehot_y"], given) == added
+    assert default_arguments(["weight"], given) == {}
+
+
+class Vector(nn.Module):
+    """A value for each sample instead of one."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return logits.mean((1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("loss", [Vector(), nn.MSELoss()])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_what_is_no_loss_of_logits_and_labels_is_refused(loss: nn.Module) -> None:
+    with pytest.raises(ValueError, match="cannot be computed from logits"):
+        check_loss(loss, 3)

@@ -1,0 +1,64 @@
+"""Metrics of MONAI and torchmetrics for label maps of one case."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import monai.metrics
+import pytest
+import torch
+import torchmetrics.classification
+import torchmetrics.segmentation
+
+from medseg.metrics.adapter import CaseMetric, default_arguments
+from medseg.metrics.scores import dice_per_label
+
+SPACING_MM = (2.0, 1.0, 1.5)
+
+
+def maps() -> tuple[torch.Tensor, torch.Tensor]:
+    target = torch.zeros(12, 14, 16, dtype=torch.uint8)
+    target[2:8, 3:9, 2:7] = 1
+    target[3:9, 3:11, 9:14] = 2
+    return target.roll((1, 0, 1), (0, 1, 2)), target
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        monai.metrics.DiceMetric(include_background=False),
+        torchmetrics.segmentation.DiceScore(num_classes=3, include_background=False, input_format="index", average="macro"),
+    ],
+    ids=["monai", "torchmetrics"],
+)
+def test_dice_is_the_mean_of_ours(metric: Any) -> None:
+    pred, target = maps()
+    expected = sum(dice_per_label(pred, target, (1, 2)).values()) / 2
+    adapted = CaseMetric(metric, 3)
+    assert adapted(pred, target, SPACING_MM) == pytest.approx(expected, abs=1e-5)
+    assert adapted(target, target, SPACING_MM) == pytest.approx(1.0), "no case remembers another"
+
+
+def test_intersection_over_union_of_torchmetrics() -> None:
+    pred, target = maps()
+    dice = dice_per_label(pred, target, (1, 2))
+    background = dice_per_label(pred, target, (0,))[0]
+    expected = sum(one / (2 - one) for one in (background, *dice.values())) / 3
+    assert CaseMetric(torchmetrics.classification.MulticlassJaccardIndex(3), 3)(pred, target, SPACING_MM) == pytest.approx(
+        expected, abs=1e-5
+    )
+
+
+def test_distances_are_in_mm_and_a_missing_class_has_no_score() -> None:
+    _, target = maps()
+    distance = CaseMetric(monai.metrics.HausdorffDistanceMetric(include_background=False), 3)
+    assert distance(target.roll(1, 0), target, SPACING_MM) == pytest.approx(2.0)
+    assert distance(target.roll(1, 2), target, SPACING_MM) == pytest.approx(1.5)
+    empty = torch.zeros_like(target)
+    assert math.isnan(CaseMetric(monai.metrics.DiceMetric(include_background=False), 3)(empty, empty, SPACING_MM))
+
+
+def test_torchmetrics_learns_the_number_of_classes() -> None:
+    assert default_arguments(["num_classes", "input_format"], [], 4) == {"num_classes": 4, "input_format": "index"}
+    assert default_arguments(["num_classes"], ["num_classes"], 4) == {}
