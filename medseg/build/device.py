@@ -4,8 +4,8 @@ import torch
 
 from medseg.build.loss import make_loss
 from medseg.build.network import make_network
-from medseg.build.optimisation import make_target
 from medseg.config.schema import Accelerator, TrainConfig
+from medseg.config.targets import bind_target
 from medseg.errors import UserError
 
 
@@ -33,7 +33,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     from medseg.memory.accounting import count_step
     from medseg.memory.device_map import forward_order, named_parts, plan_device_map, resolve_device_map
 
-    given = config.model.device_map
+    given = config.model["device_map"]
     gpus = {f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())}
     with torch.device("meta"):
         parts = named_parts(make_network(config))
@@ -52,7 +52,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
         lambda: make_network(config),
         (1, 1, *(config.stage.patch_size or (128, 128, 128))),
         loss=make_loss(config.loss),
-        make_optimizer=make_target("optimizer", config.optimizer, None),
+        make_optimizer=bind_target("optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets),
         precision=config.memory.precision.value,
         call=lambda network, image: network(image, region),
     )

@@ -14,14 +14,13 @@ from medseg.build.cases import find_sources
 from medseg.build.device import make_device_map, pick_device
 from medseg.build.logger import make_logger
 from medseg.build.loss import make_loss
-from medseg.build.network import network_arguments, region_mode_of
+from medseg.build.network import find_divisor, network_node, region_mode_of
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.build.spacing import make_grid_rule
 from medseg.build.stages import load_stage
 from medseg.build.switches import switch_on
 from medseg.build.task import make_task
 from medseg.build.versions import collect_versions
-from medseg.config.rules import find_divisor
 from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
 from medseg.memory.precision import lightning_precision, set_tf32
@@ -55,8 +54,8 @@ def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[st
     return SegmentationModule(
         switch_on(network, config.memory, device_type, sync_batchnorm=config.trainer.sync_batchnorm),
         make_loss(config.loss),
-        make_optimizer(config.optimizer, lr_factor),
-        make_schedule(config.schedule, lr_factor, config.warmup_steps),
+        make_optimizer(config.optimizer, lr_factor, config.trusted_targets),
+        make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets),
         seed=config.seed,
         accumulate=config.memory.accumulate,
         tile_size=config.inference.tile_size,
@@ -106,7 +105,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         limit_val_batches=1 if config.debug.fast else 1.0,
         use_distributed_sampler=False,  # samples are a function of (seed, n)
         log_every_n_steps=10,
-        logger=make_logger(config.logger, start_step),
+        logger=make_logger(config.logger, start_step, config.trusted_targets),
         callbacks=callbacks,
         default_root_dir=config.run_dir,
         enable_model_summary=False,
@@ -120,7 +119,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
 def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     """Name or make the Lightning strategy of a configuration."""
     trainer = config.trainer
-    if config.model.device_map is not None:
+    if config.model["device_map"] is not None:
         from medseg.training.device_map import DeviceMapStrategy
 
         return DeviceMapStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
@@ -145,7 +144,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         rule=make_grid_rule(config.spacing),
         resampling=config.spacing.resampling.value,
         follows_scans=config.spacing.draw is SpacingDraw.tail,
-        divisor=find_divisor(config.model, config.spacing),
+        divisor=find_divisor(config),
         max_voxels=stage.max_voxels,
         slab_share=stage.slab_share or 0.0,
         patch_size=stage.patch_size,
@@ -170,7 +169,9 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         prefetch=data.prefetch,
         pin_memory=data.pin_memory,
         overfit=config.debug.overfit,
-        coarse=load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator)) if stage.coarse else None,
+        coarse=load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator), trusted=config.trusted_targets)
+        if stage.coarse
+        else None,
     )
 
 
@@ -204,7 +205,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "region_margin_mm": stage.region_margin_mm or 0.0,
         "region_mode": region_mode_of(config.stage),
         "precision": config.memory.precision.value,
-        "model": network_arguments(config.model, config.spacing),
+        "model": network_node(config.model, config.spacing),
         "config": plain_config,
         "versions": collect_versions(),
     }

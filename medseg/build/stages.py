@@ -9,7 +9,8 @@ import torch
 
 from medseg.build.network import make_described_network, to_tuples
 from medseg.cascade.stage import TrainedStage
-from medseg.config.schema import Precision, Resampling
+from medseg.config.schema import UNET, Precision, Resampling
+from medseg.config.targets import TARGET, check_target
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line
 from medseg.geometry.grid_rule import GridRule
@@ -19,7 +20,9 @@ from medseg.preprocess.resample import ANTIALIASED
 from medseg.weights.files import NATIVE, checksum, read_weights
 
 
-def load_stage(path: Path, stage: str, device: torch.device, precision: str | None = None) -> TrainedStage:
+def load_stage(
+    path: Path, stage: str, device: torch.device, precision: str | None = None, trusted: Sequence[str] = ()
+) -> TrainedStage:
     """Load a stage from a checkpoint, as data: `weights_only`, nothing in it is executed.
 
     Args:
@@ -27,6 +30,7 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
         stage: The stage it must be, `coarse` or `fine`.
         device: Where it will run.
         precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
+        trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format.
@@ -34,8 +38,14 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
     metadata, weights = read_weights(path, stage, stage)
     try:
         metadata = to_tuples(metadata)
+        check_target("model", f"{stage}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{stage}={path}: its metadata are damaged or of another version ({error!r}); take another copy"
+        ) from error
+    try:
         task = Task.from_dict(metadata["task"])
-        network = make_described_network(metadata["model"], task, metadata["region_mode"])
+        network = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
         precision = precision or inference_precision(Precision(metadata["precision"]).value, device.type)
         trained = TrainedStage(
             network=network,
@@ -70,7 +80,9 @@ def load_stage(path: Path, stage: str, device: torch.device, precision: str | No
     return trained
 
 
-def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precision: str | None = None) -> TrainedStage:
+def load_stages(
+    paths: Sequence[Path], stage: str, device: torch.device, precision: str | None = None, trusted: Sequence[str] = ()
+) -> TrainedStage:
     """Load one or several checkpoints of a stage, whose results are averaged.
 
     Args:
@@ -78,11 +90,12 @@ def load_stages(paths: Sequence[Path], stage: str, device: torch.device, precisi
         stage: See `load_stage`.
         device: See `load_stage`.
         precision: See `load_stage`.
+        trusted: See `load_stage`.
 
     Raises:
         UserError: As `load_stage`, and if the checkpoints do not ask for the same input.
     """
-    first, *others = (load_stage(path, stage, device, precision) for path in paths)
+    first, *others = (load_stage(path, stage, device, precision, trusted) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
         for name in ("task", "spacing_mm", "rule", "resampling", "tile_size", "region_margin_mm", "region_mode", "precision"):
             ours, theirs = getattr(first, name), getattr(other, name)

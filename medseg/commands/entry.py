@@ -37,6 +37,7 @@ from medseg.config.schema import (
     TuneLoaderConfig,
 )
 from medseg.config.search import SearchConfig
+from medseg.config.targets import targets_first
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
 from medseg.runs.folder import remove_if_empty
@@ -117,7 +118,7 @@ def run(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    sys.argv[1:] = quote_paths(sys.argv[1:])
+    sys.argv[1:] = targets_first(quote_paths(sys.argv[1:]))
     try:
         if {"--help", "-h"} & set(sys.argv[1:]):
             overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]

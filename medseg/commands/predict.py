@@ -59,6 +59,7 @@ def predict(config: PredictConfig) -> int:
             threads=config.threads,
             precision=config.precision.value if config.precision else None,
             overwrite=config.overwrite,
+            trusted=config.trusted_targets,
             on_begin=show_begin,
             on_end=show_end,
         )

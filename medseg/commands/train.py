@@ -43,6 +43,9 @@ def read(composed: DictConfig) -> TrainConfig:
     if rank() == 0:
         for note in notes(config):
             say(note)
+        from medseg.build.check import check_objects  # loads torch, which a mistake found above need not wait for
+
+        check_objects(config)
     return config
 
 

@@ -7,24 +7,19 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigKeyError, InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from medseg.config.rules import check_rules
-from medseg.config.schema import Knob
+from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS, Knob
+from medseg.config.targets import EXTENSION_KEYS, TARGET, check_target
 from medseg.errors import UserError, require
 
 T = TypeVar("T")
-
-# The only foreign objects that a configuration may name. A prefix ends with a dot and admits public names below it.
-TARGET_WHITELIST: dict[str, tuple[str, ...]] = {
-    "optimizer": ("torch.optim.", "pytorch_optimizer."),
-    "schedule": ("torch.optim.lr_scheduler.",),
-    "logger": ("lightning.pytorch.loggers.",),
-}
 
 
 def to_config(composed: DictConfig, schema: type[T]) -> T:
@@ -47,14 +42,19 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
 
 def to_typed(composed: DictConfig, schema: type[T]) -> T:
     """Check one key at a time: names, types, ranges, targets; the keys may still contradict each other."""
+    points = [field.name for field in dataclasses.fields(schema) if field.name in EXTENSION_KEYS]  # type: ignore[arg-type]
+    for point in points:  # before their values are resolved, which may refer to what a named class does not have
+        node = OmegaConf.to_container(composed.get(point) or OmegaConf.create())
+        if isinstance(node, dict) and TARGET in node:
+            check_target(point, point, typing.cast(dict[str, Any], node), composed.get("trusted_targets") or ())
     values = resolved(composed)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values)))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
     _check_numbers(config, "")
-    for group in TARGET_WHITELIST.keys() & {field.name for field in dataclasses.fields(schema)}:  # type: ignore[arg-type]
-        _check_target(group, getattr(config, group))
+    for point in points:
+        setattr(config, point, _checked_node(point, getattr(config, point), values.get("trusted_targets", ()), composed))
     return typing.cast(T, config)
 
 
@@ -83,6 +83,8 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
         known = _keys(OmegaConf.to_container(composed, resolve=False)) if composed is not None else []
         near = difflib.get_close_matches(key, sorted(set(known) - {key, ""}), n=2, cutoff=0.6)
         return f"{key}: there is no such key; " + (f"did you mean {' or '.join(near)}?" if near else "`--help` prints all keys")
+    if isinstance(error, InterpolationKeyError) and (missing := re.search(r"'([^']+)' not found", first)):
+        return f"{key}: it refers to {missing[1]}, which has no value; give {missing[1]}=<value>, or another {key}"
     if isinstance(error, ValidationError):
         return f"{key}: {first}"
     if first.startswith("Ambiguous value"):
@@ -133,16 +135,28 @@ def _check_range(key: str, value: Any, knob: Knob) -> None:
     require(not is_swapped, f"{key}: the lower bound comes first, but got {list(numbers)}")
 
 
-def _check_target(group: str, node: dict[str, Any]) -> None:
-    """Allow only listed foreign classes; a configuration is data until it has passed here."""
-    if not node and group == "logger":
-        return
-    for name, value in node.items():
-        is_nested = isinstance(value, dict) and "_target_" in value
-        require(not is_nested, f"{group}.{name}._target_: nested targets are not allowed, give plain values")
-    target, allowed = node.get("_target_"), TARGET_WHITELIST[group]
-    if not isinstance(target, str):
-        raise UserError(f"{group}._target_: the name of a class is needed, but got {target!r}")
-    is_allowed = any(target.startswith(prefix) and "_" not in target.removeprefix(prefix)[:1] for prefix in allowed)
-    require(is_allowed, f"{group}._target_: {target} is not on the white list ({', '.join(p + '*' for p in allowed)})")
-    _check_range(f"{group}.lr", node.get("lr"), Knob("", "(0, inf)"))
+def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], composed: DictConfig) -> dict[str, Any]:
+    """Check the node of an extension point; a configuration is data until it has passed here.
+
+    Keys of a schema (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults, and are checked and converted to plain values.
+    """
+    if not node and point == "logger":
+        return node
+    shared = POINT_SCHEMAS.get(point)
+    target = node.get(TARGET, getattr(shared, TARGET, None))  # run folders of version 0.1 name no network
+    check_target(point, point, {**node, TARGET: target}, trusted)
+    _check_range(f"{point}.lr", node.get("lr"), Knob("", "(0, inf)"))
+    schema = CLASS_SCHEMAS.get(str(target), shared)
+    if schema is None:
+        return node
+    known = {field.name for field in dataclasses.fields(schema)}
+    # The other arguments of a foreign class are bound to its signature, see `bind_target`.
+    own = {name: value for name, value in node.items() if name in known or target in CLASS_SCHEMAS}
+    try:
+        typed = OmegaConf.to_object(OmegaConf.merge({point: OmegaConf.structured(schema)}, {point: own}))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error, composed)) from error
+    checked = typing.cast(dict[str, Any], typed)[point]
+    _check_numbers(checked, point)
+    values = {name: value.value if isinstance(value, Enum) else value for name, value in vars(checked).items()}
+    return {**node, **values}

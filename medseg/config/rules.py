@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from medseg.config.schema import (
+    UNET,
     Accelerator,
     LrScaling,
-    ModelConfig,
-    Norm,
     Precision,
     PredictConfig,
     PrepareConfig,
@@ -24,12 +23,12 @@ from medseg.config.schema import (
     SpacingConfig,
     SpacingStrategy,
     StageName,
-    Stem,
     Strategy,
     TaskConfig,
     TrainConfig,
 )
 from medseg.config.search import SearchConfig, check_sweep
+from medseg.config.targets import TARGET
 from medseg.errors import require
 from medseg.strides import level_strides, total_strides
 
@@ -83,7 +82,7 @@ def notes(config: TrainConfig) -> list[str]:
     ranks = config.trainer.devices * config.trainer.num_nodes
     micro_batch = stage.batch_size // (ranks * memory.accumulate)
     seen = {}
-    if config.model.norm is Norm.batch:
+    if is_batch_norm(config.model):
         seen["model.norm=batch"] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
     if config.loss.batch_dice:
         seen["loss.batch_dice=true"] = micro_batch
@@ -100,17 +99,28 @@ def notes(config: TrainConfig) -> list[str]:
     return found
 
 
-def find_divisor(model: ModelConfig, spacing: SpacingConfig) -> tuple[int, int, int]:
-    """Find the required multiple of the network's input size, in voxels (z, y, x).
+def is_batch_norm(model: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a network ask for batch norm: `norm=batch`, of ours and of MONAI's networks."""
+    return str(model.get("norm")).lower() in ("batch", "batch_norm", "batchnorm")
+
+
+def stated_divisor(model: Mapping[str, Any], spacing: SpacingConfig) -> tuple[int, int, int] | None:
+    """Required multiple of the network's input size, in voxels (z, y, x), where the configuration alone decides it.
 
     A spacing that is not known yet counts as the same for all axes, which requires the largest multiple.
+
+    Returns:
+        `model.divisor`, or that of our UNet; None for a network that must be traced, see `medseg.build.network.find_divisor`.
     """
+    if model["divisor"] is not None or model[TARGET] != UNET:
+        divisor: tuple[int, int, int] | None = model["divisor"]
+        return divisor
     return total_strides(choose_strides(model, spacing))
 
 
-def choose_strides(model: ModelConfig, spacing: SpacingConfig) -> tuple[tuple[int, int, int], ...]:
-    """Choose the strides of each network level, finest first; they follow the spacing where the strategy says so."""
-    num_levels = model.depth + (model.stem is not Stem.conv)
+def choose_strides(model: Mapping[str, Any], spacing: SpacingConfig) -> tuple[tuple[int, int, int], ...]:
+    """Choose the strides of each level of our UNet, finest first; they follow the spacing where the strategy says so."""
+    num_levels = model["depth"] + (model["stem"] != "conv")
     follows = spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA)
     return level_strides(spacing.target_spacing_mm if follows else None, num_levels)
 
@@ -173,7 +183,7 @@ def _value_rules(config: TrainConfig) -> Rules:
     """Values whose type or range the schema cannot express, and the shape of the network."""
     model, loss, fold, policy = config.model, config.loss, config.data.fold, config.memory.checkpointing
     paths = {"data.cases": config.data.cases, "stage.coarse": config.stage.coarse, "init_from": config.init_from}
-    device_map = model.device_map
+    device_map = model["device_map"]
     is_map = isinstance(device_map, dict) and all(
         re.fullmatch(r"cpu|cuda:\d+", str(device)) and isinstance(name, str) for name, device in device_map.items()
     )
@@ -192,16 +202,24 @@ def _value_rules(config: TrainConfig) -> Rules:
         ),
         (loss.dice_weight + loss.ce_weight > 0, "loss.dice_weight and loss.ce_weight: at least one must be positive"),
         (
-            len(model.blocks_per_level) == model.depth + 1,
-            f"model.blocks_per_level: expected {model.depth + 1} numbers, one per level (model.depth={model.depth}), but got {model.blocks_per_level}",
-        ),
-        (
-            model.refine == 0 or model.stem is not Stem.conv,
-            f"model.refine={model.refine}: with model.stem=conv the whole network works at full resolution; choose model.refine=0",
-        ),
-        (
             device_map in (None, "auto") or is_map,
             f"model.device_map: expected null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, …, but got {device_map}",
+        ),
+        *(_unet_rules(model) if model[TARGET] == UNET else []),
+    ]
+
+
+def _unet_rules(model: Mapping[str, Any]) -> Rules:
+    """Shape of our UNet. Other networks are built on the meta device before data is read, which checks theirs."""
+    depth, counts = model["depth"], model["blocks_per_level"]
+    return [
+        (
+            len(counts) == depth + 1,
+            f"model.blocks_per_level: expected {depth + 1} numbers, one per level (model.depth={depth}), but got {counts}",
+        ),
+        (
+            model["refine"] == 0 or model["stem"] != "conv",
+            f"model.refine={model['refine']}: with model.stem=conv the whole network works at full resolution; choose model.refine=0",
         ),
     ]
 
@@ -257,29 +275,17 @@ def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
 
 
 def _size_rules(config: TrainConfig) -> Rules:
-    """Sizes of network inputs: multiples of the divisor, more than one voxel at the deepest level, within the crop."""
+    """Sizes of network inputs within the crop, and, where the configuration decides it, multiples of the network's divisor."""
     model, stage, whole = config.model, config.stage, config.spacing.size
-    divisor = find_divisor(model, config.spacing)
-    sizes = {"spacing.size": whole, "stage.patch_size": stage.patch_size, "inference.tile_size": config.inference.tile_size}
-    rules = []
-    for key, size in sizes.items():
-        if size is not None:
-            rules += [
-                (
-                    all(voxels % step == 0 for voxels, step in zip(size, divisor, strict=True)),
-                    f"{key}: expected multiples of {divisor[0] if len(set(divisor)) == 1 else list(divisor)} (model.depth={model.depth}, "
-                    f"model.stem={model.stem.value}), but got {list(size)}",
-                ),
-                (
-                    size != divisor or model.norm is not Norm.instance,
-                    f"{key}={list(size)}: the deepest level of the network would have one voxel, but model.norm=instance needs at "
-                    "least two for a variance; choose a larger size along an axis",
-                ),
-                (
-                    whole is None or all(part <= most for part, most in zip(size, whole, strict=True)),
-                    f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole or ())}; choose a smaller size, or null",
-                ),
-            ]
+    divisor = stated_divisor(model, config.spacing)
+    rules = divisor_rules(config, divisor, model.get("norm") == "instance") if divisor is not None else []
+    rules += [
+        (
+            size is None or whole is None or all(part <= most for part, most in zip(size, whole, strict=True)),
+            f"{key}={list(size or ())} is larger than the whole crop, spacing.size={list(whole or ())}; choose a smaller size, or null",
+        )
+        for key, size in input_sizes(config).items()
+    ]
     return [
         *rules,
         (
@@ -290,15 +296,52 @@ def _size_rules(config: TrainConfig) -> Rules:
     ]
 
 
+def input_sizes(config: TrainConfig) -> dict[str, tuple[int, int, int] | None]:
+    """Sizes of network inputs by key; None where the data decide."""
+    return {
+        "spacing.size": config.spacing.size,
+        "stage.patch_size": config.stage.patch_size,
+        "inference.tile_size": config.inference.tile_size,
+    }
+
+
+def divisor_rules(config: TrainConfig, divisor: tuple[int, int, int], needs_two_voxels: bool) -> Rules:
+    """Sizes of network inputs: multiples of the divisor, and more than one voxel at the deepest level.
+
+    Args:
+        config: The configuration.
+        divisor: Required multiple of the input size, (z, y, x).
+        needs_two_voxels: Whether the network normalises each channel over the voxels of one sample.
+    """
+    model = config.model
+    why = f"model.depth={model['depth']}, model.stem={model['stem']}" if model[TARGET] == UNET else f"model={model[TARGET]}"
+    return [
+        rule
+        for key, size in input_sizes(config).items()
+        if size is not None
+        for rule in (
+            (
+                all(voxels % step == 0 for voxels, step in zip(size, divisor, strict=True)),
+                f"{key}: expected multiples of {divisor[0] if len(set(divisor)) == 1 else list(divisor)} ({why}), but got {list(size)}",
+            ),
+            (
+                size != divisor or not needs_two_voxels,
+                f"{key}={list(size)}: the deepest level of the network would have one voxel, but instance norm (model.norm=instance) "
+                "needs at least two for a variance; choose a larger size along an axis",
+            ),
+        )
+    ]
+
+
 def _rank_rules(config: TrainConfig) -> Rules:
     """What several ranks, a device map and sharded weights exclude."""
-    stage, memory, trainer, device_map = config.stage, config.memory, config.trainer, config.model.device_map
+    stage, memory, trainer, device_map = config.stage, config.memory, config.trainer, config.model["device_map"]
     ranks = trainer.devices * trainer.num_nodes
     share = ranks * memory.accumulate
     kinds = {str(device).partition(":")[0] for device in device_map.values()} if isinstance(device_map, dict) else set()
     kinds |= {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set()}[trainer.accelerator]
     is_half = memory.precision in (Precision.bf16, Precision.fp16)
-    is_batch, is_separate = config.model.norm is Norm.batch, stage.region_mode is RegionMode.separate
+    is_batch, is_separate = is_batch_norm(config.model), stage.region_mode is RegionMode.separate
     excluded_by_map = [
         (f"trainer.devices={trainer.devices}", ranks > 1, "one rank uses all devices of the map"),
         ("memory.offload=true", memory.offload, "the device map already places the activations"),
@@ -340,8 +383,8 @@ def _rank_rules(config: TrainConfig) -> Rules:
             for key, clashes, reason in excluded_by_fsdp
         ),
         (
-            not trainer.sync_batchnorm or is_batch,
-            f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.norm.value}; choose "
+            not trainer.sync_batchnorm or is_batch or config.model[TARGET] != UNET,
+            f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.get('norm')}; choose "
             "trainer.sync_batchnorm=false",
         ),
         (

@@ -1,16 +1,19 @@
 """Schema of the configuration: every key with its type, range, unit and sentence; the values stand in `conf/`.
 
 `check.py` merges what Hydra composes into one of the roots at the end of this file. It refuses unknown keys, wrong types, missing values
-and numbers outside their range, however they came in. A tuple's length is part of its type. Groups that belong to other libraries
-(`optimizer`, `schedule`, `logger`) are mappings with a `_target_`, which must be on the white list. `--help` of a command prints all this.
+and numbers outside their range, however they came in. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
+`schedule`, `logger`) are mappings with a `_target_`, see `medseg.config.targets`; classes of ours have a schema in `CLASS_SCHEMAS`.
+`--help` of a command prints all this.
 The file is long because each key has its documentation beside it.
 """
 
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+
+from medseg.config.targets import EXTENSION_KEYS, ExtensionNode
 
 
 class Knob(NamedTuple):
@@ -63,6 +66,8 @@ Text = str | None
 Pair = tuple[float, float]
 Triple = tuple[float, float, float]
 Shape = tuple[int, int, int]
+# Our network, which has a schema of its own.
+UNET = "medseg.models.unet.UNet"
 
 
 @dataclass
@@ -226,9 +231,32 @@ class AugmentConfig:
     circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the shorter side.", "(0, inf)")]
 
 
-@dataclass
-class ModelConfig:
-    """Network, see `medseg.models.unet.UNet`."""
+@dataclass(kw_only=True)
+class NetworkConfig:
+    """Network: its class with the arguments of the class, and the keys below. Input and output channels follow the task."""
+
+    _target_: Annotated[
+        str, Knob("Class of the network, of medseg.models, monai.networks.nets, torch.nn or trusted_targets.")
+    ] = UNET
+    device_map: Annotated[
+        Any, Knob("Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.", neutral=True)
+    ] = None
+    divisor: Annotated[
+        Shape | None,
+        Knob("Required multiple of the input size; null: found by a traced forward pass.", "[1, inf)", "voxels (D, H, W)"),
+    ] = None
+    blocks: Annotated[
+        list[str] | None,
+        Knob(
+            "Names or patterns (encoder.*) of the blocks that can be recomputed or sharded; null: found by that pass.",
+            neutral=True,
+        ),
+    ] = None
+
+
+@dataclass(kw_only=True)
+class UNetConfig(NetworkConfig):
+    """Network, see `medseg.models.unet.UNet`; another `_target_` replaces these keys by the arguments of its class."""
 
     width: Annotated[int, Knob("Channels of the first level; doubled per level.", "[1, inf)", "channels")]
     depth: Annotated[int, Knob("Downsamplings below the stem.", "[1, inf)")]
@@ -239,9 +267,6 @@ class ModelConfig:
         int, Knob("Channels at full resolution that refine a result of half resolution; 0: none.", "[0, inf)", "channels")
     ]
     norm: Annotated[Norm, Knob("Normalisation layer.")]
-    device_map: Annotated[
-        Any, Knob("Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.", neutral=True)
-    ]
 
 
 @dataclass
@@ -346,12 +371,19 @@ class TrainConfig:
         ),
     ] = None
     run_dir: Annotated[str, Knob("Run folder; set by hydra.run.dir.", neutral=True)]
+    trusted_targets: Annotated[
+        list[str],
+        Knob(
+            "Prefixes of classes beyond the white list that a _target_ may name ([my_package.]); never read from a file of a run.",
+            neutral=True,
+        ),
+    ] = field(default_factory=list)
     stage: StageConfig
     task: TaskConfig
     spacing: SpacingConfig
     data: DataConfig
     augment: AugmentConfig
-    model: ModelConfig
+    model: Annotated[dict[str, Any], Knob("Network (_target_) with its arguments.")]
     loss: LossConfig
     optimizer: Annotated[dict[str, Any], Knob("Class of torch.optim or pytorch_optimizer (_target_) with its arguments.")]
     schedule: Annotated[dict[str, Any], Knob("Class of torch.optim.lr_scheduler (_target_) with its arguments.")]
@@ -473,6 +505,9 @@ class PredictConfig:
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads")]
     precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")]
     overwrite: Annotated[bool, Knob("Repeat cases whose result from the same scan, weights and settings exists.")]
+    trusted_targets: Annotated[
+        list[str], Knob("Prefixes of classes beyond the white list that a checkpoint may name ([my_package.]).")
+    ]
     inference: PredictInferenceConfig
 
 
@@ -546,14 +581,24 @@ class DemoConfig:
     output: Annotated[str, Knob("Folder of all results.")]
 
 
+# Schemas of classes: keys that every class of an extension point has, and all keys of a class of ours.
+POINT_SCHEMAS: dict[str, type] = {"model": NetworkConfig}
+CLASS_SCHEMAS: dict[str, type] = {UNET: UNetConfig}
+
+
 def schema_defaults(schema: type) -> dict[str, Any]:
-    """Collect the defaults of a schema by key, as Hydra composes them before the files of `conf/`."""
+    """Collect the defaults of a schema by key, as Hydra composes them before the files of `conf/`; extension points are open nodes."""
     found: dict[str, Any] = {}
-    for name, hint in get_type_hints(schema).items():
-        if is_dataclass(hint):
-            found |= {name: inner} if (inner := schema_defaults(cast(type, hint))) else {}
-        elif hasattr(schema, name):
-            found[name] = getattr(schema, name)
+    hints = get_type_hints(schema)
+    for one in fields(schema):
+        if one.name in EXTENSION_KEYS:
+            found[one.name] = ExtensionNode()
+        elif is_dataclass(hints[one.name]):
+            found |= {one.name: inner} if (inner := schema_defaults(cast(type, hints[one.name]))) else {}
+        elif one.default is not MISSING:
+            found[one.name] = one.default
+        elif one.default_factory is not MISSING:
+            found[one.name] = one.default_factory()
     return found
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from medseg.build.loss import make_loss
-from medseg.build.network import make_network
+from medseg.build.network import find_divisor, make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.spacing import find_spacing
 from medseg.build.switches import switch_on
-from medseg.config.rules import find_divisor
 from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, Strategy, TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, require
@@ -107,7 +106,9 @@ def count_memory(
             make_baseline or make_ours,
             (samples, 1, *shape),
             loss=make_loss(config.loss),
-            make_optimizer=make_optimizer(config.optimizer, find_lr_factor(config.lr_scaling, config.stage.batch_size)),
+            make_optimizer=make_optimizer(
+                config.optimizer, find_lr_factor(config.lr_scaling, config.stage.batch_size), config.trusted_targets
+            ),
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,
@@ -166,7 +167,7 @@ def input_shape(config: PlanConfig) -> Shape:
         depth = height = width = max(depth, height, width)
     if config.stage.max_voxels:
         depth = min(depth, max(1, config.stage.max_voxels // (height * width)))
-    divisors = zip((depth, height, width), find_divisor(config.model, config.spacing), strict=True)
+    divisors = zip((depth, height, width), find_divisor(config), strict=True)
     depth, height, width = (math.ceil(size / divisor) * divisor for size, divisor in divisors)
     return depth, height, width
 
@@ -185,7 +186,7 @@ def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]
         "trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.": has_ranks and is_fsdp,
         f"trainer: per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
         and not is_fsdp,
-        "model.device_map: counted over all of its devices together.": config.model.device_map is not None,
+        "model.device_map: counted over all of its devices together.": config.model["device_map"] is not None,
         "memory.precision=fp16: on a GPU, group norms run in fp32, so the step needs slightly more memory than counted.": switches.precision
         is Precision.fp16,
     }

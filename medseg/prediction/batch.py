@@ -56,6 +56,7 @@ def predict_scans(
     threads: int | None = None,
     precision: str | None = None,
     overwrite: bool = False,
+    trusted: Sequence[str] = (),
     on_begin: Callable[[str, int], None],
     on_end: Callable[[CaseOutcome], None],
 ) -> list[CaseOutcome]:
@@ -75,6 +76,7 @@ def predict_scans(
         threads: CPU threads; None = torch's choice.
         precision: Precision of the networks; None = that of the training.
         overwrite: Whether results that are up to date are made again.
+        trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
         on_begin: Called with the name of a case and the number of cases when its turn comes.
         on_end: Called with the outcome of each case when it is done, in the order of the cases.
 
@@ -90,14 +92,14 @@ def predict_scans(
         "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun",
     )
     if is_shared and int(os.environ["RANK"]) > 0:
-        (chosen,) = load_cascades(checkpoints, inference, accelerator, threads, precision)
+        (chosen,) = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
         chosen.cascade.serve_tiles()
         return []
     scans, protected = find_scans(source, split, series, hu)
     is_one_scan = len(scans) == 1 and scans[0].path == source
     outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
     check_outputs(outputs, protected)
-    cascades = load_cascades(checkpoints, inference, accelerator, threads, precision)
+    cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
@@ -117,6 +119,7 @@ def load_cascades(
     accelerator: str,
     threads: int | None,
     precision: str | None,
+    trusted: Sequence[str] = (),
 ) -> list[RangeCascade]:
     """Load the cascade of each range; see `predict_scans` for the arguments.
 
@@ -135,7 +138,13 @@ def load_cascades(
     loaded = []
     for name, (coarse, fine, range_mm) in checkpoints.items():
         cascade = load_cascade(
-            coarse, fine, accelerator=accelerator, precision=precision, tile_size=inference["tile_size"], options=options
+            coarse,
+            fine,
+            accelerator=accelerator,
+            precision=precision,
+            tile_size=inference["tile_size"],
+            options=options,
+            trusted=trusted,
         )
         loaded.append(RangeCascade(cascade, result_settings(cascade, precision, inference), name, range_mm))
     return loaded
@@ -159,6 +168,7 @@ class Batch:
         cascades: Cascades to choose from.
         budget_gib: A scan is read ahead of its turn if its voxels fit into it.
         overwrite: Whether results that are up to date are made again.
+        trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
         num_cases: Number of cases.
         on_begin: See `predict_scans`.
         on_end: See `predict_scans`.

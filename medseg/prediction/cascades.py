@@ -44,6 +44,7 @@ def load_cascade(
     precision: str | None = None,
     tile_size: tuple[int, int, int] | None = None,
     options: CascadeOptions | None = None,
+    trusted: Sequence[str] = (),
 ) -> Cascade:
     """Load both stages.
 
@@ -54,6 +55,7 @@ def load_cascade(
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
         tile_size: Tile of the fine stage in voxels (z, y, x); None = that of its checkpoint.
         options: Thresholds, memory budget and flips; the defaults where None.
+        trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
 
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable, or the stages do not fit together.
@@ -75,7 +77,7 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     stages = [
-        load_stages([Path(path) for path in given or ()] or [shipped_weights("lungs", name)], name, device, precision)
+        load_stages([Path(path) for path in given or ()] or [shipped_weights("lungs", name)], name, device, precision, trusted)
         for name, given in (("coarse", coarse), ("fine", fine))
     ]
     if tile_size is not None:

@@ -28,6 +28,7 @@ class Segmenter:
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
         options: Thresholds, memory budget and flips; the defaults where None.
+        trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as `my_package.`.
 
     Raises:
         UserError: If a file or the device is not usable.
@@ -41,9 +42,10 @@ class Segmenter:
         accelerator: str = "auto",
         precision: str | None = None,
         options: CascadeOptions | None = None,
+        trusted: Sequence[str] = (),
     ) -> None:
         self.num_threads = torch.get_num_threads()
-        self.cascade = load_cascade(coarse, fine, accelerator=accelerator, precision=precision, options=options)
+        self.cascade = load_cascade(coarse, fine, accelerator=accelerator, precision=precision, options=options, trusted=trusted)
 
     def segment(self, scan: str | Path | Volume | Any, hu: HuScale = AS_STORED) -> Segmentation:
         """Segment one scan.

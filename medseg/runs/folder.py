@@ -3,7 +3,7 @@
 import json
 import os
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from medseg.build.spacing import find_spacing
-from medseg.config.check import TARGET_WHITELIST, to_config
+from medseg.config.check import to_config
 from medseg.config.schema import TrainConfig
+from medseg.config.targets import EXTENSION_KEYS, TARGET
 from medseg.console import say
 from medseg.errors import UserError, require
 from medseg.io.atomic import is_locked, locked, replace_text
@@ -49,7 +50,7 @@ def open_run(config: TrainConfig) -> Path:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     else:
         run_dir = _existing_run(config.resume)
-        saved = load_config(run_dir)
+        saved = load_config(run_dir, config.trusted_targets)
         settle(saved)
         _check_change(config.resume, decisive(plain(saved)), decisive(plain(config)))
         if is_busy(run_dir):
@@ -76,11 +77,11 @@ def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any
         UserError: If the folder holds no run, or the changed configuration is not right.
     """
     run_dir = _existing_run(resume)
-    values = plain(load_config(run_dir))
+    values = plain(load_config(run_dir, composed["trusted_targets"]))
     unchanged = flat(default)
     names = [override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in overrides]
     # Arguments of another class do not apply: `steps` changes those of the default schedule, which may not be the run's.
-    foreign = [name for name in TARGET_WHITELIST if values[name].get("_target_") != composed[name].get("_target_")]
+    foreign = [name for name in EXTENSION_KEYS if values[name].get(TARGET) != composed[name].get(TARGET)]
     for key, value in flat(composed).items():
         *groups, last = key.split(".")
         is_named = any(f"{key}.".startswith(f"{name}.") for name in names)
@@ -142,13 +143,17 @@ def write_end(run_dir: Path, status: Status, message: str) -> None:
     replace_text(run_dir / SUMMARY_FILE, json.dumps({"status": status.value, "message": message}, indent=1))
 
 
-def load_config(run_dir: Path) -> TrainConfig:
+def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
     """Read and check the configuration of a run folder, which may have been moved.
+
+    Args:
+        run_dir: The run folder.
+        trusted: `trusted_targets` of the present command; a run folder can trust nothing.
 
     Raises:
         UserError: If it is damaged or not right.
     """
-    config = to_config(OmegaConf.create(read_config(run_dir)), TrainConfig)
+    config = to_config(OmegaConf.create({**read_config(run_dir), "trusted_targets": list(trusted)}), TrainConfig)
     _set_run_dir(config, run_dir)
     return config
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from medseg.config.schema import TrainConfig
+from medseg.config.schema import POINT_SCHEMAS, UNET, TrainConfig
+from medseg.config.targets import TARGET
 
 # Keys that older run folders lack, with the value that reproduces those runs: it is left out of the signature.
 LATER_KEYS: dict[str, Any] = {
@@ -18,6 +19,8 @@ LATER_KEYS: dict[str, Any] = {
     "spacing.draw": None,
     "spacing.resampling": "antialiased",
     "trainer.sync_batchnorm": False,
+    f"model.{TARGET}": UNET,
+    "model.divisor": None,
 }
 
 
@@ -26,8 +29,9 @@ def neutral_keys(schema: type, prefix: str = "") -> frozenset[str]:
     """Collect the keys of a schema that cannot change the result of a run."""
     found: set[str] = set()
     for name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        if dataclasses.is_dataclass(hint):
-            found |= neutral_keys(typing.cast(type, hint), f"{prefix}{name}.")
+        group = hint if dataclasses.is_dataclass(hint) else POINT_SCHEMAS.get(f"{prefix}{name}")
+        if group is not None:
+            found |= neutral_keys(typing.cast(type, group), f"{prefix}{name}.")
         elif typing.get_args(hint)[1].neutral:
             found.add(f"{prefix}{name}")
     return frozenset(found)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.build.cases import find_sources
+from medseg.build.network import find_divisor
 from medseg.build.spacing import make_grid_rule
-from medseg.config.rules import find_divisor
 from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
@@ -231,7 +231,7 @@ def spacing_in_words(spacing: SpacingConfig) -> str:
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """Voxels of a whole scan as the coarse stage trains on it, if the body fills the scan."""
-    rule, divisor = make_grid_rule(config.spacing), find_divisor(config.model, config.spacing)
+    rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
     lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(rule.spacing_mm(grid.spacing_mm))
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = crop.box.to_multiple(divisor).shape
@@ -242,7 +242,7 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape:
     """Network input of the largest crop in the report of a prediction; the smallest input if no region was found."""
-    divisor = find_divisor(config.model, config.spacing)
+    divisor = find_divisor(config)
     boxes = [VoxelBox(**box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
     return max((box.shape for box in boxes), key=math.prod, default=divisor)
 

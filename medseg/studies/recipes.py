@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from medseg.config.check import to_config
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
+from medseg.config.targets import targets_first
 from medseg.data.case_table import read_case_table
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import check_writable, replace_text
@@ -104,7 +105,7 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
         UserError: If `train` would refuse the arguments.
     """
     try:
-        config = to_config(hydra.compose("train", list(arguments)), TrainConfig)
+        config = to_config(hydra.compose("train", targets_first(arguments)), TrainConfig)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     settle(config)

@@ -19,6 +19,7 @@ from medseg.config.check import explain, to_config, to_typed
 from medseg.config.overrides import text_of
 from medseg.config.schema import TrainConfig
 from medseg.config.search import Objective, SearchConfig, SweepConfig
+from medseg.config.targets import targets_first
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError, require
 from medseg.io.atomic import replace_text
@@ -89,7 +90,7 @@ def composer(given: Sequence[str], sweep: SweepConfig) -> Compose:
     own = [argument for argument in train_arguments(given, SearchConfig) if key_of(argument) not in sweep.space]
 
     def compose(values: Mapping[str, str]) -> DictConfig:
-        return hydra.compose("train", [*own, *(f"{key}={value}" for key, value in values.items())])
+        return hydra.compose("train", targets_first([*own, *(f"{key}={value}" for key, value in values.items())]))
 
     return compose
 

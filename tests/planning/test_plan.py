@@ -13,7 +13,7 @@ import torch
 
 from medseg.build.loss import make_loss
 from medseg.build.network import make_network
-from medseg.build.optimisation import make_target
+from medseg.build.optimisation import make_optimizer, make_schedule
 from medseg.build.run import make_trainer
 from medseg.build.switches import switch_on
 from medseg.config.check import to_config
@@ -130,8 +130,8 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     module = SegmentationModule(
         switch_on(network, config.memory, "cpu"),
         make_loss(config.loss),
-        make_target("optimizer", config.optimizer, None),
-        make_target("schedule", config.schedule, None),
+        make_optimizer(config.optimizer, 1.0),
+        make_schedule(config.schedule, 1.0, 0),
         seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, metadata={},
     )  # fmt: skip
     batch = {

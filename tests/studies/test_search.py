@@ -101,7 +101,7 @@ def test_a_search_goes_on_only_when_asked_for_more(run: Callable[..., int], tmp_
     jobs = records(folder)
     assert [job["status"] for job in jobs] == ["finished"] * 2
     assert jobs[0]["overrides"] == {"optimizer.lr": "0.005", "model.width": "16"}, "first the experiment as it stands"
-    assert [load_config(folder / "0").optimizer["lr"], load_config(folder / "0").model.width] == [0.005, 16]
+    assert [load_config(folder / "0").optimizer["lr"], load_config(folder / "0").model["width"]] == [0.005, 16]
     nearest = min(jobs, key=lambda job: abs(float(job["overrides"]["optimizer.lr"]) - 0.003))
     assert study_of(folder)["best"] == [nearest["number"]]
     assert ">Search</h2>" in (folder / "report.html").read_text(encoding="utf-8")
@@ -187,7 +187,7 @@ def finish(run_dir: Path) -> int:
 
 def test_what_ends_a_trial_is_recorded_and_the_search_goes_on(trials: Trials) -> None:
     def work(run_dir: Path) -> int:
-        width = load_config(run_dir).model.width
+        width = load_config(run_dir).model["width"]
         if width == 24:
             (run_dir / "summary.json").write_text(json.dumps({"status": "out_of_memory", "message": "too wide"}))
         return {8: 0, 12: -signal.SIGSEGV, 24: EXIT_OUT_OF_MEMORY}[width] or finish(run_dir)
@@ -248,7 +248,7 @@ def test_a_folder_is_of_one_search(trials: Trials) -> None:
     with pytest.raises(UserError, match=r"another search, .* sweep\.space\.model\.width\.type: choice then, None now"):
         search.open_folder(trials.folder, trials.config(3, **{"optimizer.lr": SPACE["optimizer.lr"]}))
     other = trials.config(3)
-    other.model.depth = 2
+    other.model["depth"] = 2
     with pytest.raises(UserError, match=r"model\.depth: 3 then, 2 now"):
         search.open_folder(trials.folder, other)
 

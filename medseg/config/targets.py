@@ -1,0 +1,200 @@
+"""Extension points: configuration nodes that name a class by its `_target_`, with the arguments beside it.
+
+A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use this module and nothing else:
+
+* `ExtensionNode` is the node while Hydra composes. A `_target_` in a later file or on the command line replaces the node, so only the
+  keys written beside it are passed; keys need no `+`. `EXTENSION_KEYS` lists the keys of the configuration that are such nodes.
+* `check_target` compares the name with the white list of the extension point, without importing anything. The check of a configuration
+  (`medseg.config.check`) calls it for each node of `EXTENSION_KEYS`; a builder calls it for nodes in lists and mappings.
+* `bind_target` checks the name again, imports the class and binds the arguments to its signature. It does not build the object.
+  `import_target` and `bind_arguments` are its two halves, for builders that add arguments which the class knows (channels, one-hot).
+
+`trusted_targets` are prefixes beyond the white list. They come from the command line or from the user's own configuration files, never
+from a checkpoint or a run folder: who reads one passes the prefixes of the present command.
+
+`medseg.build.check` builds every object of a run once before data is read: networks on the meta device, optimisers and schedules on one
+parameter. To add an extension point, add its row to `EXTENSION_POINTS`, its key to `EXTENSION_KEYS` if the node is a group of `train`,
+and its object to `medseg.build.check`.
+"""
+
+import difflib
+import functools
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+from omegaconf import DictConfig
+
+from medseg.errors import UserError, require
+
+TARGET = "_target_"
+
+
+class ExtensionPoint(NamedTuple):
+    """What a configuration may name at an extension point.
+
+    Attributes:
+        prefixes: White list. A prefix ends with a dot and admits the public names below it.
+        base: Class that a named class must inherit from; None = any class.
+        is_open: Whether `**kwargs` of a class may take names that its signature does not list.
+    """
+
+    prefixes: tuple[str, ...]
+    base: str | None = None
+    is_open: bool = False
+
+
+EXTENSION_POINTS = {
+    "model": ExtensionPoint(("medseg.models.", "monai.networks.nets.", "torch.nn."), "torch.nn.Module"),
+    "loss": ExtensionPoint(("medseg.losses.", "monai.losses.", "torch.nn."), "torch.nn.Module"),
+    "transform": ExtensionPoint(("medseg.data.augment.", "medseg.data.transforms.", "monai.transforms."), is_open=True),
+    "metric": ExtensionPoint(("monai.metrics.", "torchmetrics."), is_open=True),
+    "callback": ExtensionPoint(("lightning.pytorch.callbacks.",), "lightning.pytorch.Callback", is_open=True),
+    "logger": ExtensionPoint(("lightning.pytorch.loggers.",), "lightning.pytorch.loggers.Logger", is_open=True),
+    "optimizer": ExtensionPoint(("torch.optim.", "pytorch_optimizer."), "torch.optim.Optimizer"),
+    "schedule": ExtensionPoint(("torch.optim.lr_scheduler.",), "torch.optim.lr_scheduler.LRScheduler"),
+}
+# Keys of the configuration of `train` that are one node each, named like their extension point.
+EXTENSION_KEYS = ("model", "optimizer", "schedule", "logger")
+# Top-level packages that an extra of medseg installs.
+EXTRAS = {"pytorch_optimizer": "optimizers"}
+
+
+class ExtensionNode(DictConfig):
+    """Node of an extension point while Hydra composes: a `_target_` that is merged or set replaces the whole node.
+
+    Hydra merges the files of a configuration in order and then sets the keys of the command line one by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({}, flags={"struct": False})  # keys of any class, without `+`
+
+    def _merge_with(self, *others: Any) -> None:
+        for other in others:
+            if other is not None and TARGET in other:
+                self._clear()
+            super()._merge_with(other)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key == TARGET:
+            self._clear()
+        super().__setattr__(key, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = super().__deepcopy__(memo)  # a plain DictConfig
+        object.__setattr__(copied, "__class__", type(self))
+        return typing.cast(Self, copied)
+
+    def _clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+
+def targets_first(arguments: Sequence[str]) -> list[str]:
+    """Move `<node>._target_=…` before the other arguments of a command line: it replaces the node, and they add to it.
+
+    Example:
+        >>> targets_first(["model.width=8", "seed=1", "model._target_=a.B"])
+        ['model._target_=a.B', 'model.width=8', 'seed=1']
+    """
+    return sorted(arguments, key=lambda argument: not argument.partition("=")[0].endswith(f".{TARGET}"))
+
+
+def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[str] = ()) -> None:
+    """Refuse a node whose class is neither on the white list nor trusted. Nothing is imported.
+
+    Args:
+        point: Key of `EXTENSION_POINTS`.
+        key: Where the node stands, for messages.
+        node: `_target_` and arguments.
+        trusted: Prefixes of `trusted_targets`.
+
+    Raises:
+        UserError: With the value and the cure.
+    """
+    target, prefixes = node.get(TARGET), EXTENSION_POINTS[point].prefixes
+    if not isinstance(target, str):
+        raise UserError(f"{key}.{TARGET}: the name of a class is needed, but got {target!r}")
+    words = target.split(".")
+    is_public = all(word.isidentifier() and not word.startswith("_") for word in words) and len(words) > 1
+    is_listed = is_public and target.startswith((*prefixes, *(f"{prefix.removesuffix('.')}." for prefix in trusted if prefix)))
+    require(
+        is_listed,
+        f"{key}.{TARGET}: {target} is not on the white list ({', '.join(f'{prefix}*' for prefix in prefixes)}); if you trust its "
+        f"code, add trusted_targets=[{words[0]}.]",
+    )
+    for name, value in node.items():
+        is_nested = isinstance(value, dict) and TARGET in value
+        require(not is_nested, f"{key}.{name}.{TARGET}: nested targets are not allowed, give plain values")
+
+
+def bind_target(point: str, key: str, node: dict[str, Any], *leading: Any, trusted: Iterable[str] = ()) -> Callable[..., Any]:
+    """Import the class of a node, and bind the arguments of the node to its signature.
+
+    Args:
+        point: Key of `EXTENSION_POINTS`.
+        key: Where the node stands, for messages.
+        node: `_target_` and arguments.
+        leading: Stand-ins for the positional arguments that come later (parameters, an optimiser).
+        trusted: Prefixes of `trusted_targets`.
+
+    Returns:
+        The class with its arguments; call it with what `leading` stood for.
+
+    Raises:
+        UserError: If the class is not trusted, does not exist or does not take the arguments.
+    """
+    found = import_target(point, key, node, trusted)
+    return bind_arguments(point, key, found, {name: value for name, value in node.items() if name != TARGET}, *leading)
+
+
+def bind_arguments(point: str, key: str, found: type, arguments: dict[str, Any], *leading: Any) -> Callable[..., Any]:
+    """Bind arguments to the signature of a class of `import_target`; for builders that add arguments of their own first.
+
+    Raises:
+        UserError: If the class does not take the arguments.
+    """
+    signature = inspect.signature(found)
+    known = list(signature.parameters)[len(leading) :]
+    unknown = sorted(arguments.keys() - set(known))
+    try:
+        signature.bind(*leading, **arguments)
+        if unknown and not EXTENSION_POINTS[point].is_open:  # `**kwargs` would swallow a misspelled name
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    except TypeError as error:
+        near = [one for name in unknown for one in difflib.get_close_matches(name, known, n=1)]
+        guess = f"did you mean {near[0]}? it knows" if near else "it knows"
+        raise UserError(f"{key}: {found.__name__} does not take these arguments ({error}); {guess} {', '.join(known)}") from error
+    return functools.partial(found, **arguments)
+
+
+def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[str] = ()) -> type:
+    """Import the class of a node after `check_target`.
+
+    Raises:
+        UserError: If the class is not trusted, does not exist, or is no class of the extension point.
+    """
+    check_target(point, key, node, trusted)
+    module_name, _, name = node[TARGET].rpartition(".")
+    given, base = f"{key}.{TARGET}: {node[TARGET]}", EXTENSION_POINTS[point].base
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        package = module_name.partition(".")[0]
+        if package in EXTRAS:
+            raise UserError(f"{given} needs pip install 'medseg[{EXTRAS[package]}]' ({error})") from error
+        raise UserError(f"{given} cannot be imported ({error}); install the package, or correct the name") from error
+    found = getattr(module, name, None)
+    classes = [other for other, value in vars(module).items() if inspect.isclass(value) and not other.startswith("_")]
+    near = difflib.get_close_matches(name, classes, n=2)
+    guess = f"; did you mean {' or '.join(f'{module_name}.{one}' for one in near)}?" if near else ""
+    require(found is not None, f"{given} does not exist in the installed version{guess}")
+    if not inspect.isclass(found):
+        raise UserError(f"{given} is not a class{guess}")
+    if base is not None:
+        base_module, _, base_name = base.rpartition(".")
+        is_kind = issubclass(found, getattr(importlib.import_module(base_module), base_name))
+        require(is_kind, f"{given} is no {base}, which {key} needs; choose a class that inherits from it")
+    return found
