@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -17,13 +17,16 @@ import numpy as np
 from medseg.io.atomic import replace_text
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
+from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.report.tables import write_csv
 
 VERSION = 3
 """To be raised whenever equal specs give other voxels; finished cases are then made again."""
 
-_FILES = {"image": "ct.nii.gz", "labels": "lungs.nii.gz", "organs": "organs.nii.gz"}
+Spec = PhantomSpec | SceneSpec
+
+_CHEST_FILES = {"image": "ct.nii.gz", "labels": "lungs.nii.gz", "organs": "organs.nii.gz"}
 
 
 def write_phantoms(
@@ -34,6 +37,7 @@ def write_phantoms(
     splits: Mapping[str, int] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     num_workers: int = 1,
+    scene: SceneSpec | None = None,
 ) -> Path:
     """Write a data set of phantoms and its case table; cases that are finished are kept.
 
@@ -46,6 +50,7 @@ def write_phantoms(
             None leaves the column empty.
         progress: Called after each case with (finished, total, case name).
         num_workers: Processes; a phantom is the same for any number.
+        scene: Labels and channels of scenes of organs; its seed, number and detail do not count. None makes chests.
 
     Returns:
         Path of `table.csv`.
@@ -56,7 +61,10 @@ def write_phantoms(
     if splits is not None and sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
     sides = [name for name, count in splits.items() for _ in range(count)] if splits else [""] * num_cases
-    specs = [draw_spec(seed, index, detail) for index in range(num_cases)]
+    specs: list[Spec] = [
+        replace(scene, seed=seed, index=index, detail=detail) if scene else draw_spec(seed, index, detail)
+        for index in range(num_cases)
+    ]
     folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
     rows: list[dict[str, str]] = []
     with ExitStack() as stack:
@@ -67,9 +75,10 @@ def write_phantoms(
             stack.callback(pool.shutdown, cancel_futures=True)
             map_cases = pool.map
         for case, spec, side, present in zip(folders, specs, sides, map_cases(write_case, folders, specs), strict=True):
-            files = {column: f"{case.name}/{file}" for column, file in _FILES.items()}
+            files = {column: f"{case.name}/{file}" for column, file in file_names(spec).items()}
+            view = {"view": spec.view} if isinstance(spec, PhantomSpec) else {}
             trust = {f"trust_{region}": "reference" if is_there else "absent" for region, is_there in present.items()}
-            rows.append({"case": case.name, **files, "patient": case.name, "split": side, "view": spec.view, **trust})
+            rows.append({"case": case.name, **files, "patient": case.name, "split": side, **view, **trust})
             if progress is not None:
                 progress(len(rows), num_cases, case.name)
     write_csv(folder / "table.csv", rows)
@@ -87,7 +96,15 @@ def _end_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-def write_case(folder: Path, spec: PhantomSpec) -> dict[str, bool]:
+def file_names(spec: Spec) -> dict[str, str]:
+    """Name of the file of each column of the case table, in the folder of a case."""
+    if isinstance(spec, PhantomSpec):
+        return _CHEST_FILES
+    names = ["image", *(f"image_{channel}" for channel in range(1, len(spec.modalities)))]
+    return {name: f"{name}.nii.gz" for name in (*names, "labels")}
+
+
+def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
     """Write one case unless it is there already.
 
     The JSON file beside the images is written last; it marks the case as finished.
@@ -97,21 +114,28 @@ def write_case(folder: Path, spec: PhantomSpec) -> dict[str, bool]:
         spec: The case.
 
     Returns:
-        Whether `left_lung` and `right_lung` are in the image.
+        Whether `left_lung` and `right_lung` are in the image of a chest.
     """
-    note = folder / "phantom.json"
+    note, files = folder / "phantom.json", [folder / name for name in file_names(spec).values()]
     fingerprint = hashlib.sha256(json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True).encode()).hexdigest()
-    if all((folder / name).is_file() for name in _FILES.values()):
+    if all(file.is_file() for file in files):
         with suppress(FileNotFoundError, json.JSONDecodeError):
             known = json.loads(note.read_text(encoding="utf-8"))
             if known.get("hash") == fingerprint:
                 return dict(known["present"])
     folder.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)
-    phantom = make_phantom(spec)
-    present = {f"{name}_lung": bool(np.any(phantom.labels == value)) for name, value in (("left", 1), ("right", 2))}
-    write_image(folder / _FILES["image"], phantom.image_hu, phantom.grid)
-    for column, labels in (("labels", phantom.labels), ("organs", phantom.organs)):
-        write_labels(folder / _FILES[column], labels, phantom.grid, None)
+    present: dict[str, bool] = {}
+    if isinstance(spec, PhantomSpec):
+        phantom = make_phantom(spec)
+        images, maps = [(phantom.image_hu, phantom.grid)], [phantom.labels, phantom.organs]
+        present = {f"{name}_lung": bool(np.any(phantom.labels == value)) for name, value in (("left", 1), ("right", 2))}
+    else:
+        images, labels = make_scene(spec)
+        maps = [labels]
+    for file, (image, grid) in zip(files, images, strict=False):
+        write_image(file, image, grid)
+    for file, labels in zip(files[len(images) :], maps, strict=True):
+        write_labels(file, labels, images[0][1], None)
     replace_text(note, json.dumps({"hash": fingerprint, "present": present, "spec": asdict(spec)}, indent=1))
     return present

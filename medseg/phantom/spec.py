@@ -49,12 +49,37 @@ _TRUNK = (
 
 
 @dataclass(frozen=True)
-class PhantomSpec:
-    """Everything that a phantom is made from; equal specs give equal bytes.
+class CaseSeed:
+    """Source of the random numbers of a case.
 
     Attributes:
-        seed: Seed of the data set.
-        index: Number of the case; anatomy and noise follow from (seed, index) and the fields below.
+        seed: Seed of the data set, >= 0.
+        index: Number of the case in the data set, >= 0.
+    """
+
+    seed: int
+    index: int
+
+    def rng(self, name: str) -> np.random.Generator:
+        """Open the generator of one purpose; its numbers do not depend on the order of calls.
+
+        Args:
+            name: Purpose of the numbers (`anatomy`, `noise`, …); each has its own numbers.
+
+        Returns:
+            A counter-based generator in its first state.
+        """
+        key = [self.seed & (2**64 - 1), (self.index << 32) | zlib.crc32(name.encode())]
+        return np.random.Generator(np.random.Philox(key=key))
+
+
+@dataclass(frozen=True)
+class PhantomSpec(CaseSeed):
+    """Everything that a phantom is made from; equal specs give equal bytes.
+
+    Anatomy and noise follow from (seed, index) and the fields below.
+
+    Attributes:
         view: Part of the body along z, one of `VIEWS`.
         spacing_mm: Voxel spacing, (z, y, x).
         matrix: Rows and columns of a slice, (H, W).
@@ -88,8 +113,6 @@ class PhantomSpec:
         num_vessel_ends: Ends of each vessel tree.
     """
 
-    seed: int
-    index: int
     view: str = "whole"
     spacing_mm: tuple[float, float, float] = (3.0, 2.8, 2.8)
     matrix: tuple[int, int] = (128, 128)
@@ -127,18 +150,6 @@ class PhantomSpec:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
 
-    def rng(self, name: str) -> np.random.Generator:
-        """Open the generator of one purpose; its numbers do not depend on the order of calls.
-
-        Args:
-            name: Purpose of the numbers (`anatomy`, `noise`, …); each has its own numbers.
-
-        Returns:
-            A counter-based generator in its first state.
-        """
-        key = [self.seed & (2**64 - 1), (self.index << 32) | zlib.crc32(name.encode())]
-        return np.random.Generator(np.random.Philox(key=key))
-
 
 def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     """Draw a realistic case.
@@ -156,7 +167,7 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     """
     if detail not in DETAILS:
         raise ValueError(f"detail must be one of {', '.join(DETAILS)}, got {detail!r}")
-    rng = PhantomSpec(seed, index).rng("spec")
+    rng = CaseSeed(seed, index).rng("spec")
 
     def chance(share: float) -> bool:
         return bool(rng.random() < share)

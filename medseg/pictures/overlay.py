@@ -1,8 +1,9 @@
 """Overlay of a case: a montage of slices with the prediction filled and the reference outlined, in radiological view."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,8 @@ class Canvas:
         return axes
 
 
-class Panel(NamedTuple):
+@dataclass(frozen=True)
+class Panel:
     """One slice in the picture.
 
     Attributes:
