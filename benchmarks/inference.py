@@ -2,32 +2,51 @@
 
     python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
 
-Writes `bench.csv` and `bench.md`; ratios are those to the first row, medseg from file to file.
+Writes `bench.csv` and `bench.md`; ratios are those to the first row, medseg from file to file. Each baseline is measured in a process of
+its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. One that would take hours runs a stated part of its work.
 """
 
 import json
+import math
 import os
+import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
+from medseg.build.stages import load_stage
 from medseg.console import say
 from medseg.errors import EXIT_USER_ERROR, UserError, require
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
+from medseg.io.read import read_image
 from medseg.io.write import write_image
+from medseg.memory.precision import autocast
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
+from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
+from medseg.preprocess.orient import orient
+from medseg.preprocess.resample import resample_image
 from medseg.report.tables import markdown_table, write_csv
-from medseg.studies.baselines import install_baselines
+from medseg.studies.baselines import install_baselines, make_baseline
+from medseg.weights.files import read_weights, shipped_weights
 
 Row = dict[str, Any]
+Shape = tuple[int, int, int]
+Part = tuple[Callable[[], Any], float, str]
+"""Function that does a part of the work, the share of that part in the whole work, and the part in words."""
+
 BASELINES = {
     "lungmask": "lungmask, network of R231",
     "nnunet": "nnU-Net, default network at 1 mm",
@@ -38,6 +57,11 @@ COLUMNS = {
     "contender": "", "wall_s": "wall s", "cpu_s": "CPU s", "peak_gb": "peak GB", "wall_ratio": "wall ratio", "cpu_ratio": "CPU ratio",
     "measured": "measured, rest scaled",
 }  # fmt: skip
+LUNGMASK_SLICES = 20  # lungmask's own batch size
+LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in each slice
+NNUNET_PATCH: Shape = (128, 128, 128)
+NNUNET_MIRRORS = 8
+ONE_MM = (1.0, 1.0, 1.0)
 FORMATS = {"wall_s": ".1f", "cpu_s": ".1f", "peak_gb": ".2f", "wall_ratio": ".1f", "cpu_ratio": ".1f"}
 
 
@@ -61,7 +85,10 @@ class Options:
 
 
 def main() -> None:
-    """Read the command line and run the benchmark."""
+    """Read the command line and run the benchmark, or measure the baseline that it names."""
+    if sys.argv[1:2] == ["measure"]:
+        measure_baseline(*sys.argv[2:])
+        return
     try:
         given = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(sys.argv[1:]))
         run_benchmark(cast(Options, OmegaConf.to_object(given)))
@@ -89,7 +116,7 @@ def run_benchmark(options: Options) -> None:
     ]  # fmt: skip
     rows = [measure("medseg, from file to file", command, options.threads)[0]]
     for name, title in BASELINES.items() if packages else ():
-        command = [str(Path(__file__).with_name("baseline.py")), name, str(scan), str(options.threads)]
+        command = [__file__, "measure", name, str(scan), str(options.threads)]
         row, printed = measure(title, command, options.threads, packages)
         rows.append(scaled(row, **json.loads(printed.splitlines()[-1])))
     rows = [row | {f"{kind}_ratio": row[f"{kind}_s"] / rows[0][f"{kind}_s"] for kind in ("wall", "cpu")} for row in rows]
@@ -148,6 +175,71 @@ def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: s
     """Scale the part of the work that a process did to the whole; start-up and reading are counted once."""
     more = 1 / share - 1
     return row | {"wall_s": row["wall_s"] + more * part_s, "cpu_s": row["cpu_s"] + more * part_cpu_s, "measured": measured}
+
+
+def measure_baseline(name: str, scan: str, threads: str) -> None:
+    """Run the work of a baseline on a scan.
+
+    The last line that is printed is JSON: seconds and CPU seconds of the part that ran, its share of the whole work in (0, 1], and the
+    same in words.
+    """
+    torch.set_num_threads(int(threads))
+    volume = read_image(Path(scan))
+    image_hu, grid, _ = orient(volume.array, volume.grid)
+    run, share, measured = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name](image_hu, grid)
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    with torch.inference_mode():
+        run()
+    part_s, part_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    print(json.dumps({"part_s": part_s, "part_cpu_s": part_cpu_s, "share": share, "measured": measured}))
+
+
+def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
+    """The network of lungmask's R231, with random weights, on one of its batches of slices."""
+    # Run as a file: importing the package would import image libraries that the network does not need.
+    (folder,) = find_spec("lungmask").submodule_search_locations  # type: ignore[union-attr, misc]
+    unet = runpy.run_path(f"{folder}/resunet.py")["UNet"]
+    network = unet(n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False).eval()
+    num_slices = min(LUNGMASK_SLICES, grid.shape[0])
+    slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
+    return lambda: network(slices), num_slices / grid.shape[0], f"{num_slices} of {grid.shape[0]} slices"
+
+
+def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
+    """nnU-Net's default network, with random weights, on one of the mirrored tiles of its predictor at 1 mm."""
+    network = make_baseline("nnunet", 3).eval()
+    num_passes = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH) * NNUNET_MIRRORS
+    return lambda: network(torch.zeros(1, 1, *NNUNET_PATCH)), 1 / num_passes, f"1 of {num_passes} passes of 128×128×128"
+
+
+def num_tiles(shape: Shape, patch: Shape) -> int:
+    """Count the tiles of nnU-Net's predictor, which lie half a tile apart or nearer; a smaller volume is padded to one.
+
+    Example:
+        >>> num_tiles((300, 384, 128), (128, 128, 128))
+        20
+    """
+    return math.prod(math.ceil(max(0, size - side) / (side / 2)) + 1 for size, side in zip(shape, patch, strict=True))
+
+
+def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
+    """MONAI's sliding window with our fine network, in our precision, over the whole volume at 1 mm."""
+    from monai.inferers import sliding_window_inference
+
+    path = shipped_weights("lungs", "fine")
+    stage = load_stage(path, "fine", torch.device("cpu"))
+    patch = read_weights(path, "fine", "fine")[0]["patch_size"]
+
+    def network(tiles: Tensor) -> Tensor:
+        with autocast(stage.precision, "cpu"):
+            return cast(Tensor, stage.network(tiles, torch.zeros(len(tiles), dtype=torch.int64)))
+
+    def run() -> None:
+        resampled = resample_image(image_hu, grid, grid.resampled(ONE_MM), stage.air_hu, limits=HU_LIMITS)
+        image = normalise_hu(resampled, stage.task.window_hu)
+        sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
+
+    return run, 1.0, "all"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from medseg.errors import UserError, require
 
 ParameterType = StrEnum("ParameterType", ["float", "int", "choice"])
 Objective = StrEnum("Objective", ["val_dice", "peak_gib", "seconds_per_step"])  # Dice is maximised, memory and time are minimised
-Sampler = StrEnum("Sampler", ["tpe", "random"])  # see `medseg.studies.search_journal`
+Sampler = StrEnum("Sampler", ["tpe", "random"])  # see `medseg.studies.search`
 Pruner = StrEnum("Pruner", ["median", "none"])
 
 

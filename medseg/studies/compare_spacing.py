@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,6 @@ from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown,
 from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
-from medseg.runs.status import Status, status_of
 from medseg.studies.recipes import (
     Step,
     compose_train,
@@ -162,7 +160,7 @@ def run_row(
         ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}", "pictures=false", *reference],
     ]
     for step in steps:
-        code = exit_code([step])
+        code = run_until_failure([step])
         require(code == 0, f"{step[0]} ended with exit code {code}; see the message above")
     reports = {
         case: json.loads(path.read_text(encoding="utf-8")) for case in grids if (path := predictions / f"{case}.json").is_file()
@@ -182,18 +180,10 @@ def train(stage: Stage, failed: dict[Path, str]) -> None:
     Raises:
         UserError: If the training failed.
     """
-    if stage.run_dir not in failed and (code := exit_code(train_steps(stage.run_dir, *stage.arguments))):
+    if stage.run_dir not in failed and (code := run_until_failure(train_steps(stage.run_dir, *stage.arguments))):
         message = read_summary(stage.run_dir).get("message") or f"exit code {code}; see the message above"
         failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {message}"
     require(stage.run_dir not in failed, failed.get(stage.run_dir, ""))
-
-
-def exit_code(steps: Sequence[Step]) -> int:
-    """Run commands and return the exit code of the one that failed; an interrupted command ends the comparison too."""
-    code = run_until_failure(steps)
-    if status_of(code) is Status.interrupted:
-        sys.exit(code)
-    return code
 
 
 def stage_costs(stage: Stage, whole: Shape) -> dict[str, Any]:

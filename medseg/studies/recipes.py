@@ -21,7 +21,7 @@ from medseg.data.case_table import read_case_table
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.runs.folder import CONFIG_FILE, read_summary, settle
-from medseg.runs.status import Status
+from medseg.runs.status import Status, status_of
 from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
 
 Step = Sequence[str]
@@ -47,10 +47,15 @@ def run_until_failure(steps: Sequence[Step]) -> int:
 
     Returns:
         0, or the exit code of the command that failed; the commands after it do not run.
+
+    Raises:
+        SystemExit: With the exit code of a command that was interrupted.
     """
     for step in steps:
         print(f"\n$ medseg {shlex.join(step)}", flush=True)
         code = subprocess.run([sys.executable, "-m", "medseg.commands.cli", *step], check=False).returncode
+        if status_of(code) is Status.interrupted:
+            sys.exit(code)
         if code and not (code == EXIT_FAILED and step[0] in ("predict", "evaluate")):
             return code
     return 0

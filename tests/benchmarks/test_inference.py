@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import inference as app
-from benchmarks.baseline import num_tiles
+from benchmarks.inference import num_tiles
 from medseg.errors import UserError
 from medseg.io.write import write_image
 from medseg.phantom.scan import make_phantom

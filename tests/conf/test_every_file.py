@@ -13,7 +13,6 @@ from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig
 from medseg.runs import folder as runs
 from medseg.runs.train_run import train_run
-from medseg.studies.search import check_space, composer
 
 # Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
 GROUPS = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep"))
@@ -58,6 +57,9 @@ def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path
 @pytest.mark.parametrize("path", sorted((conf_dir() / "sweep").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_space_holds_values_that_a_run_could_have(path: Path) -> None:
     """With the command that the file itself names."""
+    pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
+    from medseg.studies.search import check_space, composer
+
     command = next(line for line in path.read_text().splitlines() if line.startswith("# Run:"))
     arguments = [argument for argument in command.split("search.py ")[1].split() if not argument.startswith("data.cases=")]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):

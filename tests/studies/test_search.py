@@ -27,11 +27,10 @@ from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
 from medseg.runs import processes
 from medseg.runs.folder import load_config
 from medseg.runs.status import Status
-from medseg.studies import search
-from medseg.studies.search import Compose, check_space, composer
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
-from medseg.studies.search_journal import SearchJournal
+from medseg.studies import search
+from medseg.studies.search import Compose, SearchJournal, check_space, composer
 
 SPACE = {
     "optimizer.lr": {"type": "float", "low": 1e-3, "high": 1e-2, "log": True},
@@ -164,8 +163,8 @@ class Trials:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(search, "run_in_process", run_in_process)
-            for turn in study.turns():
-                if search.run_trial(study, turn, compose) is Status.interrupted:
+            for trial, overrides in study.trials():
+                if search.run_trial(study, trial, overrides, compose) is Status.interrupted:
                     break
         return records(self.folder)
 
@@ -337,7 +336,7 @@ def seed_that_draws(wanted: list[str], config: SweepConfig, folder: Path) -> int
     for seed in range(1000):
         study = SearchJournal(Path(tempfile.mkdtemp(dir=folder)), replace(config, seed=seed, num_trials=len(wanted) + 1))
         study.begin_with({"optimizer.lr": 0.01})
-        drawn = [(turn.overrides["optimizer.lr"], study.close(turn, [0.0]))[0] for turn in study.turns()]
+        drawn = [(values["optimizer.lr"], study.close(trial.number, [0.0]))[0] for trial, values in study.trials()]
         if drawn[1:] == wanted:
             return seed
     raise AssertionError(f"no seed draws {wanted}")

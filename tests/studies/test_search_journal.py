@@ -13,7 +13,9 @@ import pytest
 from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SweepConfig
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
-from medseg.studies.search_journal import TRIAL_LOCK_FILE, SearchJournal
+from optuna.trial import Trial
+
+from medseg.studies.search import TRIAL_LOCK_FILE, SearchJournal, report_validations
 
 SPACE = {
     "optimizer.lr": ParameterConfig(ParameterType.float, low=1e-3, high=1e-1, log=True),
@@ -36,9 +38,9 @@ def dice_of(overrides: dict[str, str]) -> float:
 def go_on(folder: Path, config: SweepConfig, value: Callable[[dict[str, str]], float] = dice_of) -> list[dict[str, str]]:
     study = SearchJournal(folder, config)
     tried = []
-    for turn in study.turns():
-        tried.append(turn.overrides)
-        study.close(turn, [value(turn.overrides)])
+    for trial, overrides in study.trials():
+        tried.append(overrides)
+        study.close(trial.number, [value(overrides)])
     return tried
 
 
@@ -49,9 +51,10 @@ def test_an_interrupted_study_tries_what_an_uninterrupted_one_would(tmp_path: Pa
     assert len({str(one) for one in whole}) == 8, "no two trials alike"
     assert go_on(tmp_path / "halved", sweep(3)) == whole[:3]
     for _ in range(2):
-        turns = SearchJournal(tmp_path / "halved", sweep(8)).turns()
-        assert next(turns)[:2] == (3, whole[3])
-        turns.close()  # as a killed process leaves it: its lock is free, and the trial has no end
+        trials = SearchJournal(tmp_path / "halved", sweep(8)).trials()
+        trial, overrides = next(trials)
+        assert (trial.number, overrides) == (3, whole[3])
+        trials.close()  # as a killed process leaves it: its lock is free, and the trial has no end
     assert go_on(tmp_path / "halved", sweep(8)) == whole[3:]
     assert go_on(tmp_path / "halved", sweep(8)) == []
 
@@ -70,57 +73,65 @@ def test_the_first_trial_is_the_experiment_as_far_as_it_lies_in_the_space(tmp_pa
     study = SearchJournal(tmp_path, sweep(2))
     study.begin_with({"optimizer.lr": 0.02, "model.width": 64, "memory": "amp", "steps": 5})
     study.begin_with({"optimizer.lr": 0.03})
-    turn = next(study.turns())
-    assert (turn.overrides["optimizer.lr"], turn.overrides["memory"]) == ("0.02", "amp")
-    assert turn.overrides["model.width"] in ("8", "16", "24", "32")
+    _, overrides = next(study.trials())
+    assert (overrides["optimizer.lr"], overrides["memory"]) == ("0.02", "amp")
+    assert overrides["model.width"] in ("8", "16", "24", "32")
 
 
 def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path: Path) -> None:
     study = SearchJournal(tmp_path, sweep(3))
-    turns = study.turns()
-    turn = next(turns)
-    turns.close()
+    trials = study.trials()
+    first, _ = next(trials)
+    trials.close()
     holder = "import sys\nfrom pathlib import Path\nfrom medseg.io.atomic import locked\nwith locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
-    command = [sys.executable, "-c", holder, str(tmp_path / str(turn.number) / TRIAL_LOCK_FILE)]
+    command = [sys.executable, "-c", holder, str(tmp_path / str(first.number) / TRIAL_LOCK_FILE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         numbers = []
-        for other in study.turns():
+        for other, _ in study.trials():
             numbers.append(other.number)
-            study.close(other, [0.5])
+            study.close(other.number, [0.5])
         assert numbers == [1, 2]
         process.kill()
-    assert [other.number for other in SearchJournal(tmp_path, sweep(3)).turns() if study.close(other, [0.5]) is None] == [0]
+    assert [
+        other.number for other, _ in SearchJournal(tmp_path, sweep(3)).trials() if study.close(other.number, [0.5]) is None
+    ] == [0]
+
+
+def report(trial: Trial, history: Path, *dices: float) -> str:
+    """Report validations every ten steps."""
+    history.write_text("".join(["step,val_dice\n", *(f"{10 * (number + 1)},{dice}\n" for number, dice in enumerate(dices))]))
+    return report_validations(trial, history)
 
 
 def test_a_trial_behind_the_median_is_not_worth_going_on(tmp_path: Path) -> None:
     study = SearchJournal(tmp_path, sweep(4, pruner=Pruner.median))
     for dices, why in (([0.5, 0.8], ""), ([0.6, 0.9], ""), ([0.7, 0.95], ""), ([0.1, 0.2], "0.1000, lies below the median")):
-        turn = next(study.turns())
-        told = turn.report([(10, dices[0])])
+        trial, _ = next(study.trials())
+        told = report(trial, tmp_path / "history.csv", dices[0])
         assert (why in told) if why else not told
         if told:
-            study.close(turn, None)
+            study.close(trial.number, None)
             continue
-        assert not turn.report([(10, dices[0]), (20, dices[1])])
-        assert not turn.report([(10, dices[0]), (20, dices[1])]), "what was told once is not told again"
-        study.close(turn, [max(dices)])
+        assert not report(trial, tmp_path / "history.csv", *dices)
+        assert not report(trial, tmp_path / "history.csv", *dices), "what was told once is not told again"
+        study.close(trial.number, [max(dices)])
     assert [trial.state.name for trial in study.study.trials] == ["COMPLETE"] * 3 + ["PRUNED"]
 
 
 def test_the_sampler_keeps_away_from_what_does_not_fit_and_forgets_defects(tmp_path: Path) -> None:
     space = {"width": ParameterConfig(ParameterType.choice, choices=[1, 2, 3, 4])}
     study = SearchJournal(tmp_path, sweep(24, **space))
-    for turn in study.turns():
-        study.close(turn, [0.5] if turn.overrides["width"] in ("1", "2") else None)
+    for trial, overrides in study.trials():
+        study.close(trial.number, [0.5] if overrides["width"] in ("1", "2") else None)
     widths = [trial.params["width"] for trial in study.study.trials]
     late = widths[8:]
     assert sum(width in ("1", "2") for width in late) > 0.7 * len(late)
     (tmp_path / "defects").mkdir()
     other = SearchJournal(tmp_path / "defects", sweep(3, **space))
-    for turn in other.turns():
-        other.close(turn, None, is_defect=True)
+    for trial, _ in other.trials():
+        other.close(trial.number, None, is_defect=True)
     assert [trial.state.name for trial in other.study.trials] == ["FAIL"] * 3
 
 
@@ -140,13 +151,13 @@ def test_two_objectives_make_a_front(tmp_path: Path) -> None:
     config = sweep(9, Objective.val_dice, Objective.peak_gib)
     study = SearchJournal(tmp_path, config)
     points = {}
-    for turn in study.turns():
-        assert turn.report([(10, 0.1)]) == ""
-        if turn.number == 2:
-            study.close(turn, None)
+    for trial, overrides in study.trials():
+        assert report(trial, tmp_path / "history.csv", 0.1) == ""
+        if trial.number == 2:
+            study.close(2, None)
             continue
-        points[turn.number] = (dice_of(turn.overrides), float(turn.overrides["model.width"]))
-        study.close(turn, points[turn.number])
+        points[trial.number] = (dice_of(overrides), float(overrides["model.width"]))
+        study.close(trial.number, points[trial.number])
     front = [
         number
         for number, (dice, peak) in points.items()
