@@ -9,6 +9,8 @@ from medseg.commands.entry import COMMANDS, run_command
 def main() -> None:
     """Run the command that the first argument names; commands take Hydra's `key=value` arguments."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command == "watch" and len(sys.argv) > 2 and not sys.argv[2].startswith("-") and "=" not in sys.argv[2]:
+        sys.argv[2] = f"run={sys.argv[2]}"
     if command in COMMANDS:
         # Hydra shows this name in its messages, and launchers start it again.
         sys.argv = [f"medseg {command}", *sys.argv[2:]]

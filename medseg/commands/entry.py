@@ -33,8 +33,10 @@ from medseg.config.schema import (
     PredictConfig,
     PrepareConfig,
     ReportConfig,
+    TimeToDiceConfig,
     TrainConfig,
     TuneLoaderConfig,
+    WatchConfig,
 )
 from medseg.config.search import SearchConfig
 from medseg.config.targets import targets_first
@@ -53,17 +55,25 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
         "medseg.studies.compare_spacing",
         "train spacing strategies on the same cases and score them by slice thickness",
     ),
+    "time_to_dice": (
+        TimeToDiceConfig,
+        "medseg.studies.time_to_dice",
+        "train configurations until they reach a Dice, and count CPU minutes",
+    ),
     "find_lr": (FindLrConfig, "medseg.commands.find_lr", "find the learning rate at which the loss falls fastest"),
     "tune_loader": (TuneLoaderConfig, "medseg.planning.loader", "measure which loader settings are fastest on this machine"),
     "plan": (PlanConfig, "medseg.planning.plan", "count the memory of a training step before anything runs"),
     "predict": (PredictConfig, "medseg.commands.predict", "segment scans with two checkpoints"),
     "evaluate": (EvaluateConfig, "medseg.commands.evaluate", "score label maps against a reference"),
     "report": (ReportConfig, "medseg.commands.report", "compare runs on one page"),
+    "watch": (WatchConfig, "medseg.commands.watch", "show the losses and the memory of a run in the terminal while it trains"),
     "cross_validate": (CrossValidateConfig, "medseg.studies.cross_validate", "train and score fold by fold, by patient"),
     "make_weights": (MakeWeightsConfig, "medseg.studies.recipes", "train on all cases and write the weights as small files"),
     "phantom": (PhantomsConfig, "medseg.commands.phantom", "make chest phantoms with exact labels"),
     "demo": (DemoConfig, "medseg.studies.recipes", "make phantoms, train both stages, predict and score, in minutes"),
 }
+# Package that a command imports to its extra of medseg.
+EXTRAS = {"optuna": "search"}
 
 
 def run_command(command: str) -> None:
@@ -71,8 +81,16 @@ def run_command(command: str) -> None:
     _, module, _ = COMMANDS[command]
 
     def job(config: Any) -> int:
-        # Imported now: a misspelled key must not wait for torch.
-        code: int = getattr(importlib.import_module(module), command)(config)
+        try:
+            # Imported now: a misspelled key must not wait for torch.
+            code: int = getattr(importlib.import_module(module), command)(config)
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            extra = EXTRAS[error.name]
+            raise UserError(
+                f"{command} needs {error.name}, which is not installed; install medseg with its extra: medseg[{extra}]"
+            ) from error
         return code
 
     if command in ("train", "predict"):  # they prepare the process first

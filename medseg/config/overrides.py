@@ -23,6 +23,7 @@ PATH_KEYS = frozenset(
         "output",
         "pred",
         "ref",
+        "run",
         "runs",
         "resume",
         "stage.coarse",

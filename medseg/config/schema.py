@@ -60,6 +60,7 @@ LrScaling = StrEnum("LrScaling", ["none", "linear", "sqrt"])
 Accelerator = StrEnum("Accelerator", ["auto", "cpu", "gpu"])
 Strategy = StrEnum("Strategy", ["auto", "ddp", "fsdp"])
 Profiler = StrEnum("Profiler", ["none", "simple"])
+Metric = StrEnum("Metric", ["val_dice", "val_dice_worst"])  # columns of history.csv
 Detail = StrEnum("Detail", ["small", "full"])
 
 Text = str | None
@@ -447,6 +448,7 @@ class LadderConfig(PlanConfig):
     peers: Annotated[bool, Knob("Also measure the networks of nnU-Net and MONAI, in an environment of their own.")]
     peers_env: Annotated[str, Knob("Folder of that environment; made on first use.")]
     train: Annotated[bool, Knob("Also train each row for `steps` and print its Dice.")]
+    networks: Annotated[dict[str, list[str]], Knob("Name of a network: its arguments; measured like a baseline, and trained.")]
     rows: Annotated[dict[str, list[str]], Knob("Name of a row: arguments that it adds to those of the rows above it.")]
 
 
@@ -465,6 +467,18 @@ class CompareSpacingConfig(TrainConfig):
     output: Annotated[str, Knob("Folder of comparison.{csv,md,png} and of one folder per row; finished rows are kept.")]
     stages: StageArgumentsConfig
     rows: Annotated[dict[str, StageArgumentsConfig], Knob("Name of a row: arguments of each stage.")]
+
+
+@dataclass
+class TimeToDiceConfig(TrainConfig):
+    """Keys of `time_to_dice`."""
+
+    output: Annotated[str, Knob("Folder of time_to_dice.{csv,md} and of one folder per row; started again in it, it continues.")]
+    metric: Annotated[Metric, Knob("Column of history.csv that must reach the target.")]
+    target_dice: Annotated[float, Knob("Dice that ends a row.", "(0, 1]")]
+    max_minutes: Annotated[float, Knob("Time after which a row is stopped.", "(0, inf)", "CPU minutes")]
+    max_ratio: Annotated[float, Knob("Multiple of the first row's time after which a row is stopped.", "(0, inf)")]
+    rows: Annotated[dict[str, list[str]], Knob("Name of a row: its arguments of `train`.")]
 
 
 @dataclass
@@ -540,6 +554,14 @@ class ReportConfig:
     num_pictures: Annotated[
         int, Knob("Overlays of validation cases, the best runs first.", "[0, inf)", "pictures of about 0.1 MB")
     ]
+
+
+@dataclass
+class WatchConfig:
+    """Keys of `watch`."""
+
+    run: Annotated[str, Knob("Run folder, or a folder of runs, of which the newest is shown; `medseg watch <folder>` means it.")]
+    every_s: Annotated[float, Knob("Interval of the readings.", "(0, inf)", "s")]
 
 
 @dataclass

@@ -50,16 +50,18 @@ class Row(NamedTuple):
     """Row of the ladder.
 
     Attributes:
-        name: The switch that it adds, or the name of the baseline.
+        name: The switch that it adds, or the name of the network or baseline.
         arguments: All its arguments of `train`.
-        added: Those that the row above does not have.
-        baseline: Key of `BASELINES`; None for a network of ours.
+        added: Those that distinguish it.
+        baseline: Key of `BASELINES`; None where the configuration names the network.
+        is_switch: Whether it adds its arguments to those of the row above.
     """
 
     name: str
     arguments: tuple[str, ...]
     added: tuple[str, ...] = ()
     baseline: str | None = None
+    is_switch: bool = False
 
     @property
     def folder(self) -> str:
@@ -98,7 +100,7 @@ def ladder(config: LadderConfig) -> int:
 
 
 def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows from top to bottom; baselines come first and run with the arguments of the first row.
+    """Yield the rows from top to bottom: networks, baselines with the arguments of the first switch, switches.
 
     Args:
         config: Names what each row adds.
@@ -107,18 +109,21 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
     Raises:
         UserError: If there is no row, or two rows would share a folder.
     """
-    require(bool(config.rows), "rows: at least one row is needed")
+    names = [*config.networks, *config.rows]
+    require(bool(names), "rows: at least one row, or one of networks, is needed")
     require(
-        len({*map(folder_name, config.rows), *BASELINES}) == len(config.rows) + len(BASELINES),
-        f"rows: expected names that differ in more than punctuation and are none of {', '.join(BASELINES)}, but got {list(config.rows)}",
+        len({*map(folder_name, names), *BASELINES}) == len(names) + len(BASELINES),
+        f"rows: expected names that differ in more than punctuation and are none of {', '.join(BASELINES)}, but got {names}",
     )
     # `train` has another default stage than `ladder`.
     arguments = merge_arguments([f"stage={config.stage.name.value}"], given)
+    yield from (Row(name, merge_arguments(arguments, own), tuple(own)) for name, own in config.networks.items())
+    if config.peers:
+        first = merge_arguments(arguments, next(iter(config.rows.values()), []))
+        yield from (Row(title, first, baseline=baseline) for baseline, title in BASELINES.items())
     for number, (name, added) in enumerate(config.rows.items()):
         arguments = merge_arguments(arguments, added)
-        if config.peers and number == 0:
-            yield from (Row(title, arguments, baseline=baseline) for baseline, title in BASELINES.items())
-        yield Row(name, arguments, tuple(added))
+        yield Row(name, arguments, tuple(added), is_switch=number > 0)
 
 
 def compose(row: Row) -> TrainConfig:
@@ -245,7 +250,6 @@ def table_row(row: Row, measured: dict[str, Any], summary: dict[str, Any]) -> di
 def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, title: str) -> None:
     """Write `ladder.csv` and `ladder.png` with the rows that are known so far."""
     write_csv(output / "ladder.csv", table)
-    num_baselines = sum(row.baseline is not None for row in rows)
-    names = [known["row"] if number <= num_baselines else f"+ {known['row']}" for number, known in enumerate(table)]
+    names = [f"+ {row.name}" if row.is_switch else row.name for row in rows[: len(table)]]
     panels = [Panel(heading, text, [known[column] for known in table], has_bars) for column, heading, text, has_bars in PANELS]
-    draw_panels(names, panels, title, output / "ladder.png", [number < num_baselines for number in range(len(table))])
+    draw_panels(names, panels, title, output / "ladder.png", [row.baseline is not None for row in rows[: len(table)]])

@@ -1,0 +1,106 @@
+"""The `watch` command: the state of a run in the terminal, from its own files and the machine's counters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from medseg.commands import watch as app
+from medseg.config.schema import WatchConfig
+from medseg.errors import UserError
+from medseg.io.atomic import locked
+from medseg.runs.folder import LOCK_FILE
+
+HISTORY = """step,loss,lr,val_dice,val_dice_worst,seconds_per_step,peak_gib,host_gib,cpu_percent,gpu_gib,gpu_percent
+10,1.5,0.001,,,2.0,0.5,1.25,180,,
+20,0.75,0.002,,,2.0,0.5,1.5,190,,
+20,,,0.9,0.8,,,,,,
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Folder of a run after 20 of 50 steps."""
+    folder = tmp_path / "runs" / "a run (1)"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("steps: 50\n")
+    (folder / "history.csv").write_text(HISTORY)
+    return folder
+
+
+def shown(run_dir: Path) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(app.view(run_dir))
+    return capture.get()
+
+
+def test_the_view_shows_losses_scores_memory_and_the_time_that_is_left(run_dir: Path) -> None:
+    with locked(run_dir / LOCK_FILE):
+        lines = {line.split("  ")[0].strip(): line for line in shown(run_dir).splitlines()}
+    assert any(line.startswith("running: step 20 of 50, about 1 minutes left") for line in lines)
+    assert lines["loss"].split() == ["loss", "0.7500", "0.7500", "1.5000", "█▁"]
+    assert lines["worst region"].split()[2] == "0.8000"
+    assert lines["host memory of the run"].split()[5:7] == ["1.50", "GiB"]
+    assert "GiB" in lines["machine: memory"]
+    assert not any("GPU" in line for line in lines)
+    assert "interrupted: step 20" in shown(run_dir), "without the lock nobody runs it"
+
+
+def test_the_gpus_of_the_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def no_utilisation(gpu: int) -> object:
+        raise NVMLError("Not Supported")
+
+    driver = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=2**30, total=8 * 2**30),
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=93),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert app.machine()[2:] == [("GPU 0: memory", "1.0 of 8.0 GiB"), ("GPU 0: utilisation", "93 %")]
+    driver.nvmlDeviceGetUtilizationRates = no_utilisation
+    assert app.machine()[2:] == [("GPU 0: memory", "1.0 of 8.0 GiB")]
+
+
+def test_long_curves_keep_their_shape() -> None:
+    line = app.curve([float(number) for number in range(1000)])
+    assert len(line) <= app.WIDTH
+    assert list(line) == sorted(line)
+    assert app.curve([2.0, 2.0]) == "▁▁"
+
+
+def test_a_live_view_ends_with_the_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses = iter(["running"] * 4 + ["finished"] * 9)
+    monkeypatch.setattr(app, "status_of_run", lambda _: app.Status(next(statuses)))
+    monkeypatch.setattr(app, "Console", lambda highlight: Console(force_terminal=True, width=120, highlight=highlight))
+    assert app.watch(WatchConfig(str(run_dir), 0.01)) == 0
+    assert "finished: step 20 of 50" in capsys.readouterr().out
+
+
+def test_the_newest_run_of_a_folder_is_shown_and_a_folder_without_runs_is_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.watch(WatchConfig(str(run_dir.parent), 1.0)) == 0
+    assert "a run (1)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"expected a run folder, with config\.yaml"):
+        app.watch(WatchConfig(str(run_dir / "nowhere"), 1.0))
+
+
+def test_the_folder_may_be_given_without_its_key(run_dir: Path) -> None:
+    command = [sys.executable, "-m", "medseg.commands.cli", "watch", str(run_dir)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=run_dir)
+    assert done.returncode == 0, done.stderr
+    assert "step 20 of 50" in done.stdout

@@ -1,0 +1,133 @@
+"""Time to Dice: rows are timed until the target, stopped at a multiple or a limit, and continued when started again."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+import pytest
+
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TimeToDiceConfig, TrainConfig
+from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME
+from medseg.runs.folder import write_end
+from medseg.runs.status import Status
+from medseg.studies import time_to_dice as app
+
+
+@pytest.fixture
+def study(tiny_table: Path, tmp_path: Path) -> Iterator[TimeToDiceConfig]:
+    arguments = ["target_dice=0.8", "metric=val_dice", "max_minutes=10", "run_dir=none", f"data.cases='{tiny_table}'"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        yield to_config(hydra.compose("time_to_dice", arguments), TimeToDiceConfig)
+
+
+@pytest.fixture
+def row(tiny_table: Path, tmp_path: Path, study: TimeToDiceConfig) -> TrainConfig:
+    arguments = [f"data.cases='{tiny_table}'", "logger=none", f"run_dir='{tmp_path / 'row' / 'run'}'"]
+    return to_config(hydra.compose("train", arguments), TrainConfig)
+
+
+class Training:
+    """A training that takes a CPU minute between two validations, ten steps apart; its Dice rises by 0.1."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last_step: int = 1000, code: int = 0) -> None:
+        self.minutes, self.step, self.last_step, self.code, self.starts = 0.0, 0, last_step, code, 0
+        monkeypatch.setattr(app, "cpu_s", lambda: 60 * self.minutes)
+        monkeypatch.setattr(app, "run_in_process", self.run)
+
+    def run(self, config: TrainConfig, is_enough: Callable[[], bool]) -> int:
+        run_dir, self.starts = Path(config.run_dir), self.starts + 1
+        while self.step < self.last_step:
+            self.minutes, self.step = self.minutes + 1, self.step + 10
+            lines = [f"{step},{step / 100},{step / 200}" for step in range(10, self.step + 1, 10)]
+            (run_dir / "history.csv").write_text("\n".join(["step,val_dice,val_dice_worst", *lines]))
+            if is_enough():
+                write_end(run_dir, Status.interrupted, "stopped on request")
+                return EXIT_RESUME
+        write_end(run_dir, app.status_of(self.code), "no memory" if self.code else "")
+        return self.code
+
+
+def test_a_row_ends_at_its_target(row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    points, outcome = app.train_row(row, study, 100.0)
+    assert outcome == "reached"
+    assert points[-2] == {"step": 80.0, "val_dice": 0.8, "val_dice_worst": 0.4, "cpu_minutes": 8.0}
+    assert app.train_row(row, study, 100.0) == (points, "reached")
+    assert training.starts == 1
+
+
+def test_a_row_is_stopped_at_its_limit_and_continues_under_a_higher_one(
+    row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(monkeypatch)
+    points, outcome = app.train_row(row, study, 3.0)
+    assert (outcome, training.step, points[-1]["cpu_minutes"]) == ("stopped", 30, 3.0)
+    assert app.train_row(row, study, 3.0)[1] == "stopped"
+    assert training.starts == 1, "its time is used up"
+    points, outcome = app.train_row(row, study, 100.0)
+    assert (outcome, training.starts, points[-1]["cpu_minutes"]) == ("reached", 2, 8.0)
+    assert [point["step"] for point in points if "step" in point] == list(range(10, 90, 10)), "no validation counts twice"
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(0, "ended"), (EXIT_OUT_OF_MEMORY, "no memory"), (EXIT_RESUME, "interrupted")])
+def test_a_training_that_ends_by_itself_says_how(
+    code: int, outcome: str, row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Training(monkeypatch, last_step=20, code=code)
+    points, found = app.train_row(row, study, 100.0)
+    assert found == outcome
+    assert points[-1] == {"cpu_minutes": 2.0}
+
+
+def test_processes_that_have_ended_count() -> None:
+    before = app.cpu_s()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    assert app.cpu_s() - before > 0.05
+
+
+def command(table: Path, folder: Path, *arguments: str) -> list[str]:
+    return [
+        sys.executable, "-m", "medseg.commands.cli", "time_to_dice", f"output={folder / 't'}", "stage=coarse", f"data.cases={table}",
+        f"data.cache={folder / 'cache'}", "logger=none", "data.num_workers=0", "trainer.accelerator=cpu", "trainer.threads=1",
+        "spacing=isotropic_4mm", "augment=none", "schedule=constant", "steps=60", "stage.validate_every=10", "~rows",
+        "+rows={learns: ['model.width=16', 'optimizer.lr=0.01'], idle: ['model.width=4', 'optimizer.lr=1e-9']}", *arguments,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_study_reaches_stops_and_continues(tiny_table: Path, tmp_path: Path) -> None:
+    arguments = command(tiny_table, tmp_path, "target_dice=0.3", "metric=val_dice", "max_ratio=0.5")
+    killed = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, encoding="utf-8")
+    assert killed.stdout is not None
+    for line in killed.stdout:
+        if "step 10:" in line:
+            os.kill(killed.pid, signal.SIGTERM)
+            break
+    killed.stdout.close()
+    assert killed.wait() in (EXIT_RESUME, 0)
+    result = subprocess.run(arguments, capture_output=True, encoding="utf-8", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    with (tmp_path / "t" / "time_to_dice.csv").open(encoding="utf-8", newline="") as file:
+        learns, idle = csv.DictReader(file)
+    assert (learns["outcome"], idle["outcome"]) == ("reached", "stopped")
+    assert float(learns["dice"]) >= 0.3 > float(idle["dice"])
+    assert float(idle["cpu_minutes"]) >= 0.5 * float(learns["cpu_minutes"]) > 0
+    assert "| learns | model.width=16 optimizer.lr=0.01 | reached |" in (tmp_path / "t" / "time_to_dice.md").read_text()
+    again = subprocess.run(arguments, capture_output=True, encoding="utf-8", cwd=tmp_path)
+    assert "step " not in again.stdout, "nothing is repeated"
+
+
+def test_equal_names_are_refused(tiny_table: Path, tmp_path: Path) -> None:
+    result = subprocess.run(command(tiny_table, tmp_path, "+rows={a b: [], a/b: []}"), capture_output=True, encoding="utf-8")
+    assert result.returncode == 2
+    assert "differ in more than punctuation" in result.stderr
+    assert not (tmp_path / "t").exists()
