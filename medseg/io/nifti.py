@@ -14,7 +14,7 @@ from nibabel.spatialimages import HeaderDataError
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.atomic import replace_path
-from medseg.io.volume import LazyVolume, check_shape, grid_from_columns, is_gzip, lazy_volume, open_stream
+from medseg.io.volume import LazyVolume, check_shape, grid_from_columns, is_gzip, lazy_volume
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
 UNIT_MM = {1: 1000.0, 3: 0.001}
@@ -180,7 +180,8 @@ def open_nifti(path: Path) -> LazyVolume:
     """
     with path.open("rb") as file:
         encoding = "deflate" if is_gzip(file) else "raw"
-        header = _parse(path, bytes(open_stream(path, file, encoding, np.dtype(np.uint8)).read(540)))
+        stream: Any = file if encoding == "raw" else igzip.IGzipFile(fileobj=file, mode="rb")
+        header = _parse(path, stream.read(540))
     grid, remarks = grid_of_header(path, header)
     try:
         dtype = header.get_data_dtype()
@@ -233,9 +234,8 @@ def new_header(dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None 
     header.set_data_dtype(dtype)
     header.set_data_shape(grid.shape[::-1])
     if like is None:
-        affine = np.eye(4)
-        affine[:3, :3] = RAS_FROM_LPS @ np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]
-        affine[:3, 3] = RAS_FROM_LPS @ np.array(grid.origin_xyz_mm)
+        columns = np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]
+        affine = np.vstack([RAS_FROM_LPS @ np.column_stack([columns, grid.origin_xyz_mm]), [0.0, 0.0, 0.0, 1.0]])
         header.set_sform(affine, SCANNER_CODE)
         header.set_qform(affine, SCANNER_CODE)
         header.set_xyzt_units("mm", "sec")

@@ -328,7 +328,7 @@ def from_simpleitk(image: Any) -> Volume:
     grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
     # One slice at a time: conversions need no second copy of the volume.
-    return load_image(LazyVolume(path, grid, array.dtype, lambda: (part[None] for part in array)))
+    return load_image(LazyVolume(path, grid, array.dtype, lambda: map(np.ravel, array)))
 
 
 def to_simpleitk(labels: np.ndarray, image: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Lazy volumes: the header is read first, and voxels are decoded slab by slab, so memory never holds a second copy."""
+"""Lazy volumes: the header is read first, and voxels are decoded run by run, so memory never holds a second copy."""
 
 import bz2
 import math
@@ -6,6 +6,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,14 +21,20 @@ from medseg.geometry.grid import VoxelGrid
 AIR_HU = -1024
 """HU of air outside the patient; a voxel without a value gets it too."""
 
+MIN_SPACING_MM = 1e-4
+"""No scanner resolves a tenth of a micrometre: below it the spacing is damaged."""
+
 MAX_EXTENT_MM, MAX_FIELD_MM3 = 4e3, 8e9
 """No scanner's table is longer: beyond it the spacing is in another unit, or damaged."""
 
-SLAB_BYTES = 2**21
+SLAB_BYTES = 2**20
 """Bytes that are decoded at once: large enough for speed, small beside a volume."""
 
 PACKED_BYTES = 2**18
 """Bytes of a compressed stream that are taken from the file at once."""
+
+MAX_WORD_BYTES = 100
+"""A longer word of text is no number of a voxel."""
 
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
 """Largest factor by which bytes of an encoding grow when they are decoded; a header that promises more is damaged."""
@@ -67,7 +75,7 @@ class LazyVolume:
         path: The file, for messages.
         grid: Shape and position.
         dtype: Type of the stored values, with byte order.
-        slabs: Opens the file and yields stored values (n, H, W) along z, each slice once.
+        runs: Opens the file and yields all stored values in their order (z, y, x): flat arrays of any length.
         slope: Factor from stored value to HU or label.
         intercept: Added after the slope.
         remarks: Sentences for the user; see `Volume.remarks`.
@@ -78,7 +86,7 @@ class LazyVolume:
     path: Path
     grid: VoxelGrid
     dtype: np.dtype[Any]
-    slabs: Callable[[], Iterator[np.ndarray]]
+    runs: Callable[[], Iterator[np.ndarray]]
     slope: float = 1.0
     intercept: float = 0.0
     remarks: tuple[str, ...] = ()
@@ -116,6 +124,11 @@ def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, ori
         f"{path}: expected three axes of positive length and a finite origin, but the header gives steps of "
         f"{columns.T.tolist()} mm from {list(origin)}; repair the header or export the scan again.",
     )
+    require(
+        spacing.min() >= MIN_SPACING_MM,
+        f"{path}: expected voxels of at least {MIN_SPACING_MM:g} mm, but the header gives a spacing of "
+        f"{' x '.join(f'{step:.4g}' for step in spacing)} mm; check whether its spacing is in mm.",
+    )
     extents = [float(step) * size for step, size in zip(spacing, shape[::-1], strict=True)]
     require(
         max(extents) <= MAX_EXTENT_MM and math.prod(extents) <= MAX_FIELD_MM3,
@@ -144,22 +157,6 @@ def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
     return int(sizes[2]), int(sizes[1]), int(sizes[0])
 
 
-class ChunkStream:
-    """A stream of the chunks that a decoder yields."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._rest = bytearray()
-
-    def read(self, size: int, /) -> bytearray:
-        """Return the next `size` bytes, fewer at the end."""
-        while len(self._rest) < size and (chunk := next(self._chunks, None)) is not None:
-            self._rest += chunk
-        data = self._rest[:size]
-        del self._rest[:size]
-        return data
-
-
 def is_gzip(file: BinaryIO) -> bool:
     """Whether gzip data begin at the current position: names and headers are often wrong about it."""
     magic = file.read(2)
@@ -167,7 +164,7 @@ def is_gzip(file: BinaryIO) -> bool:
     return magic == b"\x1f\x8b"
 
 
-def open_stream(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> Any:
+def decoded(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> Iterator[bytes]:
     """Decode a file from its current position on; checksums are compared at the end.
 
     Args:
@@ -177,13 +174,16 @@ def open_stream(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any])
         dtype: Type of the voxels.
 
     Returns:
-        An object whose `read(size)` returns `size` bytes, fewer at the end.
+        Chunks of bytes; those of gzip and of plain files have `SLAB_BYTES`, the last one less.
     """
-    if encoding == "deflate":
-        return igzip.IGzipFile(fileobj=file, mode="rb") if is_gzip(file) else ChunkStream(_inflate(path, file))
     if encoding == "text":
-        return ChunkStream(_encode_text(path, file, dtype))
-    return bz2.BZ2File(file) if encoding == "bzip2" else file
+        return _encode_text(path, file, dtype)
+    if encoding == "deflate" and not is_gzip(file):
+        return _inflate(path, file)
+    stream: Any = (
+        file if encoding == "raw" else bz2.BZ2File(file) if encoding == "bzip2" else igzip.IGzipFile(fileobj=file, mode="rb")
+    )
+    return iter(partial(stream.read, SLAB_BYTES), b"")
 
 
 def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -200,16 +200,22 @@ def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """Convert numbers that are separated by white space to bytes."""
-    for line in file:
+    """Convert numbers that are separated by white space to bytes; a line may be as long as the file."""
+    rest, part = b"", file.read(PACKED_BYTES)
+    while part or rest:
+        words = (rest + part).split()
+        # The last word may go on in the next part.
+        rest = words.pop() if part and not part[-1:].isspace() else b""
         try:
-            if b"_" in line:  # Python alone takes 1_000 for a number
+            # Python alone takes 1_000 for a number. NumPy makes room for the longest word in the place of each.
+            if b"_" in part or max(map(len, [*words, rest])) > MAX_WORD_BYTES:
                 raise ValueError
-            yield np.array(line.split(), "S").astype(dtype).tobytes() if line.strip() else b""
+            yield np.array(words, "S").astype(dtype).tobytes()
         except (ValueError, OverflowError):
             raise UserError(
                 f"{path}: the file cannot be read: a word of its voxels is no number of the type {dtype.name}; export it again."
             ) from None
+        part = file.read(PACKED_BYTES)
 
 
 def lazy_volume(
@@ -249,44 +255,22 @@ def lazy_volume(
         f"header gives {len(files)} {encoding} file(s) for {depth} slices and a byte skip of {num_skipped}; save it as one file.",
     )
     share, slice_bytes = depth // len(files), height * width * dtype.itemsize
-    share_bytes, per_slab = share * slice_bytes, max(1, SLAB_BYTES // slice_bytes)
+    share_bytes, ratio = share * slice_bytes, MAX_RATIOS[encoding]
     expected = f"{path}: expected {share_bytes} bytes of voxels ({describe((width, height, share))} of {dtype.itemsize} bytes)"
     surplus = f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
-
-    def enter(file: BinaryIO) -> int:
-        """Move to the voxels, or to their encoded stream; gives the bytes from there to the end."""
-        size = file.seek(0, os.SEEK_END)
-        file.seek(offset)
-        for _ in range(num_lines):
-            file.readline()
-        skipped = max(0, size - file.tell() - share_bytes) if num_skipped < 0 else num_skipped
-        return size - (file.seek(skipped, os.SEEK_CUR) if encoding == "raw" else file.tell())
-
-    def slabs() -> Iterator[np.ndarray]:
-        for name in files:
-            with name.open("rb") as file:
-                enter(file)
-                stream = open_stream(path, file, encoding, dtype)
-                left = 0 if encoding == "raw" else num_skipped
-                while left > 0 and (data := stream.read(min(left, PACKED_BYTES))):
-                    left -= len(data)
-                for first in range(0, share, per_slab):
-                    count = min(per_slab, share - first)
-                    data = stream.read(count * slice_bytes)
-                    require(
-                        len(data) == count * slice_bytes,
-                        f"{path}: expected {share} slices, but the file ends in slice {first + len(data) // slice_bytes + 1}; it is "
-                        "truncated or damaged: copy or export it again.",
-                    )
-                    yield np.frombuffer(data, dtype).reshape(count, height, width)
-                # A compressed stream compares its checksum when its end is read.
-                require(not stream.read(1), surplus)
-
-    packed_bytes, ratio = 0, MAX_RATIOS[encoding]
+    # First byte of the voxels in each file, or of their encoded stream.
+    starts: dict[Path, int] = {}
+    packed_bytes = 0
     for name in files:
         require(name.is_file(), f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.")
         with name.open("rb") as file:
-            held = max(0, enter(file))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(offset)
+            deque(islice(file, num_lines), maxlen=0)
+            start = file.tell()
+        if encoding == "raw":
+            start += num_skipped if num_skipped >= 0 else max(0, size - start - share_bytes)
+        held, starts[name] = max(0, size - start), start
         packed_bytes += held
         require(
             share_bytes <= ratio * held,
@@ -294,7 +278,28 @@ def lazy_volume(
             "copy or export it again.",
         )
         require(ratio > 1 or share_bytes == held, surplus)
-    return LazyVolume(path, grid, dtype, slabs, packed_bytes=None if encoding == "raw" else packed_bytes, **others)
+
+    def runs() -> Iterator[np.ndarray]:
+        for name in files:
+            # `rest` is a voxel of which the next chunk has the other bytes.
+            skipped, rest, num_bytes = 0 if encoding == "raw" else num_skipped, b"", 0
+            with name.open("rb") as file:
+                file.seek(starts[name])
+                for chunk in decoded(path, file, encoding, dtype):
+                    data = rest + chunk[skipped:]
+                    skipped = max(0, skipped - len(chunk))
+                    num_values = len(data) // dtype.itemsize
+                    rest = data[num_values * dtype.itemsize :]
+                    num_bytes += len(data) - len(rest)
+                    require(num_bytes + len(rest) <= share_bytes, surplus)
+                    yield np.frombuffer(data, dtype, num_values)
+            require(
+                num_bytes == share_bytes,
+                f"{path}: expected {share} slices, but the file ends in slice {num_bytes // slice_bytes + 1}; it is truncated or damaged: "
+                "copy or export it again.",
+            )
+
+    return LazyVolume(path, grid, dtype, runs, packed_bytes=None if encoding == "raw" else packed_bytes, **others)
 
 
 def memory_bytes() -> int:
@@ -302,13 +307,12 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _is_exact(values: np.ndarray, dtype: type[np.number[Any]]) -> bool:
+def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
     """Whether a type holds all values exactly; float32 is taken for every image."""
-    is_whole = values.dtype.kind in "iu"
-    if dtype is np.float32 or (is_whole and np.can_cast(values.dtype, dtype)):
+    if dtype is np.float32 or (values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype)):
         return True
-    limits = np.iinfo(dtype)  # type: ignore[type-var]
-    return bool(values.min() >= limits.min and values.max() <= limits.max and (is_whole or (values == np.rint(values)).all()))
+    limits = np.iinfo(dtype)
+    return bool(values.min() >= limits.min and values.max() <= limits.max and (values == np.rint(values)).all())
 
 
 def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, int]:
@@ -329,9 +333,9 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, 
         "memory; crop or resample the scan first.",
     )
     if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(SURE_BYTES, SURE_RATIO * volume.packed_bytes):
-        deque(volume.slabs(), maxlen=0)
-    array, first, num_gaps = np.empty(shape, dtypes[0]), 0, 0
-    for values in volume.slabs():
+        deque(volume.runs(), maxlen=0)
+    array, first, num_gaps = np.empty(num_voxels, dtypes[0]), 0, 0
+    for values in filter(len, volume.runs()):
         if (volume.slope, volume.intercept) != (1.0, 0.0):
             values = values.astype(np.float64) * volume.slope + volume.intercept
         if np.float32 in dtypes and values.dtype.kind == "f":
@@ -350,7 +354,7 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, 
             array = array.astype(np.promote_types(array.dtype, fitting[0]))
         array[first : first + len(values)] = values
         first += len(values)
-    return array, num_gaps
+    return array.reshape(volume.grid.shape), num_gaps
 
 
 def load_image(volume: LazyVolume) -> Volume:

@@ -189,3 +189,9 @@ def test_a_rotation_by_about_half_a_turn(tmp_path: Path, degrees: float) -> None
     want = corners(rotation(angle, 0.0) * STEPS)
     assert np.allclose(ends_of(path), want, atol=0.005), "half a mm over 500 mm at most"
     assert np.allclose(load_itk(path)[1].index_to_world_xyz_mm((4, 6, 8)), want[1], atol=0.005)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-7])
+def test_voxels_smaller_than_any_scanner_resolves(tmp_path: Path, scale: float) -> None:
+    path = save(tmp_path / "a.nii", pixdim=(1.0, *(scale * step for step in STEPS)))
+    assert told(path).startswith("a.nii: expected voxels of at least 0.0001 mm, but the header gives a spacing of ")

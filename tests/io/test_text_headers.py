@@ -185,10 +185,15 @@ def test_one_frame_of_a_metaimage_file_is_a_volume(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("scale", [1e3, 1e-3])
+@pytest.mark.parametrize("scale", [1e3, 1e-3, 1e-30])
 def test_sizes_that_no_scanner_has(tmp_path: Path, scale: float) -> None:
     path = meta(tmp_path, {"ElementSpacing": f"{0.7 * scale} {0.8 * scale} {2.5 * scale}"})
-    if scale < 1:
+    if scale < 1e-3:
+        assert told(path) == (
+            "a.mha: expected voxels of at least 0.0001 mm, but the header gives a spacing of 7e-31 x 8e-31 x 2.5e-30 mm; check whether its "
+            "spacing is in mm."
+        )
+    elif scale < 1:
         assert read_image(path).grid.spacing_mm[0] == pytest.approx(0.0025), "a mouse's bone"
     else:
         assert told(path) == (
