@@ -13,10 +13,9 @@ from torch import Tensor
 
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
+from medseg.preprocess.intensity import BODY_HU
 from medseg.preprocess.resample import ANTIALIASED, resample_image
 
-# Half way between air and soft tissue; the half unit makes images in whole HU and unrounded ones agree.
-BODY_HU = -500.5
 BODY_MARGIN_MM = 10.0
 
 

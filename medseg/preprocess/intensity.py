@@ -1,6 +1,18 @@
-"""Intensity: Hounsfield units mapped to the range of the network."""
+"""Intensity of a channel: stored values mapped to the range of the network.
 
-from typing import TypeVar
+An `Intensity` is a clipped linear map, four plain numbers that belong to one case and channel. It is computed once per case, on the
+oriented scan before resampling, and applied to each crop by `normalise`:
+
+* `window(window_hu)`: a fixed range of HU to [-1, 1]; the same for all cases.
+* `zscore(image, modality)`: mean 0 and standard deviation 1 over the foreground, as MONAI's `NormalizeIntensity(nonzero=True)` and
+  nnU-Net's `ZScoreNormalization` with `use_mask_for_norm`.
+* `percentile(image, modality)`: the 0.5th and the 99.5th percentile of the foreground, nnU-Net's for CT, to [-1, 1].
+
+The foreground (`foreground(image, modality)`) is the body for `ct`: all voxels above `BODY_HU`. For other modalities it is all
+voxels that are not 0, as in MONAI and nnU-Net, where 0 is the background. Without any such voxel the whole image counts.
+"""
+
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +30,103 @@ HU_LIMITS = (AIR_HU, MAX_HU)
 AIR = -1.0
 
 
-def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:
-    """Clip an image to a window and map the window linearly to [-1, 1].
+BODY_HU = -500.5
+"""Half way between air and soft tissue; the half unit makes images in whole HU and unrounded ones agree."""
+
+PERCENTILES = (0.5, 99.5)
+MAX_VALUES = 2**24
+"""Of more voxels every second, third … is taken for the percentiles."""
+
+
+class Intensity(NamedTuple):
+    """A clipped linear map: `(min(max(value, low), high) - low) * factor + offset`.
+
+    Attributes:
+        low: Values below count as this.
+        high: Values above count as this.
+        factor: Factor after `low` has been subtracted.
+        offset: Added then: the result for `low` and below.
+    """
+
+    low: float
+    high: float
+    factor: float
+    offset: float
+
+
+def window(window_hu: tuple[float, float]) -> Intensity:
+    """Map a range of HU linearly to [-1, 1].
+
+    Raises:
+        ValueError: If the window is empty.
+    """
+    low_hu, high_hu = window_hu
+    if not low_hu < high_hu:
+        raise ValueError(f"window_hu must rise, got {window_hu}")
+    return Intensity(low_hu, high_hu, 2.0 / (high_hu - low_hu), AIR)
+
+
+def foreground(image: np.ndarray, modality: str) -> np.ndarray:
+    """Take the values of the body for `ct`, else those that are not 0; all values where there are none.
+
+    Args:
+        image: Image of any shape.
+        modality: Modality of the channel; `ct` in HU.
+
+    Returns:
+        Flat array of the values in their order.
+    """
+    values = image[image > BODY_HU if modality == "ct" else image != 0]
+    return values if values.size else image.ravel()
+
+
+def zscore(image: np.ndarray, modality: str) -> Intensity:
+    """Map the mean of the foreground to 0 and its standard deviation to 1; an image of one value becomes 0.
+
+    Args:
+        image: Whole image (D, H, W) of the case.
+        modality: As for `foreground`.
+    """
+    values = foreground(image, modality)
+    mean, std = (float(measure(values, dtype=np.float64)) for measure in (np.mean, np.std))
+    low, high = float(image.min()), float(image.max())
+    factor = 1.0 / std if std > 0 else 0.0
+    return Intensity(low, high, factor, (low - mean) * factor)
+
+
+def percentile(image: np.ndarray, modality: str) -> Intensity:
+    """Map the `PERCENTILES` of the foreground to -1 and 1, and clip to them; an image of one value becomes -1.
+
+    Args:
+        image: As for `zscore`.
+        modality: As for `foreground`.
+    """
+    values = foreground(image, modality)
+    low, high = map(float, np.percentile(values[:: -(-values.size // MAX_VALUES)], PERCENTILES))
+    return Intensity(low, high, 2.0 / (high - low) if high > low else 0.0, AIR)
+
+
+def normalise(image: ImageT, intensity: Intensity) -> ImageT:
+    """Apply a map to an image of one channel.
 
     The input is left as it is; one new float32 array is made.
+
+    Args:
+        image: Image of any shape, integer or float.
+        intensity: The map of its channel.
+
+    Returns:
+        Image of the same kind (array or tensor) and shape, float32.
+    """
+    low, high, factor, offset = intensity
+    result = image.to(torch.float32, copy=True) if isinstance(image, Tensor) else np.array(image, dtype=np.float32)
+    # In place; a tensor made of an array shares its memory.
+    torch.as_tensor(result).clamp_(low, high).sub_(low).mul_(factor).add_(offset)
+    return result
+
+
+def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:
+    """Clip an image to a window and map the window linearly to [-1, 1], as `normalise` with `window`.
 
     Args:
         image_hu: Image in HU, any shape, integer or float.
@@ -33,10 +138,4 @@ def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:
     Raises:
         ValueError: If the window is empty.
     """
-    low_hu, high_hu = window_hu
-    if not low_hu < high_hu:
-        raise ValueError(f"window_hu must rise, got {window_hu}")
-    image = image_hu.to(torch.float32, copy=True) if isinstance(image_hu, Tensor) else np.array(image_hu, dtype=np.float32)
-    # In place; a tensor made of an array shares its memory.
-    torch.as_tensor(image).clamp_(low_hu, high_hu).sub_(low_hu).mul_(2.0 / (high_hu - low_hu)).sub_(1.0)
-    return image
+    return normalise(image_hu, window(window_hu))

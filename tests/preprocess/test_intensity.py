@@ -1,4 +1,4 @@
-"""The window's ends become -1 and 1, whatever the input's type."""
+"""Intensity maps: the window's ends become -1 and 1, statistics are those of the foreground, whatever the input's type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.intensity import Intensity, foreground, normalise, normalise_hu, percentile, window, zscore
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.float32, np.float64])
@@ -30,3 +30,61 @@ def test_tensors_and_arrays_agree_and_are_left_alone() -> None:
 def test_an_empty_window_is_refused() -> None:
     with pytest.raises(ValueError, match="window_hu"):
         normalise_hu(np.zeros(3), (100.0, 100.0))
+
+
+def scan(modality: str, seed: int = 0) -> np.ndarray:
+    """A ball of noise in a background of air (CT) or zeros (MR)."""
+    z, y, x = np.ogrid[-6:6, -10:10, -12:12]
+    body = z**2 + y**2 + x**2 < 64
+    values = np.random.default_rng(seed).normal(300, 40, body.shape).astype(np.float32)
+    return np.where(body, values, np.float32(-1000 if modality == "ct" else 0))
+
+
+@pytest.mark.parametrize("modality", ["ct", "mr"])
+def test_zscore_is_that_of_monai_over_the_foreground(modality: str) -> None:
+    from monai.transforms import NormalizeIntensity
+
+    image = scan(modality)
+    body = image > 0
+    found = normalise(image, zscore(image, modality))
+    assert found[body].mean() == pytest.approx(0, abs=1e-5)
+    assert found[body].std() == pytest.approx(1, abs=1e-5)
+    expected = NormalizeIntensity(nonzero=True)(np.where(body, image, 0))
+    np.testing.assert_allclose(found[body], np.asarray(expected)[body], atol=1e-4)
+
+
+@pytest.mark.parametrize("modality", ["ct", "mr"])
+def test_percentiles_are_those_of_the_foreground(modality: str) -> None:
+    image = scan(modality)
+    low, high = np.percentile(image[image > 0], (0.5, 99.5))
+    found = normalise(image, percentile(image, modality))
+    np.testing.assert_allclose(found[image > 0], np.clip(2 * (image[image > 0] - low) / (high - low) - 1, -1, 1), atol=1e-5)
+    assert found.min() == -1
+    assert found.max() == pytest.approx(1, abs=1e-6)
+
+
+def test_many_voxels_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = scan("mr")
+    exact = percentile(image, "mr")
+    monkeypatch.setattr("medseg.preprocess.intensity.MAX_VALUES", 500)
+    np.testing.assert_allclose(percentile(image, "mr"), exact, rtol=0.2)
+
+
+@pytest.mark.parametrize("compute", [zscore, percentile])
+@pytest.mark.parametrize("value", [0, 7, -1024])
+@pytest.mark.parametrize("modality", ["ct", "mr"])
+def test_an_image_of_one_value_stays_finite(compute, value: int, modality: str) -> None:  # type: ignore[no-untyped-def]
+    image = np.full((2, 3, 4), value, np.int16)
+    assert np.isfinite(normalise(image, compute(image, modality))).all()
+    assert foreground(image, modality).size == image.size
+
+
+def test_maps_are_plain_numbers_and_the_window_is_one_of_them() -> None:
+    image = scan("ct")
+    assert window((-1000.0, 400.0)) == Intensity(-1000.0, 400.0, 2 / 1400, -1.0)
+    assert np.array_equal(normalise(image, window((-1000.0, 400.0))), normalise_hu(image, (-1000.0, 400.0)))
+    for intensity in (window((-1000.0, 400.0)), zscore(image, "ct"), percentile(image, "ct")):
+        assert all(type(number) is float for number in intensity)
+        torch.testing.assert_close(
+            normalise(torch.from_numpy(image), intensity), torch.from_numpy(normalise(image, intensity)), rtol=0, atol=0
+        )

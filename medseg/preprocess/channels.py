@@ -1,0 +1,105 @@
+"""Channels of a case: several images, resampled to the grid of the first and stacked.
+
+* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case: (C, D, H, W) in the storage order of the
+  first, and the first as a `Volume` (grid, header, remarks of all channels).
+* `resample_to(image, source, target, outside)` resamples one image to a grid with any other axes.
+
+`medseg.preprocess.intensity` normalises each channel.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from scipy.ndimage import affine_transform
+
+from medseg.errors import UserError, require
+from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
+from medseg.io.volume import Volume
+from medseg.preprocess.orient import orient, orientation_of
+from medseg.preprocess.resample import resample_image
+from medseg.preprocess.scale import AS_STORED, HuScale
+
+SHARE_TOLD = 0.01
+"""A channel that leaves more than this share of the first uncovered gets a remark."""
+
+
+def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside: float) -> np.ndarray:
+    """Resample an image to any grid: antialiased along its own axes, then linearly where the grids are rotated to each other.
+
+    Args:
+        image: Image (D, H, W) on `source`.
+        source: Its grid; axes may be permuted, flipped or oblique to those of the target.
+        target: Wanted grid.
+        outside: Value for voxels whose centre lies outside the source's field of view.
+
+    Returns:
+        Image (D', H', W') on `target`; the image itself where the grids agree, else float32.
+    """
+    if source.is_close(target):
+        return image
+    (image, source, _), back = orient(image, source), orientation_of(target)
+    wanted = target.reoriented(back.order, back.flips)
+    if np.allclose(source.direction, wanted.direction, rtol=0, atol=DIRECTION_TOLERANCE):
+        return back.from_lps(resample_image(image, source, wanted, outside).numpy())
+    # A coarser target needs the filter of `resample_image` first; a finer one is left to the linear interpolation.
+    z, y, x = map(max, source.spacing_mm, wanted.spacing_mm)
+    lattice = source.resampled((z, y, x))
+    filtered = resample_image(image, source, lattice, outside).numpy()
+    # Index in the lattice of target voxels (0, 0, 0) and of the next one along each axis.
+    first, *steps = lattice.world_to_index_zyx(wanted.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)])))
+    matrix = np.transpose(np.array(steps) - first)
+    return back.from_lps(affine_transform(filtered, matrix, first, wanted.shape, order=1, mode="grid-constant", cval=outside))
+
+
+def read_channels(
+    paths: Sequence[Path | None], outside: Sequence[float], *, series: str | None = None, scales: Sequence[HuScale] = ()
+) -> tuple[np.ndarray, Volume]:
+    """Read the channels of a case on the grid of the first.
+
+    Args:
+        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel.
+        outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
+        series: DICOM series of the first channel, as for `read_image`.
+        scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.
+
+    Returns:
+        Channels (C, D, H, W) in the storage order of the first: its type where there is only one, else float32; and the first channel
+        with the remarks on all.
+
+    Raises:
+        UserError: If a channel is missing, cannot be read, or lies outside the field of view of the first.
+    """
+    from medseg.io.read import read_image
+
+    names = ["image", *(f"image_{number}" for number in range(1, len(paths)))]
+    missing = [name for name, path in zip(names, paths, strict=True) if path is None]
+    if missing:
+        known = next((str(path) for path in paths if path is not None), "the case")
+        raise UserError(
+            f"{known}: expected the channels {', '.join(names)}, but {', '.join(missing)} is missing; give a file for each."
+        )
+    channels, remarks = [], []
+    scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
+    for name, path, fill, scale in zip(names, paths, outside, scales, strict=True):
+        assert path is not None, "refused above"
+        volume = read_image(path, None if channels else series)
+        image = scale.apply(volume.array)
+        if not channels:
+            first = replace(volume, array=image)
+        else:
+            image = resample_to(image, volume.grid, first.grid, math.nan)
+            gaps = np.isnan(image)
+            share = float(gaps.mean())
+            require(
+                share < 1.0,
+                f"{path}: expected {name} to show the same patient region as {paths[0]}, but the two do not overlap; check both.",
+            )
+            image[gaps] = fill
+            remarks += [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"] if share > SHARE_TOLD else []
+        channels.append(image)
+        remarks += [f"{name}: {remark}" if len(paths) > 1 else remark for remark in volume.remarks]
+    stacked = np.stack(channels).astype(np.float32, copy=False) if len(channels) > 1 else channels[0][None]
+    return stacked, replace(first, remarks=tuple(remarks))

@@ -1,0 +1,95 @@
+"""Channels of a case lie on the grid of the first, whatever grids their files have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.write import write_image
+from medseg.preprocess.channels import read_channels, resample_to
+from medseg.preprocess.orient import Orientation
+from medseg.preprocess.scale import HuScale
+
+GRID = VoxelGrid((14, 18, 22), (3.0, 1.5, 1.25), (-12.0, 4.0, 9.0))
+
+
+def turned(degrees: float) -> tuple[tuple[float, float, float], ...]:
+    """Direction turned about the z axis."""
+    sine, cosine = float(np.sin(np.radians(degrees))), float(np.cos(np.radians(degrees)))
+    return ((cosine, -sine, 0.0), (sine, cosine, 0.0), (0.0, 0.0, 1.0))
+
+
+def ramp(grid: VoxelGrid) -> np.ndarray:
+    """An image that is linear in the world, so that every correct interpolation gives its exact value."""
+    indices = np.stack(np.meshgrid(*map(np.arange, grid.shape), indexing="ij"), axis=-1)
+    return (grid.index_to_world_xyz_mm(indices) @ [1.0, -2.0, 3.0]).astype(np.float32)
+
+
+OTHERS = {
+    "finer": VoxelGrid((60, 40, 60), (1.0, 1.0, 0.7), (-20.0, -2.0, 0.0)),
+    "coarser": VoxelGrid((20, 20, 20), (4.0, 3.0, 3.0), (-25.0, -15.0, -10.0)),
+    "flipped and permuted": VoxelGrid((60, 40, 60), (1.0, 1.0, 0.7), (-20.0, -2.0, 0.0)).reoriented(
+        (2, 0, 1), (True, False, True)
+    ),
+    "oblique": VoxelGrid((60, 70, 70), (1.0, 1.0, 1.0), (-25.0, -16.0, 0.0), turned(20)),
+    "oblique and coarser": VoxelGrid((20, 40, 40), (4.0, 2.0, 2.0), (-25.0, -16.0, -5.0), turned(-20)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("orientation", [Orientation((0, 1, 2), (False,) * 3), Orientation((2, 0, 1), (True, False, True))])
+def test_every_voxel_keeps_its_place(name: str, orientation: Orientation) -> None:
+    target = GRID.reoriented(orientation.order, orientation.flips)
+    found = resample_to(ramp(OTHERS[name]), OTHERS[name], target, np.nan)
+    covered = ~np.isnan(found)
+    assert covered.mean() > 0.5
+    # Only the outermost voxels of the source are clamped.
+    error = np.abs(found - ramp(target))[covered]
+    assert np.quantile(error, 0.8) < 1e-3
+    assert error.max() < 8.0
+
+
+def test_a_channel_on_the_same_grid_is_not_touched(tmp_path: Path) -> None:
+    image = np.arange(np.prod(GRID.shape), dtype=np.int16).reshape(GRID.shape)
+    assert resample_to(image, GRID, GRID, 0.0) is image
+    write_image(tmp_path / "a.nrrd", image, GRID)
+    write_image(tmp_path / "b.nii.gz", ramp(GRID), GRID)
+    alone, first = read_channels([tmp_path / "a.nrrd"], [-1024])
+    assert alone.dtype == np.int16
+    assert np.array_equal(alone[0], image)
+    assert first.grid.is_close(GRID)
+    both, _ = read_channels([tmp_path / "a.nrrd", tmp_path / "b.nii.gz"], [-1024, 0], scales=[HuScale(2.0, -5.0)])
+    assert both.shape == (2, *GRID.shape)
+    assert both.dtype == np.float32
+    assert np.array_equal(both[0], 2.0 * image - 5.0)
+    assert np.array_equal(both[1], ramp(GRID))
+
+
+def test_what_a_channel_does_not_show(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.nrrd", np.zeros(GRID.shape, np.int16), GRID)
+    half = VoxelGrid((7, 18, 22), GRID.spacing_mm, GRID.origin_xyz_mm)
+    write_image(tmp_path / "half.nrrd", np.full(half.shape, 7, np.int16), half)
+    channels, volume = read_channels([tmp_path / "a.nrrd", tmp_path / "half.nrrd"], [-1024, 3])
+    assert np.array_equal(channels[1], np.where(np.arange(14) < 7, 7.0, 3.0)[:, None, None] + np.zeros(GRID.shape))
+    assert volume.remarks == ("50% of the scan is outside image_1 and counts as 3 there",)
+    away = VoxelGrid(GRID.shape, GRID.spacing_mm, (500.0, 0.0, 0.0))
+    write_image(tmp_path / "away.nrrd", np.zeros(GRID.shape, np.int16), away)
+    with pytest.raises(
+        UserError, match=r"away.nrrd: expected image_1 to show the same patient region as .*a.nrrd, but the two do not overlap"
+    ):
+        read_channels([tmp_path / "a.nrrd", tmp_path / "away.nrrd"], [0, 0])
+
+
+def test_a_missing_channel_is_one_sentence(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.nrrd", np.zeros(GRID.shape, np.int16), GRID)
+    with pytest.raises(UserError) as caught:
+        read_channels([tmp_path / "a.nrrd", None, tmp_path / "c.nrrd"], [0, 0, 0])
+    assert str(caught.value) == (
+        f"{tmp_path / 'a.nrrd'}: expected the channels image, image_1, image_2, but image_1 is missing; give a file for each."
+    )
+    with pytest.raises(UserError, match=r"c\.nrrd: this file or folder does not exist; check the path\."):
+        read_channels([tmp_path / "a.nrrd", tmp_path / "c.nrrd"], [0, 0])
