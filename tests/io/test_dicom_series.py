@@ -268,3 +268,15 @@ def test_descriptions_in_another_alphabet(tmp_path: Path) -> None:
     for uid in ("1.2.3.4", "1.2.3.5"):
         save_stack(tmp_path / "d", make_hu(), HEIGHTS, uid=uid, SeriesNumber=int(uid[-1]), **fields)
     assert "series=4 'Грудь' (5 slices" in said(tmp_path / "d")
+
+
+def test_slices_of_two_patients_are_no_scan(tmp_path: Path) -> None:
+    for index, pixels in enumerate(make_hu()):
+        save_slice(tmp_path / "d" / f"{index}", pixels, (0, 0, 2.5 * index), PatientID=["A", "B", None][index % 3])
+    assert said(tmp_path / "d") == (
+        "expected a series of one patient, but its slices carry 2 different Patient IDs; put the files of each patient into a folder of "
+        "their own."
+    )
+    for index in (1, 4):
+        (tmp_path / "d" / f"{index}").unlink()
+    assert read_image(tmp_path / "d").grid.shape[0] == 4

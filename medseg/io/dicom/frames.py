@@ -64,7 +64,7 @@ PHASES = (
 FIELDS = [
     Tag(keyword)
     for keyword in (
-    "SOPClassUID", "Modality", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
+    "SOPClassUID", "Modality", "PatientID", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
     "Rows", "Columns", "NumberOfFrames", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
     "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation",
     "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression", "ModalityLUTSequence",
@@ -130,6 +130,7 @@ class Frame:
         intercept: Added after the slope, in HU.
         has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
+        patient: Patient ID, "" where there is none.
         remarks: Sentences for the user.
     """
 
@@ -144,6 +145,7 @@ class Frame:
     intercept: float
     has_rescale: bool
     phases: tuple[str, ...]
+    patient: str
     remarks: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -351,6 +353,7 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
         intercept[0] if intercept else 0.0,
         slope is not None and intercept is not None,
         tuple(_text(header.get(keyword)) or _text(_find(places, frame_keyword)) for _, keyword, frame_keyword in PHASES),
+        _text(header.get("PatientID")),
         tuple(remark for remark, applies in remarks.items() if applies),
     )
 

@@ -227,6 +227,12 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
         "series.",
     )
     require(bool(chosen), f"{path}: there is no series={wanted} among {_list(in_file, stacks)}; give one of them.")
+    num_patients = len({frame.patient for frame in chosen[0].frames} - {""})
+    require(
+        num_patients <= 1,
+        f"{path}: expected a series of one patient, but its slices carry {num_patients} different Patient IDs; put the files of each patient "
+        "into a folder of their own.",
+    )
     remarks = [f"left out, because they are not slices of the scan: {summary}"] if summary else []
     for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
         names = some([f"'{image.path.name}'" for image in lost])
@@ -307,7 +313,7 @@ def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
     grid = grid_from_columns(path, shape, columns, list(first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row))
     dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
 
-    def slabs() -> Iterator[np.ndarray]:
+    def runs() -> Iterator[np.ndarray]:
         hu = partial(read_hu, read_file=lru_cache(maxsize=1)(READ_FILE))
 
         @lru_cache(maxsize=2)  # two neighbours, for the planes between them
@@ -322,10 +328,10 @@ def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
             if weight:
                 image_hu = image_hu + np.float32(weight) * (placed(below + 1) - image_hu)
             # HU stay whole numbers where the slices have them.
-            yield (image_hu if image_hu.dtype == dtype else np.rint(image_hu)).astype(dtype)[None]
+            yield (image_hu if image_hu.dtype == dtype else np.rint(image_hu)).astype(dtype).ravel()
 
     losses = dict.fromkeys(remark for frame in frames for remark in frame.remarks)
-    return LazyVolume(path, grid, dtype, slabs, remarks=(*remarks, *losses, *repairs, *filled, *tilt))
+    return LazyVolume(path, grid, dtype, runs, remarks=(*remarks, *losses, *repairs, *filled, *tilt))
 
 
 def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
