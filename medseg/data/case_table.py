@@ -3,22 +3,27 @@
 import csv
 import difflib
 import hashlib
+import io
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from medseg.data.audit.finding import check_ignored
-from medseg.errors import UserError
+from medseg.errors import UserError, require
+from medseg.io.inputs import CONTROL_CHARACTERS
+from medseg.io.text import read_text
 from medseg.preprocess.scale import AS_STORED, HuScale
-from medseg.report.tables import write_csv
+from medseg.report.tables import plain_cell, write_csv
 
 SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
 # File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary folder.
 MAX_NAME_BYTES = 180
+MAX_COLUMNS = 1000
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def read_case_table(
             f"{path}, line 1: expected the columns {', '.join(required)}, but found "
             f"{', '.join(columns) or 'none'}{separator}; add {', '.join(missing)}."
         )
-    if doubled := sorted({column for column in columns if column and columns.count(column) > 1}):
+    if doubled := sorted(column for column, count in Counter(columns).items() if column and count > 1):
         raise UserError(f"{path}, line 1: the column {doubled[0]!r} is there twice; keep one of them.")
 
     cases: list[Case] = []
@@ -127,18 +132,17 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of its first line, stripped cells) of each row, the header first."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            line = 1
-            for cells in reader:
-                yield line, [cell.strip() for cell in cells]
-                line = reader.line_num + 1
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: the case table is not UTF-8 (byte {error.start}); save it as CSV UTF-8.") from error
+        reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+        line = 1
+        for cells in reader:
+            require(
+                len(cells) <= MAX_COLUMNS,
+                f"{path}, line {line}: expected at most {MAX_COLUMNS} columns, got {len(cells)}; is this a case table?",
+            )
+            yield line, [plain_cell(cell.strip()) for cell in cells]
+            line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}: the case table is not valid CSV ({error}); check its quotes.") from error
-    except OSError as error:
-        raise UserError(f"{path}: the case table cannot be read ({error.strerror}); give an existing CSV file.") from error
 
 
 def _case(
@@ -147,9 +151,14 @@ def _case(
     name, image = cells["case"], cells["image"]
     if not name or not image:
         raise UserError(f"{where}: the cell {'image' if name else 'case'!r} is empty; every case needs a name and an image.")
-    if name.startswith(".") or any(sign in name for sign in "/\\\0") or len(name.encode()) > MAX_NAME_BYTES:
+    if (
+        name.startswith(".")
+        or any(sign in name for sign in "/\\")
+        or CONTROL_CHARACTERS.search(name)
+        or len(name.encode()) > MAX_NAME_BYTES
+    ):
         raise UserError(
-            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot and "
+            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no control characters and "
             f"at most {MAX_NAME_BYTES} bytes."
         )
     split = cells.get("split") or None

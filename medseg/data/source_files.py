@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.case_table import Case
-from medseg.io.inputs import dicom_files, is_dicom_file, is_dicomdir, volume_suffix
+from medseg.io.inputs import dicom_files, input_format, is_dicom_file, is_dicomdir, volume_suffix
 
 
 def sources_of(case: Case) -> dict[str, Path]:
@@ -14,7 +14,13 @@ def sources_of(case: Case) -> dict[str, Path]:
 
 
 def _source_files(path: Path) -> list[Path]:
-    """List all files that an image consists of, the one that is named first."""
+    """List all files that an image consists of, the one that is named first.
+
+    Raises:
+        UserError: If it is no image, such as a device, which would be read without end.
+    """
+    if path.exists():
+        input_format(path)
     if path.is_dir() or is_dicomdir(path):
         return list(dicom_files(path if path.is_dir() else path.parent))
     if path.suffix.lower() in (".mhd", ".nhdr"):

@@ -17,6 +17,7 @@ from medseg.config.targets import EXTENSION_KEYS, TARGET
 from medseg.console import say
 from medseg.errors import UserError, require
 from medseg.io.atomic import is_locked, locked, replace_text
+from medseg.io.text import read_yaml_text
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import Status
 
@@ -180,7 +181,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: If it is damaged.
     """
-    loaded = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE))
+    loaded = OmegaConf.to_container(OmegaConf.create(read_yaml_text(run_dir / CONFIG_FILE)))
     if not isinstance(loaded, dict):
         raise UserError(f"{run_dir / CONFIG_FILE} is damaged: a mapping was expected")
     for key in REMOVED_KEYS:

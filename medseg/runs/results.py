@@ -10,11 +10,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from medseg.console import say
-from medseg.errors import require
+from medseg.errors import UserError, require
 from medseg.io.atomic import check_writable, replace_text
+from medseg.io.text import read_json, read_yaml_text
 from medseg.report.compare import Run, Study, compare, csv_rows
 from medseg.report.page import render
 from medseg.report.tables import read_csv, write_csv
@@ -75,8 +75,8 @@ def read_run(run_dir: Path, folder: Path) -> Run:
         run_dir: The run folder.
         folder: Folder that its name is relative to.
     """
-    job, summary = _load(run_dir / JOB_FILE, json.loads) or {}, _load(run_dir / SUMMARY_FILE, json.loads) or {}
-    config = _load(run_dir / CONFIG_FILE, lambda text: OmegaConf.to_container(OmegaConf.create(text)))
+    job, summary = _load(run_dir / JOB_FILE, read_json) or {}, _load(run_dir / SUMMARY_FILE, read_json) or {}
+    config = _load(run_dir / CONFIG_FILE, lambda path: OmegaConf.to_container(OmegaConf.create(read_yaml_text(path))))
     # Quotes that Hydra's grammar needs are no part of a value.
     overrides = {key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value)) for key, value in dict(job.get("overrides", {})).items()}
     # A refused job has its overrides only.
@@ -102,7 +102,7 @@ def read_run(run_dir: Path, folder: Path) -> Run:
 
 def read_study(folder: Path) -> Study | None:
     """Read the result of a search in a folder; None where there is none."""
-    saved = _load(folder / STUDY_FILE, json.loads) or {}
+    saved = _load(folder / STUDY_FILE, read_json) or {}
     if not {"objectives", "space"} <= saved.keys():
         return None
     return {
@@ -123,14 +123,14 @@ def read_history(path: Path) -> list[dict[str, float]]:
     return lines
 
 
-def _load(path: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+def _load(path: Path, read: Callable[[Path], Any]) -> dict[str, Any] | None:
     """Read a mapping; None where there is no such file, or, with a message, where it is damaged."""
-    try:
-        loaded = parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        say(f"{path} is skipped: {error}")
+    try:
+        loaded = read(path)
+    except (UserError, OmegaConfBaseException) as error:
+        say(f"skipped: {error}")
         return None
     return loaded if isinstance(loaded, dict) else None
 

@@ -34,6 +34,7 @@ from medseg.config.targets import targets_first
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError, require
 from medseg.io.atomic import locked, replace_text
+from medseg.io.text import read_yaml_text
 from medseg.report.compare import METRICS
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
 from medseg.runs.processes import check_start, run_in_process
@@ -138,7 +139,7 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
     if not path.is_file():
         replace_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
         return
-    earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(read_yaml_text(path))))
     saved, given = decisive(earlier), decisive(plain(config))
     changes = [
         f"{key}: {saved.get(key)} then, {given.get(key)} now"

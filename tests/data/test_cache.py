@@ -469,3 +469,12 @@ def test_remarks_of_the_readers_are_kept(case: Case, tmp_path: Path, task: Task,
     assert case.labels is not None
     remarks = [finding.message for finding in audit.findings if finding.code == "reading"]
     assert remarks == [f"repaired {case.image.name}", f"label map: repaired {case.labels.name}"]
+
+
+@pytest.mark.timeout(30)
+def test_a_device_has_no_fingerprint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.nii.gz")
+    (tmp_path / "zero.nii.gz").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe.nii.gz", tmp_path / "zero.nii.gz", Path("/dev/zero")):
+        with pytest.raises(UserError, match="got a file of another kind"):
+            fingerprint(path)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from medseg.data.case_table import Case, read_case_table
+from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.preprocess.scale import HuScale
 
@@ -66,7 +67,10 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
         (ROW + "b,,\n", ["line 3", "'image' is empty"]),
         (ROW + "../b,a.nii.gz,\n", ["line 3", "'../b'", "slash"]),
         ("case,image,labels,split\na,a.nii.gz,,training\n", ["line 2", "'training'", "train, val, test"]),
-        ('case,image,labels\n"a\nb",a.nii.gz,\nc,,\n', ["line 4", "'image' is empty"]),
+        ('case,image,labels\na,"a\n.nii.gz",\nc,,\n', ["line 4", "'image' is empty"]),
+        ('case,image,labels\n"a\nb",a.nii.gz,\n', ["line 2", "'a\\nb'", "control characters"]),
+        (ROW + "a\x1b[2J,a.nii.gz,\n", ["line 3", "'a\\x1b[2J'", "control characters"]),
+        (",".join(map(str, range(200_000))), ["line 1", "expected at most 1000 columns, got 200000"]),
         ("case,image,labels\n", ["no case"]),
         ("", ["line 1", "case, image, labels", "none"]),
         ('case,image,labels\n"a,a.nii.gz,\n', ["quotes"]),
@@ -107,3 +111,24 @@ def test_mistaken_cells_of_the_audit_are_told(tmp_path: Path, cells: str, said: 
     with pytest.raises(UserError) as error:
         read_case_table(write(tmp_path, f"case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,{cells}\n"))
     assert str(error.value).endswith(said)
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "pipe"])
+def test_a_table_that_is_no_file(tmp_path: Path, device: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="expected a text file, got a folder, a pipe or a device"):
+        read_case_table(tmp_path / device)
+
+
+@pytest.mark.timeout(30)
+def test_many_equal_columns_take_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medseg.data.case_table.MAX_COLUMNS", 10**6)
+    with pytest.raises(UserError, match="the column 'a0' is there twice"):
+        read_case_table(write(tmp_path, "case,image,labels,a0," + ",".join(f"a{i}" for i in range(200_000))))
+
+
+def test_a_name_that_begins_like_a_formula_survives_the_spreadsheet(tmp_path: Path) -> None:
+    cases = read_case_table(write(tmp_path, ROW + "=HYPERLINK(1),a.nii.gz,\n"))
+    write_case_table(tmp_path / "again.csv", cases)
+    assert "\n'=HYPERLINK(1)," in (tmp_path / "again.csv").read_text()
+    assert [case.name for case in read_case_table(tmp_path / "again.csv")] == ["a", "=HYPERLINK(1)"]

@@ -1,0 +1,71 @@
+"""Text files of unknown origin: UTF-8, JSON and YAML, read up to a limit; a device, a damaged or an oversized file is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medseg.errors import UserError, first_line, require
+
+MAX_TEXT_BYTES = 2**28
+"""Limit of tables and JSON files: a history of a million steps has a tenth of it."""
+
+MAX_YAML_BYTES = 2**20
+"""Limit of configurations, which have some 20 kB; parsing takes about 10 s for each MiB."""
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Read a text file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        UserError: If it is missing, no regular file, longer than the limit, or not UTF-8.
+    """
+    try:
+        # Devices and pipes may have no end.
+        require(
+            path.is_file() or not path.exists(),
+            f"{path}: expected a text file, got a folder, a pipe or a device; check the path.",
+        )
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+        require(
+            len(data) <= max_bytes,
+            f"{path}: expected a text file of at most {max_bytes / 2**20:g} MiB, got a longer one; check the path.",
+        )
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: expected text in UTF-8, but byte {error.start} is none; save it in UTF-8.") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        UserError: If it cannot be read, or is damaged.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected JSON, but the file is damaged ({first_line(error)}); restore or remove it.") from error
+
+
+def read_yaml_text(path: Path) -> str:
+    """Read a YAML file and check it, without building its values.
+
+    Aliases are refused: a few lines of them can stand for more values than any memory holds, and no file that medseg writes has one.
+
+    Raises:
+        UserError: If it cannot be read, is damaged, or uses an alias.
+    """
+    text = read_text(path, MAX_YAML_BYTES)
+    try:
+        events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected YAML, but the file is damaged ({first_line(error)}); restore or remove it.") from error
+    require(not has_alias, f"{path}: expected YAML without aliases (&name, *name); write the repeated values out.")
+    return text
