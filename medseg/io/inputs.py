@@ -1,5 +1,6 @@
 """Input paths: the scans at a path, and their case names."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ SUFFIXES = {
 
 WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd")
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
+
+
+# Control characters, line separators, and bytes of a file name that are no UTF-8.
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def volume_suffix(path: Path) -> str | None:
@@ -74,7 +79,7 @@ def _may_hold_dicom(folder: Path) -> bool:
 
 
 def case_name(path: Path) -> str:
-    """Name a case after its file, without the suffix; a DICOM series after its folder.
+    """Name a case after its file, without the suffix; a DICOM series after its folder. Control characters become "_".
 
     Example:
         >>> case_name(Path("scans/Doe, John (1.5).nii.gz"))
@@ -82,9 +87,9 @@ def case_name(path: Path) -> str:
     """
     suffix = volume_suffix(path)
     if suffix is not None and not path.is_dir():
-        return path.name[: -len(suffix)]
+        return CONTROL_CHARACTERS.sub("_", path.name[: -len(suffix)])
     folder = path.parent if path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path) else path
-    return folder.name if folder.name not in ("", "..") else folder.resolve().name
+    return CONTROL_CHARACTERS.sub("_", folder.name if folder.name not in ("", "..") else folder.resolve().name)
 
 
 def input_format(path: Path) -> str:

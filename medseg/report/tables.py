@@ -8,6 +8,9 @@ from typing import Any
 
 from medseg.io.atomic import replace_text
 
+FORMULA_SIGNS = ("=", "+", "-", "@")
+"""First signs of what a spreadsheet computes when a CSV file is opened."""
+
 Rows = Sequence[Mapping[str, Any]]
 Columns = Sequence[str] | Mapping[str, str] | None
 """Keys of the rows in order, or key to heading; None takes every key of the rows in the order of first appearance."""
@@ -27,6 +30,8 @@ def write_csv(path: Path, rows: Rows, columns: Columns = None, formats: Formats 
 def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> str:
     r"""Format rows as CSV with a header line; None and a missing key give an empty cell.
 
+    Texts that a spreadsheet would run as a formula get an apostrophe in front, which `read_csv` removes.
+
     Raises:
         ValueError: If a row has a key that is not in `columns`.
 
@@ -37,8 +42,23 @@ def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> st
     headings, text = _headings(rows, columns), io.StringIO(newline="")
     if unknown := {key for row in rows for key in row} - headings.keys():
         raise ValueError(f"the rows have the keys {sorted(unknown)}, which are no columns")
-    csv.writer(text, lineterminator="\n").writerows([headings.values(), *_cells(rows, headings, formats)])
+    lines = [[_safe_cell(cell) for cell in line] for line in _cells(rows, headings, formats)]
+    csv.writer(text, lineterminator="\n").writerows([headings.values(), *lines])
     return text.getvalue()
+
+
+def _safe_cell(cell: str) -> str:
+    """Put an apostrophe before a text that a spreadsheet would take for a formula; numbers stay as they are."""
+    try:
+        float(cell)
+    except ValueError:
+        return "'" + cell if cell.startswith(FORMULA_SIGNS) else cell
+    return cell
+
+
+def plain_cell(cell: str) -> str:
+    """Remove the apostrophe that `csv_text` puts before a text that begins like a formula."""
+    return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA_SIGNS) else cell
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -48,7 +68,10 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         OSError: If the file cannot be read.
     """
     with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return [
+            {key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> str:

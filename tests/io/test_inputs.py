@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,3 +143,13 @@ def test_a_folder_is_named_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert case_name(folder) == "Thorax 1.25 mm"
     monkeypatch.chdir(folder)
     assert case_name(Path()) == "Thorax 1.25 mm"
+
+
+def test_control_characters_are_no_part_of_a_case_name(tmp_path: Path) -> None:
+    image = make_hu()
+    for name in ("a\nb.nii", "=c\x1b[2J.nii", "d ü (1).nii", os.fsdecode(b"e\xff.nii")):
+        write_image(tmp_path / name, image, make_grid(np.eye(3)))
+    assert [name for name, _ in list_inputs(tmp_path)] == ["=c_[2J", "a_b", "d ü (1)", "e_"]
+    write_image(tmp_path / "a_b.nrrd", image, make_grid(np.eye(3)))
+    with pytest.raises(UserError, match="would both be called 'a_b'"):
+        list_inputs(tmp_path)

@@ -44,3 +44,11 @@ def test_a_printed_table_lines_up_and_keeps_every_character(capsys: pytest.Captu
     assert {len(line) for line in lines} == {300 + 2 + 2 + 2 + 6}, "numbers end where the headings end"
     assert lines[2].endswith(" 3       -")
     assert lines[3] == "x" * 300 + "   7  1.0000"
+
+
+def test_no_text_becomes_a_formula_in_a_spreadsheet(tmp_path: Path) -> None:
+    row = {"a": "=1+1", "b": "+1e-3", "c": "-5", "d": "@x", "e": "-x", "f": "'=1", "g": -2.5, "h": "1=1"}
+    write_csv(tmp_path / "a.csv", [row])
+    assert (tmp_path / "a.csv").read_text() == "a,b,c,d,e,f,g,h\n'=1+1,+1e-3,-5,'@x,'-x,'=1,-2.5,1=1\n"
+    back = read_csv(tmp_path / "a.csv")[0]
+    assert [back[key] for key in "abcdegh"] == [str(row[key]) for key in "abcdegh"]
