@@ -41,15 +41,20 @@ def replace_path(path: Path) -> Iterator[Path]:
         )
         target.parent.mkdir(parents=True, exist_ok=True)
         yield part
-        with part.open("rb") as file:
-            # Otherwise a power cut may leave the new name with empty pages in place of the old file.
-            os.fsync(file.fileno())
-        os.replace(part, target)
+        move_into_place(part, target)
     except OSError as error:
         raise _not_written(path, error) from error
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def move_into_place(part: Path, target: Path) -> None:
+    """Give a written file its name, once its content is on the disk."""
+    with part.open("rb") as file:
+        # Otherwise a power cut may leave the new name with empty pages in place of the old file.
+        os.fsync(file.fileno())
+    os.replace(part, target)
 
 
 def replace_bytes(path: Path, data: bytes | memoryview) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from medseg.errors import UserError
+from medseg.io.atomic import replace_text
 
 # Installed without their dependencies: the networks need torch and numpy only, and every row must run on the same torch.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
@@ -32,7 +33,7 @@ def install_baselines(folder: Path) -> Path:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise UserError(f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose peers=false")
-    installed.write_text("\n".join(PACKAGES), encoding="utf-8")
+    replace_text(installed, "\n".join(PACKAGES))
     return packages
 
 

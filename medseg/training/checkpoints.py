@@ -1,6 +1,5 @@
 """Checkpoint callback: last and best weights, early stopping, preemption."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
+from medseg.io.atomic import move_into_place
 from medseg.training.preemption import Preempted, StopRequest
 
 
@@ -136,7 +136,7 @@ class Checkpoints(Checkpoint):
         trainer.save_checkpoint(temporary, weights_only=weights_only)  # called by all ranks, which wait for each other
         self._flush_loggers(trainer)  # a run that resumes has all lines up to here
         if trainer.is_global_zero:
-            os.replace(temporary, self.folder / name)
+            move_into_place(temporary, self.folder / name)
 
     def _flush_loggers(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
