@@ -9,12 +9,11 @@ from medseg.cascade.plausibility import (
     border_warnings,
     measure_region,
     pair_warnings,
-    side_pairs,
-    turned_warnings,
-    upside_down_warnings,
+    position_warnings,
     voxel_ml,
 )
 from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.data.audit.position import side_pairs
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
@@ -92,8 +91,7 @@ def localise(
         *prediction.remarks,
         *gas,
         *found.warnings,
-        *turned_warnings(coarse_hu, found.boxes, coarse_grid, stage.task),
-        *upside_down_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task),
+        *position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task),
     ]
     return replace(found, warnings=warnings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)
 

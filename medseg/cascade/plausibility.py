@@ -2,28 +2,20 @@
 
 import math
 from collections.abc import Mapping
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from scipy import ndimage
 
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.task import Region, Task, is_side_pair
+from medseg.data.audit.position import is_upside_down, turned_pairs
+from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import distortion
 from medseg.preprocess.orient import FACES
 
 # A crop of fixed size that is distorted by more than this causes a warning.
 MAX_DISTORTION = 2.0
-# Organs with a lower median are full of air. Share of a lung's voxels at either end.
-AIRY_HU = -500.0
-END_SHARE = 0.05
-# Bone at 2 mm; distance from the middle in which the spine is expected; share of the slices that are denser at the back. Eleven real
-# scans: 1.0, with contrast agent in the heart 0.48 to 0.70; phantoms: 0.85 and above.
-SPINE_HU = 200
-SPINE_REACH_MM = 35.0
-SPINE_SHARE = 1 / 3
 
 
 class FoundRegion(NamedTuple):
@@ -34,15 +26,6 @@ class FoundRegion(NamedTuple):
     volume_ml: float
     centre_x_mm: float
     x_range_mm: tuple[float, float]
-
-
-def side_pairs(task: Task) -> list[tuple[Region, Region]]:
-    """List the (left, right) regions of each organ that has two sides."""
-    return [
-        (one, other) if one.side == "left" else (other, one)
-        for one, other in combinations(task.regions, 2)
-        if is_side_pair(one, other)
-    ]
 
 
 def voxel_ml(grid: VoxelGrid) -> float:
@@ -93,49 +76,10 @@ def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions
     return warnings
 
 
-def turned_warnings(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task) -> list[str]:
-    """Warn where the patient seems to lie turned about the long axis against the header, which would exchange left and right.
-
-    Between the two sides of an organ the spine is in the back half of nearly every slice. The heart, which contrast agent makes as dense,
-    is in the front half of some. A scan is doubted where few slices are denser at the back.
-
-    Args:
-        image_hu: Image (D, H, W) in HU on the coarse grid.
-        boxes: Region name to its tight box.
-        grid: The coarse grid.
-        task: Labels and regions.
-    """
-    warnings = []
-    for left, right in side_pairs(task):
-        if not {left.name, right.name} <= boxes.keys():
-            continue
-        pair = boxes[left.name], boxes[right.name]
-        # Box that holds both.
-        low_z, low_y, _ = (min(ends) for ends in zip(*(box.start for box in pair), strict=True))
-        high_z, high_y, _ = (max(ends) for ends in zip(*(box.stop for box in pair), strict=True))
-        middle_x = sum(box.start[2] + box.stop[2] for box in pair) / 4
-        reach = SPINE_REACH_MM / grid.spacing_mm[2]
-        columns = slice(max(0, round(middle_x - reach)), round(middle_x + reach))
-        dense = image_hu[low_z:high_z, low_y:high_y, columns] > SPINE_HU
-        half = (high_y - low_y) // 2
-        front, back = dense[:, :half].sum((1, 2)), dense[:, half:].sum((1, 2))
-        num_slices = int(np.count_nonzero(front + back))
-        if num_slices and np.count_nonzero(back > front) < SPINE_SHARE * num_slices:
-            warnings.append(
-                f"between {left.name} and {right.name} most voxels as dense as bone are at the front: if the patient lay the other way "
-                "round than the header says, left and right are exchanged"
-            )
-    return warnings
-
-
-def upside_down_warnings(
+def position_warnings(
     image_hu: np.ndarray, labels: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task
 ) -> list[str]:
-    """Warn where the lungs seem to be upside down against the header, which would exchange left and right.
-
-    At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim around the dome of the diaphragm and
-    leaves the rectangle nearly empty. The two ends fill 0.60 to 0.81 and 0.18 to 0.51 of it on the measured scans and phantoms, however
-    the patient leans. Only regions that the scan does not cut are checked, and only those full of air are lungs.
+    """Warn where the patient seems to lie otherwise than the header says, which exchanges left and right.
 
     Args:
         image_hu: Image (D, H, W) in HU on the coarse grid.
@@ -144,28 +88,17 @@ def upside_down_warnings(
         grid: The coarse grid.
         task: Labels and regions.
     """
-    excess = []
-    for region in task.regions:
-        box = boxes.get(region.name)
-        if region.side is None or box is None or box.start[0] == 0 or box.stop[0] == grid.shape[0]:
-            continue
-        mask = np.isin(labels[box.slices()], task.region_values(region))
-        if np.median(image_hu[box.slices()][mask]) > AIRY_HU:
-            continue
-        low, high = np.quantile(np.nonzero(mask)[0], [END_SHARE, 1.0 - END_SHARE]).astype(int)
-        excess.append(_filled_share(mask[high:]) - _filled_share(mask[: low + 1]))
-    if not excess or np.mean(excess) > 0:
-        return []
-    return [
-        "the lower ends of the lungs look like their apices: if the patient lay the other way round than the header says, left and right are "
-        "exchanged"
+    warnings = [
+        f"between {left.name} and {right.name} most voxels as dense as bone are at the front: if the patient lay the other way "
+        "round than the header says, left and right are exchanged"
+        for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
-
-
-def _filled_share(mask: np.ndarray) -> float:
-    """Share of the bounding rectangles of its slices that a mask (D, H, W) fills; 0 for an empty mask."""
-    boxes = (VoxelBox.from_mask(plane[None]) for plane in mask)
-    return float(np.count_nonzero(mask) / max(1, sum(math.prod(box.shape) for box in boxes if box is not None)))
+    if is_upside_down(image_hu, labels, boxes, grid, task):
+        warnings.append(
+            "the lower ends of the lungs look like their apices: if the patient lay the other way round than the header says, left and "
+            "right are exchanged"
+        )
+    return warnings
 
 
 def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:

@@ -3,11 +3,10 @@
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, labels.npy, case.json}`.
 The paths are absolute, so cases of one name from two data sets have two entries. Where none of a case's files exists (a
 machine that got only the cache), the only entry of its name that came from another machine is used. An entry is written
-to a temporary folder and renamed, so it is complete or absent. Preparing imports the readers of `medseg.io`; opening does
-not.
+to a temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build it. Preparing imports
+the readers of `medseg.io`; opening does not.
 """
 
-import errno
 import functools
 import glob
 import hashlib
@@ -15,8 +14,6 @@ import json
 import logging
 import os
 import shutil
-import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -34,12 +31,12 @@ from medseg.data.source_files import is_same_source, sources_of
 from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.io.atomic import locked
 from medseg.preprocess.intensity import AIR_HU, HU_LIMITS
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
 FORMAT_VERSION = 4
-ABANDONED_AFTER_S = 24 * 3600.0
 DIGEST_LENGTH = 8
 
 
@@ -92,8 +89,7 @@ def prepare_case(
 ) -> CachedCase:
     """Make sure that the cache holds a current entry of the case, and open it.
 
-    A current entry is left as it is. Any number of processes may prepare the same case at once: each builds its own
-    copy, and the first complete one stays.
+    A current entry is left as it is. Any number of processes may prepare the same case at once: one builds it, the others wait.
 
     Args:
         case: The case.
@@ -119,7 +115,6 @@ def prepare_case(
             f"{', '.join(task.labels)}, but it names {', '.join(label_values.values()) or 'nothing'}."
         )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
-    _remove_abandoned(folder)
     entry = _find_entry(case, folder)
     if entry is None:
         for path in sources_of(case).values():
@@ -128,19 +123,18 @@ def prepare_case(
                     f"The case {case.name!r} has no current entry in the cache and its file {path} does not exist; "
                     "correct the path, or copy the prepared cache."
                 )
-        temporary = _sibling(folder, "building")
         try:
-            temporary.mkdir(parents=True)
-            source = read() if read is not None else read_source(case, task, label_values)
-            _build(temporary, source, case, spacing_mm, task, resampling)
-            entry = (folder, _move_into_place(case, temporary, folder))
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(cache_dir / f".{folder.parent.name}-{folder.name}.lock"):
+                entry = _find_entry(case, folder)  # another process may have built it meanwhile
+                if entry is None:
+                    source = read() if read is not None else read_source(case, task, label_values)
+                    entry = folder, _build(folder, source, case, spacing_mm, task, resampling)
         except OSError as error:
             raise UserError(
                 f"The case {case.name!r} could not be put into the cache {cache_dir} ({error}); make sure that the "
                 "folder can be written and has room (data.cache), and that the scan can be read."
             ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     return _cached_case(case, *entry, resampling)
 
 
@@ -319,39 +313,6 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
 # --- building an entry ----------------------------------------------------------------------------------------------
 
 
-def _sibling(folder: Path, purpose: str) -> Path:
-    # Case names never start with a dot (case_table), so no entry can have such a name.
-    return folder.parent / f".{purpose}-{uuid.uuid4().hex[:12]}-{folder.name}"
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary folders of this case that killed processes left behind."""
-    for left in folder.parent.glob(".*-" + "[0-9a-f]" * 12 + "-" + glob.escape(folder.name)):
-        with suppress(FileNotFoundError):  # its owner has just finished
-            if time.time() - left.stat().st_mtime > ABANDONED_AFTER_S:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _move_into_place(case: Case, temporary: Path, folder: Path) -> dict[str, Any]:
-    """Rename a built entry; keep the entry of another process that was quicker, replace a stale one."""
-    while True:
-        try:
-            temporary.rename(folder)
-            return _read_record(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-        if (record := _current_record(case, folder)) is not None:
-            return record
-        old = _sibling(folder, "old")
-        with suppress(FileNotFoundError):  # another process has just moved it aside
-            folder.rename(old)
-            if old.is_dir():
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                old.unlink()
-
-
 def _build(
     folder: Path,
     source: SourceCase,
@@ -359,8 +320,12 @@ def _build(
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
     resampling: str,
-) -> None:
-    """Write the files of an entry."""
+) -> dict[str, Any]:
+    """Build an entry beside its place, then put it there, also in place of a stale one; the caller holds the lock of the entry.
+
+    Returns:
+        Its sidecar.
+    """
     grid = source.grid.resampled(spacing_mm)
     image = resample_image(source.image_hu, source.grid, grid, float(AIR_HU), resampling=resampling, limits=HU_LIMITS)
     files = {"image.npy": np.rint(image.numpy()).astype(np.int16)}
@@ -370,8 +335,6 @@ def _build(
     found = {one.name: VoxelBox.from_mask(np.isin(labels, task.region_values(one))) for one in task.regions}
     boxes = {name: box for name, box in found.items() if box is not None}
     vanished = audit_vanished(source.audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
-    for name, array in files.items():
-        np.save(folder / name, np.ascontiguousarray(array))
     record = {
         "format": FORMAT_VERSION,
         "case": case.name,
@@ -381,13 +344,34 @@ def _build(
         "read_as": _read_as(case),
         "configuration": folder.parent.name,
         "grid": asdict(grid),
-        "num_bytes": {name: (folder / name).stat().st_size for name in files},
         "label_counts": {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()},
         "region_boxes": {name: asdict(box) for name, box in boxes.items()},
         "audit": replace(source.audit, findings=(*source.audit.findings, *vanished)).to_dict(),
     }
-    (folder / "case.json").write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-    # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    # Case names never start with a dot (case_table), so no entry can have such a name. What a killed process left is removed first.
+    temporary, stale = (folder.with_name(f".{purpose}-{folder.name}") for purpose in ("building", "stale"))
+    _remove(temporary, stale)
+    try:
+        temporary.mkdir()
+        for name, array in files.items():
+            np.save(temporary / name, np.ascontiguousarray(array))
+        record["num_bytes"] = {name: (temporary / name).stat().st_size for name in files}
+        (temporary / "case.json").write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
+        # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
+        for path in temporary.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        with suppress(FileNotFoundError):
+            folder.rename(stale)
+        temporary.rename(folder)
+    finally:
+        _remove(temporary, stale)
+    return record
+
+
+def _remove(*paths: Path) -> None:
+    """Remove folders or files where there are any."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # no folder, and perhaps no file
+            path.unlink()

@@ -1,11 +1,11 @@
-"""Data sets of training samples: whole volumes for the coarse stage, crops or patches of regions for the fine stage.
+"""Data set of samples: whole volumes for the coarse stage, crops or patches of regions for the fine stage.
 
-Sample n is a function of (seed, n). The data sets hold plain data, so they can be pickled for loader workers.
+Sample n is a function of (seed, n). The data set holds plain data, so it can be pickled for loader workers.
 """
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from medseg.data.transforms import Transforms
 from medseg.data.cache import CachedCase
+from medseg.data.crops import StageCrops
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.task import Region, Task
-from medseg.data.transforms import Transforms
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.geometry.grid_rule import PLAIN, Crop, GridRule
+from medseg.geometry.grid_rule import PLAIN, Crop
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
 from medseg.preprocess.intensity import AIR, AIR_HU, normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 
-CropOf = Callable[[CachedCase, Region, np.random.Generator | None], Crop]
-SpacingOf = Callable[[CachedCase, np.random.Generator | None], tuple[float, float, float] | None]
 # Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
 BOUNDARY_TRIES = 8
 # Smallest part of a volume that is cut out as a scan of its own.
@@ -56,9 +55,15 @@ class _Scan(NamedTuple):
     grid: VoxelGrid
     resampling: str
 
-    def body(self) -> VoxelBox:
-        """Find the box of the body."""
-        return body_box(self.image_hu, self.grid.spacing_mm)
+    @classmethod
+    def of(cls, case: CachedCase) -> "_Scan":
+        """Take a whole case."""
+        return cls(case.image_hu, case.labels, case.grid, case.resampling)
+
+    def slab(self, first: int, stop: int) -> "_Scan":
+        """Take a range of slices, as if no more had been scanned."""
+        grid = self.grid.crop(VoxelBox((first, 0, 0), (stop, *self.grid.shape[1:])))
+        return _Scan(self.image_hu[first:stop], self.labels[first:stop], grid, self.resampling)
 
     def read(self, crop: Crop, window_hu: tuple[float, float], num_classes: int) -> tuple[Tensor, Tensor]:
         """Read a crop of image and labels; only the crop is read from disk.
@@ -74,29 +79,63 @@ class _Scan(NamedTuple):
         return normalise_hu(resampled, window_hu)[None], labels
 
 
-class _Samples(Dataset[Sample]):
-    """Samples of one stage: their order, intensity window, augmentation and reading; a subclass chooses the crop.
+class Samples(Dataset[Sample]):
+    """Samples of one stage, or of its validation; sample n depends on (seed, n) alone.
 
-    Samples 0 … len−1 go once through all items in a random order, the next len samples again in another one, and so on;
-    n has no upper end.
+    The coarse stage sees the body in whole scans, the fine stage one region in each sample. Samples 0 … len-1 go once through all items
+    (cases, or pairs of a case and a region that it has) in a random order, the next len samples again in another one, and so on; n has no
+    upper end. The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
+
+    Args:
+        cases: Cases with labels.
+        task: Labels, regions and channels.
+        crops: Chooses the spacing and the crop of a region as prediction does, jittered when it gets a generator.
+        seed: Seed of the run.
+        is_coarse: Whether a sample is a whole scan; else it is a region.
+        patch_size: Fine stage: shape of a sample, (D, H, W); None takes the whole crop.
+        augmentation: None for validation.
+        jitter: Whether `crops` gets the generator of the sample.
+        weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
+        max_voxels: Coarse stage: bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
+        slab_share: Coarse stage: share of samples that are cut to a random range of slices, as if no more had been scanned.
+        is_mirrored: Fine stage: whether regions on the patient's right are mirrored along x, so that all look like left ones.
+        boundary_share: Fine stage: share of patches that are placed so that they hold a voxel at the boundary of the region.
+        elsewhere_share: Fine stage: share of samples that are cut anywhere in the scan, whether the region is there or not.
+
+    Raises:
+        ValueError: If there is no item, or a weight is not positive.
     """
-
-    # Whether a warp reads beyond the crop, or finds air there.
-    reads_around = False
-    is_mirrored = False
 
     def __init__(
         self,
-        items: Sequence[tuple[CachedCase, int]],
+        cases: Sequence[CachedCase],
         task: Task,
+        crops: StageCrops,
+        *,
         seed: int,
-        augmentation: Transforms | None,
-        jitter: bool,
-        weights: Sequence[float] | None,
+        is_coarse: bool,
+        patch_size: tuple[int, int, int] | None = None,
+        augmentation: Transforms | None = None,
+        jitter: bool = True,
+        weights: Sequence[float] | None = None,
+        max_voxels: int | None = None,
+        slab_share: float = 0.0,
+        is_mirrored: bool = False,
+        boundary_share: float = 0.0,
+        elsewhere_share: float = 0.0,
     ) -> None:
-        self.items, self.task, self.seed = items, task, seed
-        self.augmentation, self.jitter = augmentation, jitter
-        self.weights = normalised_weights(weights, len(items))
+        found = [
+            ((case, number), weight)
+            for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
+            for number in range(1 if is_coarse else len(task.regions))
+            if is_coarse or task.regions[number].name in case.region_boxes
+        ]
+        self.items = [item for item, _ in found]
+        self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
+        self.task, self.crops, self.seed, self.is_coarse = task, crops, seed, is_coarse
+        self.patch_size, self.augmentation, self.jitter = patch_size, augmentation, jitter
+        self.max_voxels, self.slab_share, self.is_mirrored = max_voxels, slab_share, is_mirrored
+        self.boundary_share, self.elsewhere_share = boundary_share, elsewhere_share
 
     def __len__(self) -> int:
         """Items of one pass."""
@@ -105,22 +144,23 @@ class _Samples(Dataset[Sample]):
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
-        rng = sample_rng(self.seed, n)
+        region, rng = None if self.is_coarse else self.task.regions[number], sample_rng(self.seed, n)
         with one_thread():
-            scan, crop = self._choose(case, number, rng)
+            scan, crop = self._choose_scan(case, rng) if region is None else self._choose_region(case, region, rng)
             spacing_mm, window_hu, warp = crop.lattice.spacing_mm, self.task.window_hu, None
             if self.augmentation is not None:
                 window_hu = self.augmentation.draw_window(rng, window_hu)
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
             shape, source = crop.box.shape, crop
-            if warp is not None and self.reads_around:
+            if warp is not None and region is not None:
                 # A warp samples beyond the crop. The scan is read there too, so that no false air comes in at the corners.
                 source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
-            image, labels = scan.read(source, window_hu, self.task.num_classes)
-            target = self._target(labels, number)
+            image, target = scan.read(source, window_hu, self.task.num_classes)
+            if region is not None:
+                target = torch.from_numpy(self._region_classes(region)[target.numpy()])
             part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
             inside = torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
-            if self.is_mirrored and self.task.regions[number].side == "right":
+            if self.is_mirrored and region is not None and region.side == "right":
                 image, target = image.flip(3), target.flip(2)
                 inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:
@@ -129,151 +169,45 @@ class _Samples(Dataset[Sample]):
                 image, target = self.augmentation.alter(image, target, rng, spacing_mm)
         return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name, "spacing_mm": spacing_mm}
 
-    def _choose(self, case: CachedCase, number: int, rng: np.random.Generator) -> tuple[_Scan, Crop]:
-        """Choose the scan and the crop of a sample."""
-        raise NotImplementedError
-
-    def _target(self, labels: Tensor, number: int) -> Tensor:
-        """Turn the labels of the task into the classes of the network."""
-        return labels
-
-
-class CoarseSamples(_Samples):
-    """Whole volumes, cut to the body, for the coarse stage; sample n depends on (seed, n) alone.
-
-    Args:
-        cases: Cases with labels.
-        task: Labels, regions and HU window.
-        seed: Seed of the run.
-        divisor: The shape is filled at its end to multiples of it, (z, y, x).
-        rule: How the network's grid is laid on the cache's.
-        spacings: Gives the spacing of a sample; None is that of the cache.
-        augmentation: None for validation.
-        jitter: Whether `spacings` gets the generator of the sample.
-        max_voxels: Upper bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
-        slab_share: Share of samples that are cut to a random range of slices, as if no more had been scanned.
-        weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
-
-    Raises:
-        ValueError: If there is no case, or a weight is not positive.
-    """
-
-    def __init__(
-        self,
-        cases: Sequence[CachedCase],
-        task: Task,
-        *,
-        seed: int,
-        divisor: tuple[int, int, int],
-        rule: GridRule = PLAIN,
-        spacings: SpacingOf | None = None,
-        augmentation: Transforms | None = None,
-        jitter: bool = True,
-        max_voxels: int | None = None,
-        slab_share: float = 0.0,
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        super().__init__([(case, 0) for case in cases], task, seed, augmentation, jitter, weights)
-        self.divisor, self.rule, self.spacings = divisor, rule, spacings
-        self.max_voxels, self.slab_share = max_voxels, slab_share
-
-    def _choose(self, case: CachedCase, number: int, rng: np.random.Generator) -> tuple[_Scan, Crop]:
-        """Choose a whole case or a slab of it, and the crop of it."""
-        scan = _Scan(case.image_hu, case.labels, case.grid, case.resampling)
-        body = scan.body()
-        if self.rule != PLAIN:
-            spacing_mm = self.spacings(case, rng if self.jitter else None) if self.spacings is not None else None
+    def _choose_scan(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
+        """Choose a whole case or a slab of it, and the crop about its body."""
+        scan, rule, divisor = _Scan.of(case), self.crops.rule, self.crops.divisor
+        body = body_box(scan.image_hu, scan.grid.spacing_mm)
+        if rule != PLAIN:
+            spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
             if rng.random() < self.slab_share:
                 num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
                 first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
-                stop = first + num_slices
-                grid = scan.grid.crop(VoxelBox((first, 0, 0), (stop, *scan.grid.shape[1:])))
-                scan = scan._replace(image_hu=scan.image_hu[first:stop], labels=scan.labels[first:stop], grid=grid)
-                body = scan.body()
+                scan = scan.slab(first, first + num_slices)
+                body = body_box(scan.image_hu, scan.grid.spacing_mm)
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
-            return scan, self._cut_to_bound(self.rule.crop(body, lattice, (1, 1, 1), self.divisor), body, rng)
-        shape, step = filled(body.shape, self.divisor), self.divisor[0]
-        if rng.random() < self.slab_share:
-            num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
-            shape = (max(step, num_slices // step * step), *shape[1:])
-        depth = self._bounded_depth(shape)
-        z = int(rng.integers(0, max(0, body.shape[0] - depth), endpoint=True))
-        return scan, Crop(scan.grid, VoxelBox.full((depth, *shape[1:])).shifted(body.start).shifted((z, 0, 0)))
-
-    def _cut_to_bound(self, crop: Crop, body: VoxelBox, rng: np.random.Generator) -> Crop:
-        """Keep a random range of slices where a crop has more voxels than `max_voxels`; of the body, where it is long enough."""
-        shape = filled(crop.box.shape, self.divisor)
-        if self.max_voxels is None or math.prod(shape) <= self.max_voxels:
-            return crop
-        depth = self._bounded_depth(shape)
-        whole = body if body.shape[0] >= depth else crop.box
+            crop = rule.crop(body, lattice, (1, 1, 1), divisor)
+            depth = self._bounded_depth(filled(crop.box.shape, divisor))
+            if depth is None:
+                return scan, crop
+            # A range of the body, where it is long enough.
+            whole = body if body.shape[0] >= depth else crop.box
+        else:
+            shape, step = filled(body.shape, divisor), divisor[0]
+            if rng.random() < self.slab_share:
+                num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
+                shape = (max(step, num_slices // step * step), *shape[1:])
+            depth, whole = self._bounded_depth(shape) or shape[0], body
+            crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
-        return Crop(crop.lattice, VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
+        return scan, crop._replace(box=VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
 
-    def _bounded_depth(self, shape: tuple[int, int, int]) -> int:
-        """Count the slices, a multiple of the divisor, that a filled shape keeps under `max_voxels`."""
+    def _bounded_depth(self, shape: tuple[int, int, int]) -> int | None:
+        """Count the slices, a multiple of the divisor, that a filled shape keeps under `max_voxels`; None if it is under it."""
         if self.max_voxels is None or math.prod(shape) <= self.max_voxels:
-            return shape[0]
-        step = self.divisor[0]
+            return None
+        step = self.crops.divisor[0]
         return max(step, self.max_voxels // math.prod(shape[1:]) // step * step)
 
-
-class FineSamples(_Samples):
-    """Patches (or whole crops) of one region for the fine stage; sample n depends on (seed, n) alone.
-
-    A pass goes once through all pairs of a case and a region that the case has. The labels of the region become 1, 2, …
-    in the order of the region's labels, those of other regions background.
-
-    Args:
-        cases: Cases with labels.
-        task: Labels, regions and HU window.
-        seed: Seed of the run.
-        crops: Gives the crop of a region as prediction cuts it, jittered when it gets a generator.
-        patch_size: Shape of a sample, (D, H, W); None takes the whole crop.
-        augmentation: None for validation.
-        jitter: Whether `crops` gets the generator of the sample.
-        is_mirrored: Whether regions on the patient's right are mirrored along x, so that all look like left ones.
-        boundary_share: Share of patches that are placed so that they hold a voxel at the boundary of the region.
-        elsewhere_share: Share of samples that are cut anywhere in the scan, whether the region is there or not.
-        weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
-
-    Raises:
-        ValueError: If no case has a region, or a weight is not positive.
-    """
-
-    reads_around = True
-
-    def __init__(
-        self,
-        cases: Sequence[CachedCase],
-        task: Task,
-        *,
-        seed: int,
-        crops: CropOf,
-        patch_size: tuple[int, int, int] | None,
-        augmentation: Transforms | None = None,
-        jitter: bool = True,
-        is_mirrored: bool = False,
-        boundary_share: float = 0.5,
-        elsewhere_share: float = 0.0,
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        found = [
-            ((case, number), weight)
-            for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
-            for number, region in enumerate(task.regions)
-            if region.name in case.region_boxes
-        ]
-        drawn = None if weights is None else [weight for _, weight in found]
-        super().__init__([pair for pair, _ in found], task, seed, augmentation, jitter, drawn)
-        self.crops, self.patch_size, self.is_mirrored = crops, patch_size, is_mirrored
-        self.boundary_share, self.elsewhere_share = boundary_share, elsewhere_share
-
-    def _choose(self, case: CachedCase, number: int, rng: np.random.Generator) -> tuple[_Scan, Crop]:
+    def _choose_region(self, case: CachedCase, region: Region, rng: np.random.Generator) -> tuple[_Scan, Crop]:
         """Choose the crop of the region, a patch of it, or one from elsewhere."""
-        region = self.task.regions[number]
-        crop = self.crops(case, region, rng if self.jitter else None)
+        crop = self.crops.crop(case, region, rng if self.jitter else None)
         if rng.random() < self.elsewhere_share:
             size, within = self.patch_size or crop.box.shape, crop.lattice.centres_within(case.grid)
             rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
@@ -282,10 +216,7 @@ class FineSamples(_Samples):
             crop = crop._replace(box=VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.patch_size is not None:
             crop = crop._replace(box=self._patch_box(case, region, crop, self.patch_size, rng))
-        return _Scan(case.image_hu, case.labels, case.grid, case.resampling), crop
-
-    def _target(self, labels: Tensor, number: int) -> Tensor:
-        return torch.from_numpy(self._region_classes(self.task.regions[number])[labels.numpy()])
+        return _Scan.of(case), crop
 
     def _region_classes(self, region: Region) -> np.ndarray:
         """Make the table from a label value of the task to the class of the fine network."""

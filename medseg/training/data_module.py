@@ -19,7 +19,7 @@ from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, s
 from medseg.data.case_table import Case, CaseSource
 from medseg.data.crops import ScanSpacings, StageCrops
 from medseg.data.sampler import StepBatchSampler
-from medseg.data.samples import CoarseSamples, FineSamples, collate_padded, init_worker
+from medseg.data.samples import Samples, collate_padded, init_worker
 from medseg.data.task import Task
 from medseg.data.transforms import Transforms
 from medseg.errors import UserError
@@ -188,12 +188,19 @@ class CasesDataModule(pl.LightningDataModule):
             pin_memory=torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
         )
 
-    def train_samples(self) -> Dataset[Any]:
+    def train_samples(self) -> Samples:
         """Make the data set of training samples."""
         given = self.stage_input
-        names = ("max_voxels", "slab_share") if given.is_coarse else ("patch_size", "boundary_share", "elsewhere_share")
-        options = {name: getattr(given, name) for name in names}
-        return self._samples(self.train_cases, augmentation=self.augmentation, weights=self.weights, **options)
+        return self._samples(
+            self.train_cases,
+            patch_size=given.patch_size,
+            augmentation=self.augmentation,
+            weights=self.weights,
+            max_voxels=given.max_voxels,
+            slab_share=given.slab_share,
+            boundary_share=given.boundary_share,
+            elsewhere_share=given.elsewhere_share,
+        )
 
     def val_dataloader(self) -> Any:
         """Make the loader of whole validation cases, one at a time, every world_size-th for each rank; none without a case.
@@ -205,24 +212,21 @@ class CasesDataModule(pl.LightningDataModule):
         if not any(self.stage_input.is_coarse or case.region_boxes for case in self.val_cases):
             return []
         samples = self.val_samples()
-        num_samples = len(samples)  # type: ignore[arg-type]
+        num_samples = len(samples)
         rounds = math.ceil(num_samples / trainer.world_size)
         mine = [n % num_samples for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)]
         collate = functools.partial(collate_padded, multiple=self.stage_input.divisor)
         return DataLoader(samples, batch_size=1, sampler=mine, collate_fn=collate)
 
-    def val_samples(self) -> Dataset[Any]:
+    def val_samples(self) -> Samples:
         """Make the data set of whole volumes, or of the crops that prediction would cut, neither augmented nor jittered."""
-        return self._samples(self.val_cases, jitter=False, **({} if self.stage_input.is_coarse else {"patch_size": None}))
+        return self._samples(self.val_cases, jitter=False)
 
-    def _samples(self, cases: Sequence[CachedCase], **options: Any) -> Dataset[Any]:
+    def _samples(self, cases: Sequence[CachedCase], **options: Any) -> Samples:
         given = self.stage_input
-        if given.is_coarse:
-            spacings = self.crops.spacing_mm
-            return CoarseSamples(
-                cases, self.task, seed=self.seed, divisor=given.divisor, rule=given.rule, spacings=spacings, **options
-            )
-        return FineSamples(cases, self.task, seed=self.seed, crops=self.crops.crop, is_mirrored=given.is_mirrored, **options)
+        return Samples(
+            cases, self.task, self.crops, seed=self.seed, is_coarse=given.is_coarse, is_mirrored=given.is_mirrored, **options
+        )
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracle import OBLIQUE, TASK
 
-from medseg.cascade.plausibility import agreement, upside_down_warnings
+from medseg.cascade.plausibility import agreement, position_warnings
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
@@ -56,6 +56,6 @@ def test_lungs_that_end_round_below_and_hollow_above_stand_on_their_heads(lean: 
     air_hu = np.full(COARSE.shape, -850.0, dtype=np.float32)
     for turned, is_said in ((labels, False), (labels[::-1], True)):
         boxes = {name: box for name, value in TASK.labels.items() if (box := VoxelBox.from_mask(turned == value))}
-        warnings = upside_down_warnings(air_hu, turned, boxes, COARSE, TASK)
+        warnings = position_warnings(air_hu, turned, boxes, COARSE, TASK)
         assert any("look like their apices" in warning for warning in warnings) == is_said
-        assert not upside_down_warnings(air_hu + 1000, turned, boxes, COARSE, TASK), "no organ full of air"
+        assert not position_warnings(air_hu + 1000, turned, boxes, COARSE, TASK), "no organ full of air"

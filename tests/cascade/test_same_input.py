@@ -11,9 +11,11 @@ from oracle import GRID, RULES, TASK, CoarseOracle, FineOracle, scan, stage
 from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
-from medseg.data.cache import prepare_case
+from medseg.data.cache import CachedCase, prepare_case
 from medseg.data.case_table import Case, CaseSource, Split
-from medseg.data.samples import CoarseSamples, FineSamples, collate_padded
+from medseg.data.crops import StageCrops
+from medseg.data.samples import Samples, collate_padded
+from medseg.data.task import Region
 from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
@@ -63,16 +65,14 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(r
 
     names = {1: "left_lung", 2: "right_lung"}
     entries = [prepare_case(case, tmp_path, one.spacing_mm, TASK, names, resampling=resampling) for one in stages]
-    whole = CoarseSamples(entries[:1], TASK, seed=0, divisor=coarse.divisor)[0]["image"]
+    whole = Samples(entries[:1], TASK, StageCrops(divisor=coarse.divisor), seed=0, is_coarse=True)[0]["image"]
     torch.testing.assert_close(coarse.seen[0][0], whole, rtol=0, atol=ONE_HU)
-    samples = FineSamples(
-        entries[1:],
-        TASK,
-        seed=0,
-        crops=lambda case, region, _: Crop(case.grid, result.boxes[region.name].voxels),
-        patch_size=None,
-        is_mirrored=True,
-    )
+
+    class PredictedCrops(StageCrops):
+        def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
+            return Crop(case.grid, result.boxes[region.name].voxels)
+
+    samples = Samples(entries[1:], TASK, PredictedCrops(), seed=0, is_coarse=False, is_mirrored=True)
     crops = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
     assert np.ptp(crops[0].numpy()) == 2.0
     for number, seen in enumerate(fine.seen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,18 +11,21 @@ import torch
 from ct_effects import effects
 
 from medseg.data.cache import CachedCase
-from medseg.data.samples import CoarseSamples, CropOf, FineSamples, Sample, collate_padded
+from medseg.data.crops import StageCrops
+from medseg.data.samples import Sample, Samples, collate_padded
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop, GridRule, region_crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 
+from .conftest import GivenCrops
+
 SIZE = (24, 32, 16)
 AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
 
 
-def crops_of(rule: GridRule, margin_mm: float = 9.0) -> CropOf:
+def crops_of(rule: GridRule, margin_mm: float = 9.0) -> GivenCrops:
     """Crops as the data module cuts them, jittered by up to a voxel."""
 
     def crop(case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
@@ -29,11 +33,15 @@ def crops_of(rule: GridRule, margin_mm: float = 9.0) -> CropOf:
         tight = case.region_boxes[region.name].shifted(offset)
         return region_crop(tight, case.grid, case.grid, margin_mm, None, (8, 8, 8), rule)
 
-    return crop
+    return GivenCrops(of=crop)
 
 
-def fine(cases: list[CachedCase], task: Task, crops: CropOf, **arguments: object) -> FineSamples:
-    return FineSamples(cases, task, **({"seed": 3, "crops": crops, "patch_size": None} | arguments))  # type: ignore[arg-type]
+def fine(cases: list[CachedCase], task: Task, crops: StageCrops, **arguments: Any) -> Samples:
+    return Samples(cases, task, crops, is_coarse=False, **({"seed": 3, "boundary_share": 0.5} | arguments))
+
+
+def coarse(cases: list[CachedCase], task: Task, rule: GridRule, **arguments: Any) -> Samples:
+    return Samples(cases, task, StageCrops(rule, divisor=(8, 8, 8)), seed=3, is_coarse=True, **arguments)
 
 
 def expected(case: CachedCase, region: Region, crop: Crop, task: Task) -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +64,7 @@ def test_a_sample_of_fixed_size_is_the_region_resized(margin_mm: float, cached_c
     for n in range(5):
         sample = samples[n]
         case, region = by_name[sample["case"]], task.regions[sample["region"]]
-        crop = crops(case, region, None)
+        crop = crops.crop(case, region, None)
         image, target = expected(case, region, crop, task)
         assert sample["target"].shape == SIZE
         assert sample["spacing_mm"] == crop.grid.spacing_mm
@@ -121,7 +129,7 @@ def test_a_patch_is_cut_out_of_the_resized_crop_and_meets_the_boundary(cached_ca
     for n in range(20):
         sample = samples[n]
         case, region = by_name[sample["case"]], task.regions[sample["region"]]
-        image, target = expected(case, region, crops(case, region, None), task)
+        image, target = expected(case, region, crops.crop(case, region, None), task)
         windows = np.lib.stride_tricks.sliding_window_view(image, patch)
         (place,) = np.argwhere(np.isclose(windows, sample["image"][0].numpy(), rtol=0, atol=1e-5).all((3, 4, 5)))
         box = VoxelBox(tuple(place), tuple(place + patch))
@@ -136,8 +144,7 @@ def test_a_coarse_sample_of_fixed_size_is_the_body_or_a_slab_of_it_resized(
     slab_share: float, cached_cases: list[CachedCase], task: Task
 ) -> None:
     by_name = {case.name: case for case in cached_cases}
-    options: dict = {"seed": 3, "divisor": (8, 8, 8), "rule": GridRule(size=SIZE), "slab_share": slab_share}
-    samples, fresh = CoarseSamples(cached_cases, task, **options), CoarseSamples(cached_cases, task, **options)
+    samples, fresh = (coarse(cached_cases, task, GridRule(size=SIZE), slab_share=slab_share) for _ in range(2))
     extents = set()
     for n in range(12):
         sample = samples[n]
@@ -174,7 +181,7 @@ def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(cached_cases
     for n in range(5):
         sample = samples[n]
         case, region = by_name[sample["case"]], task.regions[sample["region"]]
-        box = crops(case, region, None).box
+        box = crops.crop(case, region, None).box
         edge = -(-(max(case.region_boxes[region.name].shape) + 2 * 5) // 8) * 8  # 9 mm are five voxels of 2 mm
         assert sample["target"].shape == (edge, edge, edge)
         assert sample["spacing_mm"] == (2.0, 2.0, 2.0)
@@ -191,8 +198,7 @@ def test_a_coarse_sample_of_fixed_resolution_is_a_cube_about_the_body_or_a_slab(
 ) -> None:
     cases = isotropic(cached_cases)
     by_name = {case.name: case for case in cases}
-    options: dict = {"divisor": (8, 8, 8), "rule": GridRule(is_cube=True), "slab_share": slab_share}
-    samples = CoarseSamples(cases, task, seed=3, max_voxels=max_voxels, **options)
+    samples = coarse(cases, task, GridRule(is_cube=True), slab_share=slab_share, max_voxels=max_voxels)
     scanned = set()
     for n in range(20):
         sample = samples[n]
@@ -230,8 +236,11 @@ def test_a_sample_depends_on_seed_and_number_alone(
 
 
 def test_a_scan_of_fewer_slices_than_a_bounded_crop_stays_in_it(cached_cases: list[CachedCase], task: Task) -> None:
-    samples = CoarseSamples(cached_cases, task, seed=3, max_voxels=1, divisor=(16, 16, 16), rule=GridRule(range_mm=(1.0, 4.0)))
-    lattice = VoxelGrid((12, 40, 48), (4.0, 1.0, 1.0), (0.0, 0.0, 0.0))
-    whole = VoxelBox.full(lattice.shape)
-    crop = samples._cut_to_bound(Crop(lattice, whole), whole, np.random.default_rng(0))
-    assert crop.box == VoxelBox((0, 0, 0), (16, 40, 48))
+    case = cached_cases[0]
+    for name, array in (("image", case.image_hu), ("labels", case.labels)):
+        np.save(case.folder / f"{name}.npy", np.array(array)[:5])
+    grid = VoxelGrid((5, *case.grid.shape[1:]), (4.0, 1.5, 2.0))
+    thin = replace(case, grid=grid, audit=replace(case.audit, grid=grid))
+    samples = coarse([thin], task, GridRule(range_mm=(1.0, 4.0)), max_voxels=1, jitter=False)
+    assert samples[0]["inside"][0].tolist() == [0, 5]
+    assert len(samples[0]["target"]) == 8

@@ -15,22 +15,18 @@ from torch.utils.data import DataLoader
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import StepBatchSampler
-from medseg.data.samples import (
-    CoarseSamples,
-    FineSamples,
-    Sample,
-    collate_padded,
-    init_worker,
-)
+from medseg.data.samples import Sample, Samples, collate_padded, init_worker
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise_hu
 
+from .conftest import GivenCrops
+
 AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
 
-Maker = Callable[..., CoarseSamples | FineSamples]
+Maker = Callable[..., Samples]
 
 
 def wide_box(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
@@ -43,15 +39,15 @@ def on_the_cache(box_of: Callable[..., VoxelBox]) -> Callable[..., Crop]:
     return lambda case, region, rng: Crop(case.grid, box_of(case, region, rng))
 
 
-def fine(cases: list[CachedCase], task: Task, **arguments: object) -> FineSamples:
-    options: dict = {"seed": 3, "crops": on_the_cache(wide_box), "patch_size": (8, 16, 8), "augmentation": AUGMENTATION}
-    options |= arguments
-    return FineSamples(cases, task, **options)
+def fine(cases: list[CachedCase], task: Task, box_of: Callable[..., VoxelBox] = wide_box, **arguments: object) -> Samples:
+    options: dict = {"seed": 3, "patch_size": (8, 16, 8), "augmentation": AUGMENTATION, "boundary_share": 0.5}
+    options |= {"crops": GivenCrops(of=on_the_cache(box_of))} | arguments
+    return Samples(cases, task, is_coarse=False, **options)
 
 
-def coarse(cases: list[CachedCase], task: Task, **arguments: object) -> CoarseSamples:
-    options: dict = {"seed": 3, "divisor": (8, 8, 8), "augmentation": AUGMENTATION} | arguments
-    return CoarseSamples(cases, task, **options)
+def coarse(cases: list[CachedCase], task: Task, **arguments: object) -> Samples:
+    options: dict = {"seed": 3, "crops": StageCrops(divisor=(8, 8, 8)), "augmentation": AUGMENTATION} | arguments
+    return Samples(cases, task, is_coarse=True, **options)
 
 
 def is_same(first: Sample, second: Sample) -> bool:
@@ -81,9 +77,10 @@ def test_any_number_of_workers_gives_the_same_batches(make: Maker, cached_cases:
 def test_data_sets_survive_pickling(cached_cases: list[CachedCase], task: Task) -> None:
     """Loader workers that start by `spawn` get the data set by pickle."""
     crops = StageCrops(region_margin_mm=4.0, box_jitter_mm=3.0, patch_size=(8, 16, 8), divisor=(8, 8, 8))
+    cubes = StageCrops(GridRule(is_cube=True), divisor=(8, 8, 8))
     for samples in (
-        coarse(cached_cases, task, spacings=crops.spacing_mm, rule=GridRule(is_cube=True), max_voxels=40_000, slab_share=0.5),
-        fine(cached_cases, task, crops=crops.crop, is_mirrored=True, weights=[1.0, 2.0, 1.0]),
+        coarse(cached_cases, task, crops=cubes, max_voxels=40_000, slab_share=0.5),
+        fine(cached_cases, task, crops=crops, is_mirrored=True, weights=[1.0, 2.0, 1.0]),
     ):
         copied = pickle.loads(pickle.dumps(samples))
         assert all(is_same(samples[n], copied[n]) for n in range(6))
@@ -201,7 +198,7 @@ def test_a_patch_larger_than_its_box_is_centred_on_it(cached_cases: list[CachedC
     def tight(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return case.region_boxes[region.name]
 
-    samples = fine(cached_cases, task, augmentation=None, crops=on_the_cache(tight), patch_size=(32, 32, 32), boundary_share=1.0)
+    samples = fine(cached_cases, task, augmentation=None, box_of=tight, patch_size=(32, 32, 32), boundary_share=1.0)
     by_name = {case.name: case for case in cached_cases}
     for n in range(5):
         sample = samples[n]
@@ -233,19 +230,20 @@ def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cac
         return VoxelBox.full(case.grid.shape)
 
     options: dict = {
-        "crops": on_the_cache(whole),
+        "box_of": whole,
+        "seed": 1,
         "patch_size": None,
         "jitter": False,
         "is_mirrored": True,
         "augmentation": AUGMENTATION,
     }
     body = cached_cases[2]  # has a right lung alone
-    right = [FineSamples([body], task, seed=1, **options)[n] for n in range(6)]
+    right = [fine([body], task, **options)[n] for n in range(6)]
 
     np.save(body.folder / "image.npy", np.array(body.image_hu)[:, :, ::-1])
     np.save(body.folder / "labels.npy", (np.array(body.labels)[:, :, ::-1] > 0).astype(np.uint8))
     mirrored = replace(body, region_boxes={"left_lung": body.region_boxes["right_lung"]})
-    left = [FineSamples([mirrored], task, seed=1, **options)[n] for n in range(6)]
+    left = [fine([mirrored], task, **options)[n] for n in range(6)]
     for one, other in zip(left, right, strict=True):
         assert torch.equal(one["image"], other["image"])
         assert torch.equal(one["target"], other["target"])
@@ -271,7 +269,7 @@ def test_a_warped_patch_holds_tissue_where_the_scan_goes_on(cached_cases: list[C
     options: dict[str, Any] = {name: 0.0 for name in CT if name.endswith("_probability")}
     options |= {"affine_probability": 1.0, "translation_mm": (3.0, 3.0, 3.0)}
     warp_alone = effects(**options)
-    samples = FineSamples([case], task, seed=0, crops=on_the_cache(middle), patch_size=None, augmentation=warp_alone)
+    samples = fine([case], task, middle, patch_size=None, augmentation=warp_alone)
     for n in range(10):
         assert float(samples[n]["image"].min()) > 0
 
@@ -316,7 +314,7 @@ def test_inside_marks_where_the_scan_is(is_mirrored: bool, cached_cases: list[Ca
     samples = fine(
         cached_cases,
         task,
-        crops=on_the_cache(box_beyond),
+        box_beyond,
         patch_size=None,
         augmentation=None,
         jitter=False,
