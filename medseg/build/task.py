@@ -1,12 +1,22 @@
-"""Task of a run: labels, regions and HU window."""
+"""Task of a run: labels, regions, channels and plausible volumes."""
 
 from medseg.config.schema import TaskConfig
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 
 
 def make_task(config: TaskConfig) -> Task:
     """Make the task of a configuration."""
     regions = tuple(
-        Region(name, tuple(region.labels), region.side.value if region.side else None) for name, region in config.regions.items()
+        Region(name, tuple(region.labels), region.side.value if region.side else None)
+        for name, region in (config.regions or {}).items()
     )
-    return Task(config.name, dict(config.labels), regions, config.window_hu, config.least_hu)
+    channels = [Channel(one.modality.value, one.window_hu, one.normalise.value) for one in config.channels or ()]
+    return Task(
+        config.name,
+        dict(config.labels),
+        regions,
+        tuple(channels or [Channel(window_hu=config.window_hu)]),
+        config.least_hu,
+        config.ignore_label,
+        {name: (low_ml, high_ml) for name, (low_ml, high_ml) in (config.volume_ml or {}).items()},
+    )

@@ -48,6 +48,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         if isinstance(node, dict) and TARGET in node:
             check_target(point, point, typing.cast(dict[str, Any], node), composed.get("trusted_targets") or ())
     values = resolved(composed)
+    _fill_label_values(values)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values)))
     except OmegaConfBaseException as error:
@@ -56,6 +57,16 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     for point in points:
         setattr(config, point, _checked_node(point, getattr(config, point), values.get("trusted_targets", ()), composed))
     return typing.cast(T, config)
+
+
+def _fill_label_values(values: dict[str, Any]) -> None:
+    """Fill in `data.label_values`, in place: the values of the task where none are given, and the ignore label of the task."""
+    task, data = values.get("task") or {}, values.get("data") or {}
+    if "labels_column" in data and isinstance(task.get("labels"), dict):
+        if data.get("label_values") is None:
+            data["label_values"] = dict(task["labels"])
+        if task.get("ignore_label") is not None and isinstance(data["label_values"], dict):
+            data["label_values"].setdefault("ignore", task["ignore_label"])
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:
@@ -107,7 +118,7 @@ def _check_numbers(node: Any, path: str) -> None:
     """Convert lists to the declared tuples, in place; refuse wrong lengths, numbers outside their range and swapped bounds."""
     for name, hint in typing.get_type_hints(type(node), include_extras=True).items():
         value, key = getattr(node, name), f"{path}.{name}".lstrip(".")
-        items = value.items() if isinstance(value, dict) else ()
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for child, child_key in [(value, key), *((item, f"{key}.{item_name}") for item_name, item in items)]:
             if dataclasses.is_dataclass(child):
                 _check_numbers(child, child_key)

@@ -45,9 +45,11 @@ def _lines(schema: type, values: dict[str, Any], path: str) -> Iterator[str]:
         parts.append("or null" if isinstance(kind, types.UnionType) else "")
         yield f"  {key}={_text(value)}   {', '.join(filter(None, parts))}"
         yield f"      {knob.sentence}{options}"
-        for item in typing.get_args(kind):
-            if dataclasses.is_dataclass(item):
-                yield from _lines(typing.cast(type, item), {}, f"{key}.<name>")
+        for container in (kind, *typing.get_args(kind)):  # the second for a mapping or list that may be null
+            for item in typing.get_args(container):
+                if dataclasses.is_dataclass(item):
+                    place = "<number>" if typing.get_origin(container) is list else "<name>"
+                    yield from _lines(typing.cast(type, item), {}, f"{key}.{place}")
 
 
 def _text(value: Any) -> str:

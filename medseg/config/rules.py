@@ -14,6 +14,8 @@ from medseg.config.schema import (
     UNET,
     Accelerator,
     LrScaling,
+    Modality,
+    Normalise,
     Precision,
     PredictConfig,
     PrepareConfig,
@@ -161,22 +163,68 @@ def _path_list(key: str, value: Any) -> list[str]:
 
 
 def _task_rules(task: TaskConfig) -> Rules:
-    values = sorted(task.labels.values())
-    low_hu, high_hu = task.window_hu
+    values, regions = sorted(task.labels.values()), task.regions or {}
     rules = [
         (
-            values == list(range(1, len(values) + 1)),
+            values == list(range(1, len(values) + 1)) and values != [],
             f"task.labels: expected the values 1, 2, … without a gap, but got {dict(task.labels)}",
         ),
-        (low_hu < high_hu, f"task.window_hu: expected a lower bound below the upper one, but got {list(task.window_hu)}"),
+        (
+            len(values) < (255 if task.ignore_label is None else task.ignore_label),
+            f"task.ignore_label={task.ignore_label}: the values 1 to {len(values)} are those of labels; choose a larger one, at most 255, "
+            "for at most 254 labels",
+        ),
+        (
+            (task.window_hu is None) != (not task.channels),
+            "task.channels and task.window_hu: expected one of the two; window_hu is short for channels=[{modality: ct, window_hu: […]}]",
+        ),
     ]
-    for name, region in task.regions.items():
+    windows = {"task.window_hu": task.window_hu}
+    for number, channel in enumerate(task.channels or ()):
+        key, is_window = f"task.channels.{number}", channel.normalise is Normalise.window
+        windows[f"{key}.window_hu"] = channel.window_hu
+        rules += [
+            (
+                is_window == (channel.window_hu is not None),
+                f"{key}: expected a window_hu (normalise=window), or normalise=zscore or percentile without one, but got "
+                f"normalise={channel.normalise.value} and window_hu={channel.window_hu}",
+            ),
+            (
+                not is_window or channel.modality is Modality.ct,
+                f"{key}.normalise=window: values of modality={channel.modality.value} have no common scale; choose zscore or percentile",
+            ),
+        ]
+    rules += [
+        (
+            window_hu is None or window_hu[0] < window_hu[1],
+            f"{key}: expected a lower bound below the upper one, but got {window_hu}",
+        )
+        for key, window_hu in windows.items()
+    ]
+    for name, range_ml in (task.volume_ml or {}).items():
+        rules += [
+            (
+                name in {*task.labels, *regions},
+                f"task.volume_ml.{name}: there is no such label or region; there are {', '.join({**task.labels, **regions})}",
+            ),
+            (
+                _is_range(range_ml),
+                f"task.volume_ml.{name}: expected two increasing numbers in ml, but got {range_ml}",
+            ),
+        ]
+    for name, region in regions.items():
         key, unknown = f"task.regions.{name}.labels", [label for label in region.labels if label not in task.labels]
         rules += [
             (not unknown, f"{key}: {unknown} are not among task.labels {sorted(task.labels)}"),
             (bool(region.labels), f"{key}: at least one label is needed"),
         ]
     return rules
+
+
+def _is_range(values: Any) -> bool:
+    """Whether a value is two increasing numbers, the first at least 0."""
+    is_pair = isinstance(values, list) and len(values) == 2 and all(isinstance(one, (int, float)) for one in values)
+    return is_pair and 0 <= values[0] < values[1]
 
 
 def _value_rules(config: TrainConfig) -> Rules:
@@ -454,7 +502,8 @@ def _optimisation_rules(config: TrainConfig) -> Rules:
 def _stage_rules(config: TrainConfig) -> Rules:
     """Flips, and the keys that only one of the stages has."""
     stage, flip_axes = config.stage, config.augment.flip_axes
-    sides = {region.side for region in config.task.regions.values()} - {None}
+    regions = config.task.regions or {}
+    sides = {region.side for region in regions.values()} - {None}
     rules = [
         (
             not (sides and 2 in flip_axes),
@@ -478,9 +527,13 @@ def _stage_rules(config: TrainConfig) -> Rules:
                 for key in (*FINE_KEYS, "elsewhere_share", "coarse")
             ),
         ]
-    counts = {name: len(region.labels) for name, region in config.task.regions.items()}
+    counts = {name: len(region.labels) for name, region in regions.items()}
     return [
         *rules,
+        (
+            bool(regions),
+            f"stage=fine: the task {config.task.name} has no regions, and one stage segments all of its labels; choose stage=coarse",
+        ),
         (stage.max_voxels is None, "stage.max_voxels: only the coarse stage uses it; bound crops with stage.patch_size"),
         (
             stage.slab_share is None,

@@ -37,6 +37,8 @@ StageName = StrEnum("StageName", ["coarse", "fine"])
 RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.unet`
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Side = StrEnum("Side", ["left", "right"])  # of the patient
+Modality = StrEnum("Modality", ["ct", "mr", "other"])
+Normalise = StrEnum("Normalise", ["window", "zscore", "percentile"])  # see `medseg.preprocess.intensity`
 SpacingStrategy = StrEnum(  # see docs/spacing.md
     "SpacingStrategy",
     [
@@ -80,16 +82,46 @@ class RegionConfig:
 
 
 @dataclass
+class ChannelConfig:
+    """One channel of the input: the column `image` of a case table, then `image_1`, `image_2` and so on."""
+
+    modality: Annotated[Modality, Knob("ct: values in HU, which the audit checks; mr, other: values of any scale.")] = Modality.ct
+    window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1]; with normalise=window.", unit="HU")] = None
+    normalise: Annotated[
+        Normalise, Knob("Intensity of each case. window: see window_hu; zscore, percentile: by the values of the case itself.")
+    ] = Normalise.window
+
+
+@dataclass
 class TaskConfig:
     """What is segmented."""
 
     name: Annotated[str, Knob("Name of the task.")]
     labels: Annotated[dict[str, int], Knob("Label names and their values in every label map: 1, 2, … without a gap.")]
-    regions: Annotated[dict[str, RegionConfig], Knob("Regions of interest; the fine stage makes one crop of each.")]
-    window_hu: Annotated[Pair, Knob("Window that is mapped to [-1, 1].", unit="HU")]
+    regions: Annotated[
+        dict[str, RegionConfig] | None,
+        Knob("Regions of interest; the fine stage makes one crop of each. null: one stage segments all labels."),
+    ] = None
+    channels: Annotated[
+        list[ChannelConfig] | None,
+        Knob("Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."),
+    ] = None
+    window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1], of a task with one CT channel.", unit="HU")] = None
     least_hu: Annotated[float | None, Knob("A part with a lower median is gas, not organ; null: keep every part.", unit="HU")] = (
         None
     )
+    ignore_label: Annotated[
+        int | None,
+        Knob("Value of voxels that count nowhere: not in the loss, the sampling or the scores; null: none.", "[1, 255]"),
+    ] = None
+    volume_ml: Annotated[
+        dict[str, Any] | None,
+        Knob(
+            "Region or label: its smallest and largest plausible volume, [low, high]; others are not checked.",
+            unit="ml",
+            neutral=True,
+        ),
+    ] = None
 
 
 @dataclass
@@ -161,17 +193,18 @@ class PhantomConfig(PhantomCountsConfig):
     num_extra: Annotated[int, Knob("Scans added to the training cases of a case table.", "[0, inf)", "scans")]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LabelsConfig:
     """Reference labels."""
 
     labels_column: Annotated[str, Knob("Column of the case table with the reference.")]
     label_values: Annotated[
-        dict[str, Any], Knob("Label name: its value or [values] in the reference files; unknown names are background.")
-    ]
+        dict[str, Any] | None,
+        Knob("Label name: its value or [values] in the reference files; unknown names are background. null: those of the task."),
+    ] = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DataConfig(LabelsConfig):
     """Cases, their labels, the split and the cache."""
 
@@ -180,6 +213,9 @@ class DataConfig(LabelsConfig):
     hu_offset: Annotated[
         float, Knob("See hu_slope; -1024 where the audit finds values stored 1024 too high.", "(-inf, inf)", "HU")
     ]
+    train_trust: Annotated[
+        Text, Knob("Train only on regions with this trust (columns trust_<region>), e.g. reference; null: on all.")
+    ] = None
     ignore_findings: Annotated[list[str], Knob("Codes of audit findings that exclude no case; the table's column adds to them.")]
     cache: Annotated[str, Knob("Folder of the resampled cases.", neutral=True)]
     fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
@@ -624,5 +660,6 @@ def schema_defaults(schema: type) -> dict[str, Any]:
     return found
 
 
-# Named in the defaults list of conf/train.yaml: a key that the files do not contain can be overridden like any other.
-ConfigStore.instance().store("train_schema", schema_defaults(TrainConfig))
+# Named in the defaults list of the file of each root: a key that the files do not contain can be overridden like any other.
+for root in (TrainConfig, PrepareConfig, EvaluateConfig, CrossValidateConfig):
+    ConfigStore.instance().store(f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root))

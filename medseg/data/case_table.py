@@ -4,6 +4,7 @@ import csv
 import difflib
 import hashlib
 import io
+import itertools
 import math
 import os
 from collections import Counter
@@ -21,6 +22,7 @@ from medseg.report.tables import plain_cell, write_csv
 
 SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
+CHANNEL_PREFIX = "image_"
 # File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary folder.
 MAX_NAME_BYTES = 180
 MAX_COLUMNS = 1000
@@ -40,6 +42,7 @@ class Case:
         series: DICOM series of the folder, by UID or number; None for the only one.
         hu: Scale from the values of the file to HU.
         ignore_findings: Codes of the findings of the audit that were checked by a person and are accepted.
+        more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an empty cell is None.
     """
 
     name: str
@@ -51,6 +54,22 @@ class Case:
     series: str | None = None
     hu: HuScale = AS_STORED
     ignore_findings: frozenset[str] = frozenset()
+    more_images: tuple[Path | None, ...] = ()
+
+    def images(self, num_channels: int) -> list[Path]:
+        """List the image of each channel of a task.
+
+        Raises:
+            UserError: If the case has fewer.
+        """
+        found = [self.image, *self.more_images[: num_channels - 1]]
+        found += [None] * (num_channels - len(found))
+        if missing := [f"image_{number}" for number, path in enumerate(found) if path is None]:
+            raise UserError(
+                f"The case {self.name!r} has no {' and no '.join(missing)}, but the task has {num_channels} channels (task.channels); "
+                "fill in these cells of the case table."
+            )
+        return [path for path in found if path is not None]
 
 
 def read_case_table(
@@ -60,7 +79,7 @@ def read_case_table(
     hu: HuScale = AS_STORED,
     ignore_findings: frozenset[str] = frozenset(),
 ) -> list[Case]:
-    """Read a case table `case,image,labels[,patient,split,series,trust_<region>,hu_slope,hu_offset,ignore_findings,…]`.
+    """Read a case table `case,image[,image_1,image_2,…],labels[,patient,split,series,trust_<region>,hu_slope,hu_offset,ignore_findings,…]`.
 
     The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths are relative to its
     folder. Unknown columns are ignored and blank lines skipped. An empty cell means that there is no value; `patient`
@@ -165,6 +184,7 @@ def _case(
     if split not in (None, *SPLITS):
         raise UserError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)} or nothing.")
     labels = cells[labels_column] if labels_column else ""
+    more = list(itertools.takewhile(cells.__contains__, (f"{CHANNEL_PREFIX}{number}" for number in itertools.count(1))))
     return Case(
         name=name,
         image=table.parent / image,
@@ -178,6 +198,7 @@ def _case(
         },
         series=cells.get("series") or None,
         hu=HuScale(_number(cells, "hu_slope", hu.slope, where), _number(cells, "hu_offset", hu.offset, where)),
+        more_images=tuple(table.parent / cells[column] if cells[column] else None for column in more),
         ignore_findings=ignore_findings | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
     )
 
@@ -200,17 +221,6 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
     Returns:
         The path of the table.
     """
-    regions = sorted({region for case in cases for region in case.trust})
-    columns = [
-        "case",
-        "image",
-        "labels",
-        "patient",
-        "series",
-        "hu_slope",
-        "hu_offset",
-        *(TRUST_PREFIX + name for name in regions),
-    ]
     rows = [
         {
             "case": case.name,
@@ -220,11 +230,12 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
             "series": case.series,
             "hu_slope": case.hu.slope,
             "hu_offset": case.hu.offset,
-            **{TRUST_PREFIX + name: trust for name, trust in case.trust.items()},
+            **{f"{CHANNEL_PREFIX}{number}": path and path.absolute() for number, path in enumerate(case.more_images, start=1)},
+            **{TRUST_PREFIX + name: trust for name, trust in sorted(case.trust.items())},
         }
         for case in cases
     ]
-    write_csv(path, rows, columns)
+    write_csv(path, rows, list(dict.fromkeys(itertools.chain.from_iterable(rows))))
     return path
 
 

@@ -1,9 +1,12 @@
-"""Segmentation task: label values, regions of interest, their sides and the HU window."""
+"""Segmentation task: labels, regions of interest, input channels and plausible volumes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+IGNORE = "ignore"
+"""Name of the ignore label in `data.label_values`."""
 
 _SEPARATORS = "_- "
 
@@ -24,22 +27,41 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Channel:
+    """One channel of the input.
+
+    Attributes:
+        modality: `ct` (values in HU, which the audit checks), `mr` or `other`.
+        window_hu: Lower and upper HU that are mapped to [-1, 1]; None with another normalisation than `window`.
+        normalise: `window`, or by the values of each case: `zscore` or `percentile`.
+    """
+
+    modality: str = "ct"
+    window_hu: tuple[float, float] | None = None
+    normalise: str = "window"
+
+
+@dataclass(frozen=True)
 class Task:
-    """Labels and regions of a segmentation task.
+    """Labels, regions and channels of a segmentation task.
 
     Attributes:
         name: Name of the task, e.g. `lungs`.
         labels: Label name to value in every label map that medseg writes; values are 1, 2, … without a gap.
-        regions: Regions of interest, one fine crop each.
-        window_hu: Lower and upper HU that are mapped to [-1, 1].
+        regions: Regions of interest, one fine crop each; empty for a task of one stage, which segments all labels at once.
+        channels: Channels of the input, at least one, in the order of the columns `image`, `image_1`, ….
         least_hu: A connected component with a lower median HU is no organ; None accepts every component.
+        ignore_label: Value in label maps and targets of voxels that count nowhere; None where all count.
+        volume_ml: Name of a region or label to its smallest and largest plausible volume; names may be absent.
     """
 
     name: str
     labels: dict[str, int]
     regions: tuple[Region, ...]
-    window_hu: tuple[float, float]
+    channels: tuple[Channel, ...]
     least_hu: float | None = None
+    ignore_label: int | None = None
+    volume_ml: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def num_classes(self) -> int:
@@ -51,26 +73,57 @@ class Task:
         """Classes of the fine network: the labels of the largest region and the background."""
         return 1 + max(len(region.labels) for region in self.regions)
 
+    @property
+    def is_ct(self) -> bool:
+        """Whether the first channel, which the audit and the clean-up look at, is in HU."""
+        return self.channels[0].modality == "ct"
+
+    @property
+    def window_hu(self) -> tuple[float, float]:
+        """Window of the first channel, which is drawn in pictures.
+
+        Raises:
+            ValueError: If that channel has none.
+        """
+        if (window_hu := self.channels[0].window_hu) is None:
+            raise ValueError(f"the first channel of the task {self.name} has no window")
+        return window_hu
+
+    @property
+    def values(self) -> dict[str, int]:
+        """Label name to value, the ignore label included."""
+        return self.labels | ({} if self.ignore_label is None else {IGNORE: self.ignore_label})
+
     def region_values(self, region: Region) -> tuple[int, ...]:
         """Label values of a region, in the order of the fine network's classes."""
         return tuple(self.labels[name] for name in region.labels)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types for a checkpoint or a JSON file."""
-        return {
-            "name": self.name,
-            "labels": dict(self.labels),
-            "regions": [{"name": r.name, "labels": list(r.labels), "side": r.side} for r in self.regions],
-            "window_hu": list(self.window_hu),
-            "least_hu": self.least_hu,
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Task:
-        """Read what `to_dict` wrote."""
+        """Read what `to_dict` wrote, also of versions with one CT channel, which had `window_hu` in place of `channels`."""
         regions = tuple(Region(r["name"], tuple(r["labels"]), r["side"]) for r in data["regions"])
-        low_hu, high_hu = data["window_hu"]
-        return cls(data["name"], dict(data["labels"]), regions, (float(low_hu), float(high_hu)), data.get("least_hu"))
+        channels = data.get("channels") or [{"window_hu": data["window_hu"]}]
+        return cls(
+            data["name"],
+            dict(data["labels"]),
+            regions,
+            tuple(Channel(**{**channel, "window_hu": _pair(channel["window_hu"])}) for channel in channels),
+            data.get("least_hu"),
+            data.get("ignore_label"),
+            {name: _pair(range_ml) for name, range_ml in data.get("volume_ml", {}).items()},
+        )
+
+
+def _pair(values: Any) -> Any:
+    """Convert a list of two numbers to a tuple; None stays."""
+    if values is None:
+        return None
+    low, high = values
+    return float(low), float(high)
 
 
 def is_side_pair(one: Region, other: Region) -> bool:

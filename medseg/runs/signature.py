@@ -21,6 +21,9 @@ LATER_KEYS: dict[str, Any] = {
     "trainer.sync_batchnorm": False,
     f"model.{TARGET}": UNET,
     "model.divisor": None,
+    "task.channels": None,
+    "task.ignore_label": None,
+    "data.train_trust": None,
 }
 
 

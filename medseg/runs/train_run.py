@@ -89,7 +89,7 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     callbacks: list[Any] = [history, ValidationPictures(run_dir / "pictures", make_views(config)), checkpoints]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
         is_coarse = config.stage.name is StageName.coarse
-        callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions)))
+        callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
 

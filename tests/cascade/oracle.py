@@ -9,7 +9,7 @@ from scipy import ndimage
 from torch import Tensor, nn
 
 from medseg.cascade.stage import TrainedStage
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import GridRule
 from medseg.io.volume import Volume
@@ -24,7 +24,7 @@ TASK = Task(
     "blocks",
     {"left_lung": 1, "right_lung": 2},
     (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
-    (-1000.0, 0.0),
+    (Channel(window_hu=(-1000.0, 0.0)),),
 )
 
 # Lattices and rules of a stage. The blocks are about 37 x 36 x 32 mm, the scan 81 x 81 x 104 mm.

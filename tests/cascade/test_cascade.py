@@ -9,7 +9,7 @@ from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan
 
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
@@ -159,7 +159,7 @@ def test_an_empty_fine_result_is_said_aloud() -> None:
 
 
 def test_stages_of_different_tasks_are_refused() -> None:
-    other = Task("kidneys", {"kidney": 1}, (Region("kidney", ("kidney",)),), (-200.0, 300.0))
+    other = Task("kidneys", {"kidney": 1}, (Region("kidney", ("kidney",)),), (Channel(window_hu=(-200.0, 300.0)),))
     with pytest.raises(UserError, match="two checkpoints of the same task"):
         Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", other))
 

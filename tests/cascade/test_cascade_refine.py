@@ -86,7 +86,7 @@ def test_only_the_classes_of_the_region_are_kept(mode: str) -> None:
 
     volume, _ = scan()
     two, four = Region("right", ("a", "b"), "right"), Region("left", ("a", "b", "c", "d"), "left")
-    task = Task("t", {"a": 1, "b": 2, "c": 3, "d": 4}, (two, four), TASK.window_hu)
+    task = Task("t", {"a": 1, "b": 2, "c": 3, "d": 4}, (two, four), TASK.channels)
     expected = torch.softmax(torch.arange(5.0), 0)
     for region in (two, four):
         probs = refine(volume.array, volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task, region_mode=mode)).probs

@@ -9,7 +9,7 @@ from oracle import OBLIQUE
 
 from medseg.cascade import join as joining
 from medseg.cascade.join import clean_labels, join, merge
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import crop_padded
 
@@ -20,7 +20,7 @@ LOBES = Task(
         Region("left_lung", ("left_upper", "left_lower"), "left"),
         Region("right_lung", ("right_upper", "right_middle", "right_lower"), "right"),
     ),
-    (-1000.0, 0.0),
+    (Channel(window_hu=(-1000.0, 0.0)),),
 )
 GRID = VoxelGrid((20, 30, 41), (1.5, 0.9, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
 
@@ -100,7 +100,7 @@ def test_gas_is_no_organ_where_the_task_says_so() -> None:
     region = Region("lung", ("lung",))
     results = [(region, torch.from_numpy(probs), GRID)]
     for least_hu, expected in ((-980.0, 60), (None, 380)):
-        task = Task("lung", {"lung": 1}, (region,), (-1000.0, 400.0), least_hu)
+        task = Task("lung", {"lung": 1}, (region,), (Channel(window_hu=(-1000.0, 400.0)),), least_hu)
         assert int((join(results, GRID, task, image_hu=image_hu) > 0).sum()) == expected
 
 

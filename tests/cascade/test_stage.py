@@ -14,12 +14,12 @@ from torch import Tensor
 
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import CascadeOptions, flips
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.preprocess.orient import Orientation
 
 SHAPE = (96, 128, 80)
-NO_SIDES = Task("t", {"a": 1}, (Region("a", ("a",)),), (-1000.0, 0.0))
+NO_SIDES = Task("t", {"a": 1}, (Region("a", ("a",)),), (Channel(window_hu=(-1000.0, 0.0)),))
 
 
 class Sloped(FineOracle):

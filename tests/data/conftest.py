@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,25 @@ import pytest
 from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
 from medseg.data.case_table import Case
-from medseg.data.task import Region, Task
+from medseg.data.crops import StageCrops
+from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid_rule import Crop
+
+
+@dataclass(frozen=True)
+class GivenCrops(StageCrops):
+    """Crops that a test chooses.
+
+    Attributes:
+        of: Called as `of(case, region, rng)`.
+    """
+
+    of: Any = None
+
+    def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
+        return self.of(case, region, rng)
+
 
 LABEL_VALUES = {1: "left_lung", 2: "right_lung"}
 
@@ -20,7 +39,7 @@ LABEL_VALUES = {1: "left_lung", 2: "right_lung"}
 @pytest.fixture(scope="session")
 def task() -> Task:
     regions = (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right"))
-    return Task("lungs", {"left_lung": 1, "right_lung": 2}, regions, (-1000.0, 600.0))
+    return Task("lungs", {"left_lung": 1, "right_lung": 2}, regions, (Channel(window_hu=(-1000.0, 600.0)),))
 
 
 def two_blocks(shape: tuple[int, int, int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,11 @@ import pytest
 from medseg.data.audit.finding import Severity
 from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, prepare_cases
 from medseg.data.case_table import Case, read_case_table
-from medseg.data.samples import CoarseSamples
+from medseg.data.crops import StageCrops
+from medseg.data.samples import Samples
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import fingerprint, is_same_source
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.scale import HuScale
@@ -235,8 +235,8 @@ def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(case: Ca
 
 
 def test_other_configurations_have_other_entries(case: Case, tmp_path: Path, task: Task) -> None:
-    swapped_values = Task(task.name, {"right_lung": 1, "left_lung": 2}, task.regions, task.window_hu)
-    other_window = Task("thorax", task.labels, task.regions, (-500.0, 500.0))
+    swapped_values = Task(task.name, {"right_lung": 1, "left_lung": 2}, task.regions, task.channels)
+    other_window = Task("thorax", task.labels, task.regions, (Channel(window_hu=(-500.0, 500.0)),))
     entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
     other = prepare_case(case, tmp_path, SPACING_MM, swapped_values, NAMES)
     assert other.folder != entry.folder
@@ -258,16 +258,15 @@ def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(case: Case,
                 os.truncate(entry.folder / "labels.npy", 200)
 
 
-def test_what_a_killed_process_left_is_removed_after_a_day(case: Case, tmp_path: Path, task: Task) -> None:
-    entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
-    fresh = entry.folder.parent / f".building-0123456789ab-{entry.folder.name}"
-    old = entry.folder.parent / f".old-0123456789ab-{entry.folder.name}"
-    for left in (fresh, old):
+def test_what_a_killed_process_left_is_removed_when_the_entry_is_built(case: Case, tmp_path: Path, task: Task) -> None:
+    entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    for purpose in ("building", "stale"):
+        left = entry.folder.with_name(f".{purpose}-{entry.folder.name}")
         left.mkdir()
-    os.utime(old, (time.time() - 2 * 86400,) * 2)
-    prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
-    assert fresh.is_dir()
-    assert not old.exists()
+        (left / "image.npy").write_bytes(b"half")
+    (entry.folder / "case.json").unlink()
+    prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    assert list(entry.folder.parent.iterdir()) == [entry.folder]
 
 
 def test_label_values_are_mapped_by_name(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
@@ -404,12 +403,13 @@ import sys, json
 from pathlib import Path
 from medseg.data.cache import open_case
 from medseg.data.case_table import Case
-from medseg.data.samples import CoarseSamples
+from medseg.data.crops import StageCrops
+from medseg.data.samples import Samples
 from medseg.data.task import Task
 task = Task.from_dict(json.loads({json.dumps(json.dumps(task.to_dict()))}))
 case = Case({case.name!r}, Path({str(case.image)!r}), Path({str(case.labels)!r}), "p")
 entry = open_case(case, Path({str(tmp_path)!r}), {SPACING_MM}, task, {NAMES})
-print(CoarseSamples([entry], task, seed=0, divisor=(8, 8, 8))[0]["target"].sum().item())
+print(Samples([entry], task, StageCrops(divisor=(8, 8, 8)), seed=0, is_coarse=True)[0]["target"].sum().item())
 loaded = {{name.partition(".")[0] for name in sys.modules}}
 assert not loaded & {{"SimpleITK", "nibabel", "pydicom", "monai", "scipy"}}, sorted(loaded)
 """
@@ -444,13 +444,13 @@ def test_a_real_scan(shared_ct: Path, tmp_path: Path, task: Task) -> None:
     litres = {name: np.count_nonzero(entry.labels == value) * 64e-6 for name, value in task.labels.items()}
     assert litres["left_lung"] == pytest.approx(2.135, rel=0.03)
     assert litres["right_lung"] == pytest.approx(2.419, rel=0.03)
-    sample = CoarseSamples([entry], task, seed=0, divisor=(8, 8, 8))[0]
+    sample = Samples([entry], task, StageCrops(divisor=(8, 8, 8)), seed=0, is_coarse=True)[0]
     assert float(sample["image"][0][sample["target"] > 0].median()) < -0.75
     swapped = Task(
         task.name,
         task.labels,
         (Region("a", ("left_lung",), "right"), Region("b", ("right_lung",), "left")),
-        task.window_hu,
+        task.channels,
     )
     with pytest.raises(UserError, match="swapped"):
         prepare_case(cases["cip_ct64"], tmp_path, (4.0, 4.0, 4.0), swapped, NAMES)

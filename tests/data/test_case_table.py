@@ -36,6 +36,19 @@ def test_all_columns_are_read_and_paths_are_relative_to_the_table(tmp_path: Path
     ]
 
 
+def test_channels_are_columns_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    text = "case,image,image_1,labels,image_2,image_4\na,a.nii.gz,b.nii.gz,a_l.nii.gz,c.nii.gz,d.nii.gz\nb,a.nii.gz,,a_l.nii.gz,c.nii.gz,\n"
+    full, lacking = read_case_table(write(tmp_path, text))
+    assert [path.name for path in full.images(3)] == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
+    assert full.images(1) == [full.image]
+    with pytest.raises(UserError, match=r"The case 'a' has no image_3, but the task has 4 channels"):
+        full.images(4)
+    with pytest.raises(UserError, match=r"The case 'b' has no image_1 and no image_3, but"):
+        lacking.images(4)
+    again = read_case_table(write_case_table(tmp_path / "again.csv", [full, lacking]))
+    assert [case.images(3 if case.name == "a" else 1) for case in again] == [full.images(3), lacking.images(1)]
+
+
 def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
     plain = read_case_table(write(tmp_path, ROW))
     assert read_case_table(write(tmp_path, ROW, "utf-8-sig")) == plain

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
@@ -21,7 +21,7 @@ TASK = Task(
     "lungs",
     {"left_lung": 1, "right_lung": 2},
     (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
-    (-1000.0, 400.0),
+    (Channel(window_hu=(-1000.0, 400.0)),),
 )
 VALUES = {1: "left_lung", 2: "right_lung"}
 GRID = VoxelGrid((14, 20, 26), (3.0, 1.5, 2.0), (-10.0, 20.0, 7.0))
@@ -251,7 +251,7 @@ def test_references_are_mapped_by_name(world: World) -> None:
 
 
 def test_a_region_is_the_union_of_its_labels(world: World) -> None:
-    task = Task("lungs", TASK.labels, (Region("both", ("left_lung", "right_lung")),), TASK.window_hu)
+    task = Task("lungs", TASK.labels, (Region("both", ("left_lung", "right_lung")),), TASK.channels)
     swapped = np.array([0, 2, 1], dtype=np.uint8)[_labels()]
     world.add("a", swapped, _labels())
     summary = evaluate_folder(world.pred, world.table, world.output, task, VALUES, progress=_say_nothing, pictures=False)

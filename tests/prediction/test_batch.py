@@ -21,7 +21,7 @@ from medseg.commands import predict as app
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PredictConfig
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
@@ -295,7 +295,7 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
             seen.extend(flag.allow_tf32 for flag in tf32_flags)
             return torch.cat([image, -image], 1)
 
-    task = Task("t", {"a": 1}, (Region("a", ("a",)),), (-1000.0, 0.0))
+    task = Task("t", {"a": 1}, (Region("a", ("a",)),), (Channel(window_hu=(-1000.0, 0.0)),))
     stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, "whole", precision, torch.device("cpu"))
     for flag in tf32_flags:
         flag.allow_tf32 = before

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN
 from medseg.training.data_module import CasesDataModule, StageInput
@@ -18,7 +18,7 @@ TASK = Task(
     "lungs",
     {"left_lung": 1, "right_lung": 2},
     (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
-    (-1000.0, 400.0),
+    (Channel(window_hu=(-1000.0, 400.0)),),
 )
 INPUT = StageInput(
     is_coarse=True, spacing_mm=(6.0, 6.0, 6.0), rule=PLAIN, follows_scans=False, resampling="antialiased",

@@ -62,7 +62,7 @@ def test_a_region_of_several_labels_is_one(task: Task) -> None:
         "lobes",
         {"lul": 1, "lll": 2, "right": 3},
         (Region("left_lung", ("lul", "lll"), "left"), Region("right_lung", ("right",), "right")),
-        task.window_hu,
+        task.channels,
     )
     image, labels = lungs()
     parted = np.array([0, 1, 3], np.uint8)[labels]
@@ -73,8 +73,8 @@ def test_a_region_of_several_labels_is_one(task: Task) -> None:
     assert found(image, parted, lobes) == []
 
 
-def test_regions_without_sides_are_not_compared() -> None:
-    organs = Task("organs", {"heart": 1, "spine": 2}, (Region("heart", ("heart",)), Region("spine", ("spine",))), (-160.0, 240.0))
+def test_regions_without_sides_are_not_compared(task: Task) -> None:
+    organs = Task("organs", {"heart": 1, "spine": 2}, (Region("heart", ("heart",)), Region("spine", ("spine",))), task.channels)
     image, labels = lungs()
     wide = labels.copy()
     wide[2:10, 8:22, 18:23] = 2

@@ -1,0 +1,55 @@
+"""Tasks: channels, regions, the ignore label, and the forms of older files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hydra
+import pytest
+
+from medseg.build.cases import file_values
+from medseg.build.task import make_task
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import EvaluateConfig, PrepareConfig, TrainConfig
+from medseg.data.task import Channel, Task
+
+TWO_CHANNELS = "task.channels=[{modality: ct, window_hu: [-1000, 400]}, {modality: mr, normalise: zscore}]"
+
+
+def config(*overrides: str, root: str = "train", schema: type = TrainConfig) -> Any:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose(root, [*overrides, *(["run_dir=x"] if root == "train" else [])]), schema)
+
+
+def test_window_hu_is_short_for_one_ct_channel() -> None:
+    task = make_task(config().task)
+    assert task.channels == (Channel("ct", (-1000.0, 400.0), "window"),)
+    assert task.is_ct
+    older = task.to_dict()
+    older["window_hu"] = list(older.pop("channels")[0]["window_hu"])  # as weights and checkpoints of 0.1 hold it
+    del older["volume_ml"], older["ignore_label"]
+    assert Task.from_dict(older).channels == task.channels
+    assert Task.from_dict(task.to_dict()) == task
+
+
+def test_several_channels_in_their_order() -> None:
+    task = make_task(config("task.window_hu=null", TWO_CHANNELS).task)
+    assert task.channels == (Channel("ct", (-1000.0, 400.0), "window"), Channel("mr", None, "zscore"))
+    assert Task.from_dict(task.to_dict()) == task
+
+
+def test_a_task_without_regions_has_one_stage() -> None:
+    task = make_task(config("task.regions=null").task)
+    assert task.regions == ()
+    assert Task.from_dict(task.to_dict()) == task
+
+
+@pytest.mark.parametrize(("root", "schema"), [("train", TrainConfig), ("prepare", PrepareConfig), ("evaluate", EvaluateConfig)])
+def test_label_values_are_those_of_the_task_unless_given(root: str, schema: type) -> None:
+    given = ["pred=a", "ref=b", "output=c"] if root == "evaluate" else []
+    heart = config("task=heart", *given, root=root, schema=schema)
+    assert file_values(heart.data.label_values) == {1: "heart"}
+    ignoring = config("task=heart", "task.ignore_label=255", "data.label_values={heart: 7}", *given, root=root, schema=schema)
+    assert file_values(ignoring.data.label_values) == {7: "heart", 255: "ignore"}
+    assert make_task(ignoring.task).values == {"heart": 1, "ignore": 255}
