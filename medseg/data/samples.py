@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from medseg.data.transforms import Transforms
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.task import Region, Task
+from medseg.data.transforms import Transforms
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
