@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.help import help_text
-from medseg.config.overrides import quote_paths
+from medseg.config.overrides import check_arguments, quote_paths
 from medseg.config.schema import (
     CompareSpacingConfig,
     CrossValidateConfig,
@@ -136,8 +136,9 @@ def run(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    sys.argv[1:] = targets_first(quote_paths(sys.argv[1:]))
     try:
+        check_arguments(sys.argv[1:])
+        sys.argv[1:] = targets_first(quote_paths(sys.argv[1:]))
         if {"--help", "-h"} & set(sys.argv[1:]):
             overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
             print(f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values.")
@@ -149,6 +150,9 @@ def run(
         if not _is_unread(sys.stdout):
             raise
         sys.exit(EXIT_UNREAD)
+    except UserError as error:
+        say(str(error))
+        sys.exit(EXIT_USER_ERROR)
     except (HydraException, OmegaConfBaseException) as error:
         say(explain(error, _compose(command)))
         sys.exit(EXIT_USER_ERROR)

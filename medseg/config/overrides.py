@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medseg.config.folder import conf_dir
+from medseg.errors import UserError, require
+
 # Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or `a=b`.
 PATH_KEYS = frozenset(
     {
@@ -29,8 +32,37 @@ PATH_KEYS = frozenset(
         "stage.coarse",
     }
 )
+# Hydra's parser takes seconds for an argument of this length, and grows faster than it.
+MAX_LENGTH, MAX_ARGUMENTS = 20_000, 2_000
 # Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine"})
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse arguments on which Hydra ends with an error of its own, or takes minutes.
+
+    Raises:
+        UserError: Naming the argument and the cure.
+    """
+    require(
+        len(arguments) <= MAX_ARGUMENTS,
+        f"expected at most {MAX_ARGUMENTS} arguments, but got {len(arguments)}; write them in a file and give --config-dir",
+    )
+    is_sweep, shown = {"-m", "--multirun"} & set(arguments), {"-c", "--cfg", "--info", "-i"} & set(arguments)
+    require(not (is_sweep and shown), f"{' '.join(sorted(shown))} shows one configuration; leave out -m")
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        require(
+            len(argument) <= MAX_LENGTH,
+            f"{key[:80]}: expected at most {MAX_LENGTH} characters, but got {len(argument)}; write the value in a file and give --config-dir",
+        )
+        if key.startswith("-") or not equals:
+            continue
+        name = key.lstrip("+~").partition("@")[0]
+        require(bool(name), f"{argument}: expected key=value, but the key is missing; --help prints all keys")
+        is_number = re.fullmatch(r"[-+]?[\d_.]+([eE][-+]?\d+)?|null|true|false", value.strip(), re.IGNORECASE) is not None
+        if is_number and (files := sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))):
+            raise UserError(f"{argument}: {name} is a group of files; choose one of {', '.join(files)}")
 
 
 def quote_paths(arguments: Sequence[str]) -> list[str]:

@@ -383,7 +383,7 @@ class TrainConfig:
     """Keys of `train`, and of the configuration in a run folder."""
 
     name: Annotated[str, Knob("Name of the run; its folder is runs/<name>/<date_time>.", neutral=True)]
-    seed: Annotated[int, Knob("Seed of initial weights and samples.", "[0, inf)")]
+    seed: Annotated[int, Knob("Seed of initial weights and samples.", "[0, 9223372036854775807]")]
     steps: Annotated[
         int, Knob("Length of the run, whatever the number of ranks and micro-batches.", "[1, inf)", "optimiser steps")
     ]

@@ -286,7 +286,7 @@ class SearchJournal:
                 folder.mkdir(exist_ok=True)
                 if lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
                     # The values of a trial depend on its number and on the trials before it, not on interruptions.
-                    seed = self.sweep.seed * 100_003 + number
+                    seed = (self.sweep.seed * 100_003 + number) % 2**32  # what NumPy's generators take
                     self.study.sampler = (
                         RandomSampler(seed=seed)
                         if self.sweep.sampler is Sampler.random
