@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
 
 from medseg.config.targets import bind_target
 
@@ -23,7 +25,8 @@ def make_logger(group: dict[str, Any], start_step: int = 0, trusted: Sequence[st
         return False
     from medseg.training.loggers import drop_repeated_steps
 
-    logger: Logger = bind_target("logger", "logger", group, trusted=trusted)()
+    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(group), resolve=True))  # references to the environment
+    logger: Logger = bind_target("logger", "logger", node, trusted=trusted)()
     if start_step:
         drop_repeated_steps(logger, start_step)
     return logger

@@ -55,7 +55,8 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         raise UserError(explain(error, composed)) from error
     _check_numbers(config, "")
     for point in points:
-        setattr(config, point, _checked_node(point, getattr(config, point), values.get("trusted_targets", ()), composed))
+        node = values["logger"] if point == "logger" else getattr(config, point)  # with its references
+        setattr(config, point, _checked_node(point, node, values.get("trusted_targets", ()), composed))
     return typing.cast(T, config)
 
 
@@ -72,13 +73,29 @@ def _fill_label_values(values: dict[str, Any]) -> None:
 def resolved(composed: DictConfig) -> dict[str, Any]:
     """Resolve a composed configuration to plain values, not yet checked.
 
+    What `logger` reads from the environment, such as the key of an account, stays a reference: run folders and checkpoints keep these
+    values. The builder of the logger resolves it.
+
     Raises:
         UserError: If a value is missing or refers to none.
     """
     try:
-        return typing.cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
+        values = typing.cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
+    if "logger" in values:
+        raw = typing.cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
+        values["logger"] = _with_references(raw["logger"], values["logger"])
+    return values
+
+
+def _with_references(raw: Any, value: Any) -> Any:
+    """Put references to the environment back into resolved values."""
+    if isinstance(raw, dict) and isinstance(value, dict):
+        return {key: _with_references(raw.get(key), item) for key, item in value.items()}
+    if isinstance(raw, list) and isinstance(value, list):
+        return [_with_references(*pair) for pair in zip(raw, value, strict=True)]
+    return raw if isinstance(raw, str) and "${oc.env:" in raw else value
 
 
 def explain(error: Exception, composed: DictConfig | None = None) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import hydra
 import pytest
 
+from medseg.build.logger import make_logger
 from medseg.config.check import resolved, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -146,3 +147,15 @@ def test_a_lock_goes_with_its_holder(run_dir: Path, monkeypatch: pytest.MonkeyPa
     holder.join()
     assert not is_locked(run_dir / LOCK_FILE)
     resume(run_dir)
+
+
+def test_a_secret_of_the_logger_is_kept_as_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDSEG_KEY", "xyzzy")
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose(f"run_dir={tmp_path / 'run'}", "logger=csv", "logger.version=${oc.env:MEDSEG_KEY}")
+        run_dir = open_run(config)
+    for changes in ([], ["data.num_workers=0"], ["logger=csv", "logger.version=${oc.env:MEDSEG_KEY}"]):
+        config = resume(run_dir, *changes)
+        assert "xyzzy" not in (run_dir / CONFIG_FILE).read_text()
+        assert "xyzzy" not in str(config)
+    assert Path(make_logger(config.logger).log_dir).name == "xyzzy"  # type: ignore[union-attr, arg-type]
