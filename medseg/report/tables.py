@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.io.text import read_text
 
 FORMULA_SIGNS = ("=", "+", "-", "@")
 """First signs of what a spreadsheet computes when a CSV file is opened."""
@@ -65,13 +67,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """Read a CSV file with a header line: one dictionary per line, every value as text.
 
     Raises:
-        OSError: If the file cannot be read.
+        UserError: If the file cannot be read, or is no table.
     """
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            {key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
-            for row in csv.DictReader(file)
-        ]
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
+    except csv.Error as error:
+        raise UserError(f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it.") from error
+    return [{key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()} for row in rows]
 
 
 def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> str:
