@@ -169,6 +169,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         prefetch=data.prefetch,
         pin_memory=data.pin_memory,
         overfit=config.debug.overfit,
+        train_trust=data.train_trust,
         coarse=load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator), trusted=config.trusted_targets)
         if stage.coarse
         else None,

@@ -518,10 +518,6 @@ def _stage_rules(config: TrainConfig) -> Rules:
                 not (sides and flip_axes),
                 f"augment.flip_axes={flip_axes}: with flips the coarse stage cannot distinguish the sides; leave it empty",
             ),
-            (
-                stage.patch_size is None,
-                "stage.patch_size: the coarse stage trains on whole volumes; bound them with stage.max_voxels",
-            ),
             *(
                 (getattr(stage, key) is None, f"stage.{key}: only the fine stage uses it; leave it out with stage=coarse")
                 for key in (*FINE_KEYS, "elsewhere_share", "coarse")
