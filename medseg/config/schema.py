@@ -376,6 +376,7 @@ class PredictInferenceConfig(InferenceConfig):
     tta: Annotated[
         bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
     ]
+    half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")]
 
 
 @dataclass(kw_only=True)
