@@ -67,6 +67,7 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     import torch
     from lightning.pytorch.callbacks import LearningRateMonitor
 
+    from medseg.build.extensions import make_callbacks
     from medseg.build.network import load_initial_weights, make_network
     from medseg.build.run import make_data_module, make_metadata, make_module, make_trainer, make_views
     from medseg.build.versions import collect_versions
@@ -92,6 +93,7 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
         callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
+    callbacks += make_callbacks(config)
 
     best, last = (run_dir / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
     start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"] if last.is_file() else 0

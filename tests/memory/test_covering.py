@@ -13,7 +13,7 @@ import torch
 from covering import Row, allowed_pairs, covering_rows, pairs_of
 from torch import Tensor, nn
 
-from medseg.build import loss, switches
+from medseg.build import extensions, switches
 from medseg.build import network as networks
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -165,7 +165,7 @@ def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeyp
     # The first loss is that of the network without any switch of `memory`.
     config = compose({**row, "memory.checkpointing": "none", "memory.compile": "false"})
     plain, first = make_network(config), batches[0]
-    expected = loss.make_loss(config.loss)(plain(first["image"], first["region"]), first["target"])
+    expected = extensions.make_loss(config)(plain(first["image"], first["region"]), first["target"])
     assert watcher.losses[0] == pytest.approx(float(expected), rel=2e-2 if row["memory.precision"] == "bf16" else 1e-4)
 
 
