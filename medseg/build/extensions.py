@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from medseg.build.task import count_classes
+from medseg.build.task import count_classes, make_task
 from medseg.config.schema import StageName, TrainConfig
 from medseg.config.targets import TARGET, bind_arguments, import_target
 from medseg.console import say
@@ -52,7 +52,7 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
         make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
         form = node.get("target_form") or losses.find_target_form(make.func, make.keywords)
         terms.append(losses.Term(float(node.get("factor", 1.0)), _call(key, make), form))
-    return _call("loss", partial(losses.TrainingLoss, terms, config.loss.get("output_weights")))
+    return _call("loss", partial(losses.TrainingLoss, terms, config.loss.get("output_weights"), config.task.ignore_label))
 
 
 def check_loss(config: TrainConfig) -> None:
@@ -83,7 +83,8 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     augment = config.augment
     if not augment.enabled:
         return None
-    has_sides = any(region.side for region in config.task.regions.values()) and not augment.allow_mirroring
+    task, is_coarse = make_task(config.task), config.stage.name is StageName.coarse
+    has_sides = any(region.side for region in task.regions) and not augment.allow_mirroring
     made: list[Any] = []
     for n, node in enumerate(augment.transforms):
         if node == "effects":
@@ -91,8 +92,8 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
             continue
         key = f"augment.transforms[{n}]"
         made.append(_call(key, _bind("transform", key, node, config.trusted_targets, transforms.default_arguments)))
-        is_coarse = config.stage.name is StageName.coarse
-        _call(key, partial(transforms.check_transform, made[-1], has_sides=has_sides, is_coarse=is_coarse))
+        check = partial(transforms.check_transform, has_sides=has_sides, is_coarse=is_coarse, num_channels=len(task.channels))
+        _call(key, partial(check, made[-1]))
     return _call("augment.transforms", partial(transforms.Transforms, made))
 
 

@@ -128,6 +128,9 @@ class SegmentationModule(pl.LightningModule):
         kept = torch.zeros_like(labels)
         kept[inside] = labels[inside]
         target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])
+        ignore_value = self.metadata.get("task", {}).get("ignore_label")
+        if ignore_value is not None:  # background on both sides counts nowhere
+            kept, target = (labels.masked_fill(target == ignore_value, 0) for labels in (kept, target))
         scores: dict[Any, float] = dice_per_label(kept, target, tuple(range(1, int(self.metadata["num_classes"]))))
         scores |= {name: metric(kept, target, batch["spacing_mm"][0]) for name, metric in self.metrics.items()}
         self.val_scores |= {(case, region, score_of): score for score_of, score in scores.items()}
