@@ -6,7 +6,9 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
 
 from medseg.build.task import count_classes, make_task
 from medseg.config.schema import StageName, TrainConfig
@@ -140,9 +142,9 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
     """
     from medseg.training.loggers import drop_repeated_steps
 
-    nodes = (
-        {"logger": config.logger} if TARGET in config.logger else {f"logger.{name}": node for name, node in config.logger.items()}
-    )
+    # The group may hold references to the environment.
+    group = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(config.logger), resolve=True))
+    nodes = {"logger": group} if TARGET in group else {f"logger.{name}": node for name, node in group.items()}
     loggers = [_call(key, _bind("logger", key, node, config.trusted_targets)) for key, node in nodes.items()]
     for logger in loggers if start_step else ():
         drop_repeated_steps(logger, start_step)
