@@ -9,10 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 
 from medseg.errors import NotFiniteError
-from medseg.report.tables import read_csv, write_csv
+from medseg.report.tables import write_csv
+from medseg.training.loggers import earlier_rows
 from medseg.training.machine import MachineLoad, peak_bytes
 
 HISTORY_COLUMNS = (
@@ -65,7 +67,9 @@ class History(pl.Callback):
         self.load = MachineLoad()
         self.device = pl_module.device
         if trainer.is_global_zero:
-            self.rows = list(read_csv(self.path)[: self.num_rows]) if self.path.is_file() else []
+            self.rows = earlier_rows(
+                self.path, lambda rows: [{column: row[column] for column in HISTORY_COLUMNS} for row in rows[: self.num_rows]]
+            )
             write_csv(self.path, self.rows, HISTORY_COLUMNS)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -140,3 +144,19 @@ class History(pl.Callback):
                 f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
             )
             print(f"[{trainer.global_step}/{self.steps}] {cells}", flush=True)
+
+
+class HistoryBar(RichProgressBar):
+    """Progress bar with the last figures of the history: Lightning's own reads its figures from the device at each step.
+
+    Args:
+        history: Callback of the same run.
+    """
+
+    def __init__(self, history: History) -> None:
+        super().__init__()
+        self.history = history
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, int | str | float | dict[str, float]]:
+        """Take the last loss and Dice from the lines of the history."""
+        return {key: row[key] for row in self.history.rows for key in ("loss", "val_dice") if row.get(key)}

@@ -1,11 +1,17 @@
 """Loggers of a resumed run: log entries of repeated steps are dropped."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+from medseg.console import say
+from medseg.errors import UserError, first_line
 from medseg.report.tables import read_csv
+
+Rows = list[dict[str, Any]]
 
 
 def drop_repeated_steps(logger: Logger, start_step: int) -> None:
@@ -20,7 +26,24 @@ def drop_repeated_steps(logger: Logger, start_step: int) -> None:
         logger._kwargs.setdefault("purge_step", start_step)
     elif isinstance(logger, CSVLogger):
         path = Path(logger.log_dir) / "metrics.csv"
-        rows = [row for row in read_csv(path) if int(row["step"]) < start_step] if path.is_file() else []
+        rows = earlier_rows(path, lambda rows: [row for row in rows if int(row["step"]) < start_step])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it deletes the file, and warns of that
             logger.experiment.metrics = rows
+
+
+def earlier_rows(path: Path, keep: Callable[[Rows], Rows]) -> Rows:
+    """Read the rows of a CSV file that an earlier attempt of the run wrote.
+
+    Args:
+        path: The file.
+        keep: Picks the rows that come before the checkpoint.
+
+    Returns:
+        The rows; none where there is no file, or, with a message, where it is damaged.
+    """
+    try:
+        return keep(read_csv(path)) if path.exists() else []
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        say(f"{path} is damaged and begins anew: {first_line(error)}")
+        return []

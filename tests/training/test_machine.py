@@ -11,11 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from medseg.training.history import History
 from medseg.training.machine import MachineLoad
@@ -97,47 +95,3 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypat
     assert seen.get("gpu_percent") == (37 if answer == "37" else None)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # the extra is not installed
     assert "gpu_percent" not in MachineLoad().read()
-
-
-class Reads(TorchDispatchMode):
-    """Count the operations that read a value from the device, for which the host would wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
-        self.count += func in waits
-        return func(*args, **(kwargs or {}))
-
-
-class CountReads(pl.Callback):
-    """Counts from the beginning of a batch to its end."""
-
-    def __init__(self) -> None:
-        self.mode: Reads | None = None
-        self.counts: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.mode = Reads()
-        self.mode.__enter__()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        assert self.mode is not None
-        self.mode.__exit__(None, None, None)
-        self.counts.append(self.mode.count)
-
-
-@pytest.mark.parametrize("region_mode", ["mirrored", "side_input"])
-def test_no_step_waits_for_a_value(region_mode: str, fit: Callable[..., Any], tmp_path: Path) -> None:
-    """Loss, clipping, optimiser, logging and the history: none of them reads from the device but where a line is written."""
-    counter, history = CountReads(), History(tmp_path / "history.csv", history_every=3, steps=6)
-    settings = [*SMALL, "steps=6", f"stage.region_mode={region_mode}", "memory.checkpointing=all", "trainer.gradient_clip=1"]
-    fit(settings, [make_batch(n) for n in range(6)], [history, counter])
-    assert [count for count, step in zip(counter.counts, range(1, 7), strict=True) if step % 3] == [0] * 4
-    waiting = CountReads()
-    change = lambda module: module.loss.register_forward_hook(lambda *args: args[-1] * float(args[-1].detach()))  # noqa: E731
-    fit([*SMALL, "steps=1"], [make_batch(0)], [waiting], change)
-    assert waiting.counts == [1], "one that does wait is seen"
-    assert (tmp_path / "history.csv").read_text().count("\n") == 3

@@ -1,0 +1,128 @@
+"""History: its lines, what it makes of a damaged file, and that no step waits for a value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
+from medseg.report.tables import read_csv
+from medseg.runs.folder import open_run
+from medseg.runs.train_run import train_run
+from medseg.training.history import HISTORY_COLUMNS, History, HistoryBar
+
+from .test_machine import SMALL, make_batch
+
+
+def test_lines_of_the_history_are_as_far_apart_as_asked_for(tiny_table: Path, tmp_path: Path) -> None:
+    overrides = [
+        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "spacing=isotropic_4mm",
+        "trainer.accelerator=cpu", "trainer.threads=1", "logger=none", "model.width=4", "steps=6", "history_every=3",
+        f"run_dir='{tmp_path / 'run'}'",
+    ]  # fmt: skip
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", overrides), TrainConfig)
+    open_run(config)
+    train_run(config)
+    assert [row["step"] for row in read_csv(tmp_path / "run" / "history.csv") if row["loss"]] == ["3", "6"]
+
+
+# Operations that read a value from the device, for which the host would wait: below autograd, and methods that leave no trace there.
+WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+WAITING_METHODS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
+
+
+class Operations(TorchDispatchMode):
+    """Collects the steps of operations that wait."""
+
+    def __init__(self, trainer: pl.Trainer, steps: list[int]) -> None:
+        super().__init__()
+        self.trainer, self.steps = trainer, steps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.steps += [self.trainer.global_step] * (func in WAITING)
+        return func(*args, **(kwargs or {}))
+
+
+class Methods(TorchFunctionMode):
+    """Collects the steps of methods that wait."""
+
+    def __init__(self, trainer: pl.Trainer, steps: list[int]) -> None:
+        self.trainer, self.steps = trainer, steps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.steps += [self.trainer.global_step] * (func in WAITING_METHODS)
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(pl.Callback):
+    """Watches the whole training, whatever the order of the callbacks."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.steps: list[int] = []
+        self.watching = ExitStack()
+        for mode in (Operations, Methods):
+            self.watching.enter_context(mode(trainer, self.steps))
+
+    def on_train_end(self, *_: Any) -> None:
+        self.watching.close()
+
+
+class Waits(pl.Callback):
+    """Reads the values of the progress bar after each batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        assert trainer.callback_metrics["train/loss"] >= 0
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("region_mode", ["mirrored", "side_input"])
+def test_no_step_waits_for_a_value(
+    region_mode: str, is_last: bool, fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, clipping, optimiser, logging, history and progress bar: none of them reads from the device but where a line is written."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    watch, history = Watch(), History(tmp_path / "history.csv", history_every=3, steps=6)
+    settings = [*SMALL, "steps=6", f"stage.region_mode={region_mode}", "memory.checkpointing=all", "trainer.gradient_clip=1"]
+    callbacks = [watch, history, HistoryBar(history)]
+    fit(settings, [make_batch(n) for n in range(6)], callbacks if is_last else callbacks[::-1])
+    assert set(watch.steps) == {3, 6}
+    assert (tmp_path / "history.csv").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_callback_that_waits_is_seen_in_any_order(is_last: bool, fit: Callable[..., Any]) -> None:
+    watch = Watch()
+    fit([*SMALL, "steps=2"], [make_batch(n) for n in range(2)], [watch, Waits()] if is_last else [Waits(), watch])
+    assert set(watch.steps) == {1, 2}
+
+
+def test_the_progress_bar_shows_the_last_figures(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.csv", history_every=3, steps=6)
+    history.rows = [{"step": "3", "loss": "0.5", "val_dice": ""}, {"step": 4, "val_dice": 0.8}, {"step": 6, "loss": 0.25}]
+    assert HistoryBar(history).get_metrics(None, None) == {"loss": 0.25, "val_dice": 0.8}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", bytes(50), b"a,b\n1,2\n", b"step\n1\n", b"x" * 200_000, b'"' + b"x" * 200_000]
+)
+def test_a_damaged_history_begins_anew(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "history.csv"
+    path.write_bytes(content)
+    history = History(path, 1, 9)
+    history.load_state_dict({"losses": [], "num_rows": 2, "train_s": 0.0})
+    history.on_train_start(SimpleNamespace(global_step=2, is_global_zero=True), SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
+    assert path.read_text(encoding="utf-8") == ",".join(HISTORY_COLUMNS) + "\n"
