@@ -2,8 +2,10 @@
 
 import functools
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from medseg.data.transforms import Transforms
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule
+from medseg.training.preemption import SIGNALS
 
 T = TypeVar("T")
 
@@ -85,7 +88,6 @@ class CasesDataModule(pl.LightningDataModule):
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
         overfit: Whether every step gets the samples of the first one.
-        train_trust: Trust in the reference that a region needs to be trained on; None = any.
         coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
     """
 
@@ -106,7 +108,6 @@ class CasesDataModule(pl.LightningDataModule):
         pin_memory: bool | None = None,
         overfit: bool,
         coarse: TrainedStage | None = None,
-        train_trust: str | None = None,
     ) -> None:
         super().__init__()
         self.sources = sources
@@ -123,7 +124,6 @@ class CasesDataModule(pl.LightningDataModule):
         self.pin_memory = pin_memory
         self.overfit = overfit
         self.coarse = coarse
-        self.train_trust = train_trust
         self.train_cases: list[CachedCase] = []
         self.val_cases: list[CachedCase] = []
         self.weights: list[float] = []
@@ -180,7 +180,7 @@ class CasesDataModule(pl.LightningDataModule):
             self.steps, self.batch_size, accumulate=self.accumulate, rank=rank, num_ranks=num_ranks, start_step=start_step
         )
         samples = self.train_samples()
-        return DataLoader(
+        return TrainLoader(
             _FirstBatch(samples, self.batch_size) if self.overfit else samples,
             batch_sampler=sampler,
             num_workers=self.num_workers,
@@ -203,7 +203,6 @@ class CasesDataModule(pl.LightningDataModule):
             slab_share=given.slab_share,
             boundary_share=given.boundary_share,
             elsewhere_share=given.elsewhere_share,
-            train_trust=self.train_trust,
         )
 
     def val_dataloader(self) -> Any:
@@ -250,6 +249,20 @@ class CasesDataModule(pl.LightningDataModule):
         """Call a function of the cache with the entry of a case for this stage."""
         stage = self.stage_input
         return do(case, self.cache_dir, stage.spacing_mm, self.task, source.label_values, resampling=stage.resampling)
+
+
+class TrainLoader(DataLoader[Any]):
+    """Loader whose worker processes outlive a stop signal to the process group: the run saves first, and then ends them."""
+
+    def __iter__(self) -> Any:
+        """Start the workers with the signals blocked, as they inherit it by fork, spawn and forkserver alike."""
+        # Its start unblocks SIGTERM.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _FirstBatch(Dataset[Any]):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table
+from medseg.data.samples import init_worker
 from medseg.data.task import Channel, Region, Task
-from medseg.errors import UserError
+from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.geometry.grid_rule import PLAIN
-from medseg.training.data_module import CasesDataModule, StageInput
+from medseg.runs.status import end_of
+from medseg.training.data_module import CasesDataModule, StageInput, TrainLoader
+from medseg.training.preemption import SIGNALS
 
 TASK = Task(
     "lungs",
@@ -49,14 +56,60 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Pa
     assert len(set_up(first, first, tmp_path).val_cases) == 1, "a case may be watched while it is learnt"
 
 
-@pytest.mark.parametrize("is_coarse", [True, False])
-def test_loader_workers_that_start_by_spawn_make_the_same_batches(is_coarse: bool, tiny_table: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_coarse", "method"), [(True, "spawn"), (False, "spawn"), (False, "forkserver")])
+def test_loader_workers_make_the_same_batches_however_they_start(
+    is_coarse: bool, method: str, tiny_table: Path, tmp_path: Path
+) -> None:
     first, second, *_ = read_case_table(tiny_table)
     data = set_up(first, second, tmp_path, replace(INPUT, is_coarse=is_coarse, box_jitter_mm=5.0))
     (expected,) = data.train_batches()
     data.num_workers = 1
     loader = data.train_batches()
-    loader.multiprocessing_context = "spawn"
+    loader.multiprocessing_context = method
     (batch,) = loader
     assert torch.equal(batch["image"], expected["image"])
     assert batch["case"] == expected["case"]
+
+
+class Numbers(Dataset[int]):
+    """Samples that a loader worker makes slowly, or cannot hand over."""
+
+    def __init__(self, sample: object = 0) -> None:
+        self.sample = sample
+
+    def __getitem__(self, n: int) -> object:
+        return self.sample
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_loader_worker_outlives_every_stop_signal_from_its_first_moment(method: str) -> None:
+    loader = TrainLoader(Numbers(), num_workers=1, multiprocessing_context=method)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    batches = iter(loader)
+    for number in (signal.SIGINT, *SIGNALS):
+        os.kill(batches._workers[0].pid, number)
+    assert len(list(batches)) == 4
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+class TooLarge:
+    """Object that cannot be pickled for lack of memory."""
+
+    def __reduce__(self) -> NoReturn:
+        raise MemoryError("no room")
+
+
+@pytest.mark.timeout(60)
+def test_a_loader_worker_that_cannot_hand_a_sample_over_ends_the_run_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    loader = DataLoader(Numbers(TooLarge()), num_workers=1, worker_init_fn=init_worker, collate_fn=list)
+    with pytest.raises(RuntimeError) as ended:
+        list(loader)
+    code, message, is_defect = end_of(ended.value)
+    assert (code, is_defect) == (EXIT_OUT_OF_MEMORY, False)
+    assert "out of memory" in message
+    said = capfd.readouterr().err
+    assert "a loader worker cannot hand over a sample: MemoryError: no room" in said
+    assert "Traceback" not in said
