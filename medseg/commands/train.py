@@ -19,12 +19,14 @@ from medseg.runs.folder import changed_config, find_run, open_run, remove_if_emp
 from medseg.runs.processes import check_start, start_ranks
 from medseg.runs.ranks import from_first_rank, is_under_torchrun, num_restarts, rank
 from medseg.runs.status import Status
+from medseg.training.preemption import STOP
 
 
 def main() -> None:
     """Train what the command line composes."""
     # Processes that this one starts import nothing from the working folder.
     os.environ["PYTHONSAFEPATH"] = "1"
+    STOP.install()
     try:
         entry.run("train", train, sweeps.note_refusal, sweeps.exit_codes, read)
     finally:
@@ -59,15 +61,22 @@ def train(config: TrainConfig) -> int:
         )
         return sweeps.run_job(config)
     check_start(config.trainer, config.resume)
-    opened = open_or_leave(config) if rank() == 0 else None
+    arguments = (*hydra_config.overrides.hydra, *hydra_config.overrides.task)
+    is_named = any(argument.startswith(("hydra.run.dir=", "run_dir=")) for argument in arguments)
+    opened = open_or_leave(config, is_named) if rank() == 0 else None
     if is_under_torchrun():
         opened = from_first_rank(opened)
     remove_if_empty(Path(hydra_config.runtime.output_dir))
     return 0 if opened is None else start_ranks(opened)
 
 
-def open_or_leave(config: TrainConfig) -> TrainConfig | None:
-    """Open the run folder that `resume` and `run_dir` mean; None where that run has finished."""
+def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
+    """Open the run folder that `resume` and `run_dir` mean; None where that run has finished.
+
+    Args:
+        config: Checked configuration; changed in place to the one of the run.
+        is_named: Whether the user chose the folder of a new run.
+    """
     if config.resume is None and num_restarts():  # torchrun starts its ranks again after one has died
         config.resume = "auto"
     if config.resume == "auto":
@@ -78,5 +87,5 @@ def open_or_leave(config: TrainConfig) -> TrainConfig | None:
         config.resume = str(run_dir) if run_dir is not None else None
     if config.resume is not None:
         say(f"resuming {config.resume}")
-    open_run(config)
+    open_run(config, is_named=is_named)
     return config

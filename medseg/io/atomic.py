@@ -76,6 +76,30 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode())
 
 
+def create_text(path: Path, text: str) -> bool:
+    """Write a new text file, whole; of several processes that do so at the same moment, one succeeds.
+
+    Returns:
+        Whether this call has made the file; False where the path existed.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    whole = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}.part")
+    replace_text(whole, text)
+    try:
+        os.link(whole, path)
+    except OSError:  # the path exists, or the file system has no hard links
+        try:
+            path.open("x").close()
+        except FileExistsError:
+            return False
+        os.replace(whole, path)
+    finally:
+        whole.unlink(missing_ok=True)
+    return True
+
+
 def check_writable(folder: Path) -> None:
     """Make a folder and, for a moment, a file in it, so that a long computation does not end with a failed write.
 

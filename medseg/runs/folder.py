@@ -1,23 +1,22 @@
 """Run folder: configuration, status, and the check of changed keys when a run is resumed."""
 
+import itertools
 import json
 import os
-import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from medseg.build.spacing import find_spacing
 from medseg.config.check import to_config
 from medseg.config.schema import TrainConfig
 from medseg.config.targets import EXTENSION_KEYS, TARGET
 from medseg.console import say
-from medseg.errors import UserError, require
-from medseg.io.atomic import is_locked, locked, replace_text
-from medseg.io.text import read_yaml_text
+from medseg.errors import UserError, first_line, require
+from medseg.io.atomic import check_writable, create_text, is_locked, locked, replace_text
+from medseg.io.text import read_json, read_yaml_text
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import Status
 
@@ -29,13 +28,19 @@ LOCK_FILE = ".lock"
 LOCK_WAIT_S = 35.0
 # Keys of run folders of earlier versions that no longer exist.
 REMOVED_KEYS = ("start",)
+# Key with the length of a schedule that ends, by its class.
+LENGTH_KEYS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters", "CosineAnnealingLR": "T_max"}
+
+T = TypeVar("T")
 
 
-def open_run(config: TrainConfig) -> Path:
+def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
     """Make a new run folder with the resolved configuration, or prepare that of `config.resume`.
 
     Args:
         config: Checked configuration; changed in place to the one of the run.
+        is_named: Whether the user chose the folder. A folder that is named by the time gets a number where another run, started in
+            the same second, has taken it.
 
     Returns:
         The run folder, which is `config.run_dir` from now on.
@@ -45,10 +50,7 @@ def open_run(config: TrainConfig) -> Path:
     """
     settle(config)
     if config.resume is None:
-        run_dir = Path(config.run_dir).absolute()
-        if (run_dir / CONFIG_FILE).exists():
-            raise UserError(f"{run_dir} already contains a run; give resume={run_dir} to continue it, or another hydra.run.dir")
-        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        run_dir = _make_folder(config, is_named)
     else:
         run_dir = _existing_run(config.resume)
         saved = load_config(run_dir, config.trusted_targets)
@@ -57,12 +59,31 @@ def open_run(config: TrainConfig) -> Path:
         if is_busy(run_dir):
             raise UserError(f"resume={config.resume}: another process is running it; wait for it, or stop it")
         config.resume = None
-    _set_run_dir(config, run_dir)
-    text = OmegaConf.to_yaml(OmegaConf.create(plain(config)))
-    path = run_dir / CONFIG_FILE
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        replace_text(path, text)
+        _set_run_dir(config, run_dir)
+        if (text := _text(config)) != (run_dir / CONFIG_FILE).read_text(encoding="utf-8"):
+            replace_text(run_dir / CONFIG_FILE, text)
+    check_writable(run_dir / "checkpoints")
     return run_dir
+
+
+def _make_folder(config: TrainConfig, is_named: bool) -> Path:
+    """Claim a folder by its `config.yaml`, which exactly one of several processes can make."""
+    for run_dir in numbered(Path(config.run_dir).absolute()):
+        _set_run_dir(config, run_dir)
+        if create_text(run_dir / CONFIG_FILE, _text(config)):
+            break
+        require(not is_named, f"{run_dir} already contains a run; give resume={run_dir} to continue it, or another hydra.run.dir")
+    return run_dir
+
+
+def numbered(folder: Path) -> Iterator[Path]:
+    """Names for folders that are made in the same second: the given one, then with _2, _3 and so on."""
+    yield folder
+    yield from (folder.with_name(f"{folder.name}_{number}") for number in itertools.count(2))
+
+
+def _text(config: TrainConfig) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
 def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any], overrides: Iterable[str]) -> TrainConfig:
@@ -79,22 +100,20 @@ def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any
     """
     run_dir = _existing_run(resume)
     values = plain(load_config(run_dir, composed["trusted_targets"]))
-    unchanged = flat(default)
+    unchanged, changed = flat(default), OmegaConf.create(values)
     names = [override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in overrides]
-    # Arguments of another class do not apply: `steps` changes those of the default schedule, which may not be the run's.
-    foreign = [name for name in EXTENSION_KEYS if values[name].get(TARGET) != composed[name].get(TARGET)]
+    # Keys of `steps` in the schedule, and arguments of another class: `steps` changes those of the default schedule too.
+    foreign = [f"{name}." for name in EXTENSION_KEYS if values[name].get(TARGET) != composed[name].get(TARGET)]
+    foreign.append(f"{_length_key(values['schedule'][TARGET])}.")
     for key, value in flat(composed).items():
-        *groups, last = key.split(".")
         is_named = any(f"{key}.".startswith(f"{name}.") for name in names)
-        is_changed = (key not in unchanged or unchanged[key] != value) and not (groups and groups[0] in foreign)
+        is_changed = (key not in unchanged or unchanged[key] != value) and not f"{key}.".startswith(tuple(foreign))
         if (is_named or is_changed) and key not in ("run_dir", "logger.save_dir"):
-            node = values
-            for group in groups:
-                node = node.setdefault(group, {})
-            node[last] = value
+            OmegaConf.update(changed, key, value, merge=False, force_add=True)
     if any(name.partition(".")[0] == "logger" for name in names):
-        values["logger"], values["run_dir"] = composed["logger"], composed["run_dir"]
-    return to_config(OmegaConf.create(values | {"resume": resume}), TrainConfig)
+        changed.logger, changed.run_dir = composed["logger"], composed["run_dir"]
+    changed.resume = resume
+    return to_config(changed, TrainConfig)
 
 
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
@@ -110,9 +129,10 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     wanted, own = signature(plain(config)), Path(config.run_dir).absolute()
     paths = sorted(own.parent.glob(f"*/{CONFIG_FILE}"), key=lambda path: (path.parent == own, path.stat().st_mtime), reverse=True)
     for run_dir in (path.parent for path in paths):
+        if _signature(run_dir) != wanted:
+            continue
         status = status_of_run(run_dir)
-        has_ended = status in (Status.finished, Status.not_finite, Status.refused)
-        if (not has_ended or (status is Status.finished and run_dir == own)) and _signature(run_dir) == wanted:
+        if (status is Status.finished and run_dir == own) or status not in (Status.finished, Status.not_finite):
             return run_dir, status
     return None
 
@@ -121,7 +141,7 @@ def status_of_run(run_dir: Path) -> Status:
     """Status of a run. Without a summary it was interrupted: killed before it could write one."""
     if is_locked(run_dir / LOCK_FILE):
         return Status.running
-    return Status(read_summary(run_dir).get("status", "interrupted"))
+    return Status(read_summary(run_dir).get("status"))
 
 
 def is_busy(run_dir: Path) -> bool:
@@ -133,10 +153,40 @@ def is_busy(run_dir: Path) -> bool:
         return not is_free
 
 
+def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
+    """Read a file of a run folder; None where there is none, or, with a message, where it is damaged.
+
+    Args:
+        path: The file.
+        read: Makes the result; any exception means damage.
+    """
+    try:
+        return read(path) if path.exists() else None
+    except Exception as error:  # OmegaConf and the reader of CSV raise any exception on random bytes
+        say(f"{path} is damaged and left out: {first_line(error).removeprefix(f'{path}: ')}")
+        return None
+
+
+def read_record(path: Path, kind: type[T]) -> T:
+    """Read a JSON file of a run folder; empty where there is none, or, with a message, where it is damaged.
+
+    Args:
+        path: The file.
+        kind: `dict` or `list`.
+    """
+
+    def read(path: Path) -> T:
+        loaded = read_json(path)
+        if not isinstance(loaded, kind):
+            raise UserError(f"a JSON {kind.__name__} was expected")
+        return loaded
+
+    return read_file(path, read) or kind()
+
+
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Read the `summary.json` of a run; empty where there is none."""
-    path = run_dir / SUMMARY_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_record(run_dir / SUMMARY_FILE, dict)
 
 
 def write_end(run_dir: Path, status: Status, message: str) -> None:
@@ -181,12 +231,17 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: If it is damaged.
     """
-    loaded = OmegaConf.to_container(OmegaConf.create(read_yaml_text(run_dir / CONFIG_FILE)))
-    if not isinstance(loaded, dict):
-        raise UserError(f"{run_dir / CONFIG_FILE} is damaged: a mapping was expected")
-    for key in REMOVED_KEYS:
-        loaded.pop(key, None)
-    return typing.cast(dict[str, Any], loaded)
+    path = run_dir / CONFIG_FILE
+    text = read_yaml_text(path)
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.create(text))
+    except Exception as error:  # any exception of YAML's and OmegaConf's constructors
+        raise UserError(
+            f"{path}: expected a configuration, but the file is damaged ({first_line(error)}); copy it again"
+        ) from error
+    if not isinstance(loaded, dict) or not loaded:
+        raise UserError(f"{path}: expected a configuration, but the file holds no YAML mapping; copy it again")
+    return {str(key): value for key, value in loaded.items() if key not in REMOVED_KEYS}
 
 
 def _existing_run(resume: str) -> Path:
@@ -198,11 +253,9 @@ def _existing_run(resume: str) -> Path:
 
 
 def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
-    """Let a run, and its loggers, write to a folder, in place."""
-    for node in (config.logger, *(one for one in config.logger.values() if isinstance(one, dict))):
-        place = str(node.get("save_dir", ""))
-        if place == config.run_dir or place.startswith(f"{config.run_dir}/"):
-            node["save_dir"] = f"{run_dir}{place.removeprefix(config.run_dir)}"
+    """Let a run, and its logger, write to a folder, in place."""
+    if config.logger.get("save_dir") == config.run_dir:
+        config.logger["save_dir"] = str(run_dir)
     config.run_dir = str(run_dir)
 
 
@@ -212,15 +265,17 @@ def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> 
     if not differing:
         return
     begin, steps = f"resume={resume}: ", saved["steps"]
-    if "steps" in differing and all(key == "steps" or key.startswith("schedule.") for key in differing):
+    length_key = _length_key(saved["schedule._target_"])
+    if "steps" in differing and {*differing} <= {"steps", length_key}:
         if given["steps"] < steps:
             raise UserError(f"{begin}steps={given['steps']} is less than steps={steps} of the run; choose {steps} or more")
-        is_bound = any(key.startswith("schedule.") and type(value) is int and value == steps for key, value in saved.items())
-        if not is_bound and differing == ["steps"]:
+        # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed by them.
+        length = saved.get(length_key)
+        if differing == ["steps"] and (length is None or not steps <= length < given["steps"]):
             return
         raise UserError(
-            f"{begin}steps={given['steps']}: the schedule {str(saved['schedule._target_']).rpartition('.')[2]} was built for {steps} steps "
-            "and would change with another length; start a new run, with schedule=constant if you want to extend it later"
+            f"{begin}steps={given['steps']}: {length_key}={length}, so the schedule was built for that many steps and would change with another length; "
+            "start a new run, with schedule=constant if you want to extend it later"
         )
     changes = "; ".join(f"{key}: {saved.get(key)} then, {given.get(key)} now" for key in differing[:5])
     raise UserError(
@@ -228,8 +283,10 @@ def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> 
     )
 
 
+def _length_key(target: str) -> str:
+    """Key with the length of a schedule, by its class; a key that does not exist for a schedule without an end."""
+    return f"schedule.{LENGTH_KEYS.get(target.rpartition('.')[2])}"
+
+
 def _signature(run_dir: Path) -> str | None:
-    try:
-        return signature(read_config(run_dir))
-    except (OSError, YAMLError, KeyError, TypeError, UserError):
-        return None  # of another version, or no run
+    return read_file(run_dir / CONFIG_FILE, lambda path: signature(read_config(path.parent)))

@@ -8,16 +8,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 from medseg.config.schema import TrainConfig, TrainerConfig
 from medseg.console import say
-from medseg.errors import EXIT_RESUME, require
+from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, require
 from medseg.runs.folder import SUMMARY_FILE, read_summary, write_end
 from medseg.runs.ranks import is_under_torchrun
-from medseg.runs.status import Status, exit_code_of, status_of
+from medseg.runs.status import Status, exit_code_of, num_oom_kills, status_of
 from medseg.runs.train_run import run_rank
-from medseg.training.preemption import SIGNALS
+from medseg.training.preemption import SIGNALS, STOP
 
 # How often the parent of a job looks at it.
 LOOK_S = 0.5
@@ -63,6 +62,9 @@ def start_ranks(config: TrainConfig) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for number in SIGNALS:  # until the agent has its own handlers
+        signal.signal(number, lambda *_: sys.exit(EXIT_RESUME))
+    exit_if_asked()
     run_dir = Path(config.run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
@@ -83,22 +85,25 @@ def start_ranks(config: TrainConfig) -> int:
             signals_to_handle=",".join(number.name for number in (signal.SIGINT, *SIGNALS)),
             shutdown_timeout=STOP_S,
         )
+        before = num_oom_kills()
         try:
             elastic_launch(launch, _rank)(config)
         except ChildFailedError as failed:
-            return _note_end(run_dir, next(iter(failed.failures.values())).exitcode)
+            # The other ranks fail for want of the one that was killed.
+            number, failure = min(failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+            return _note_end(run_dir, failure.exitcode, f"rank {number}", before)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stopped
-            return _note_end(run_dir, exit_code_of(Status(read_summary(run_dir).get("status", "interrupted"))))
+            return _note_end(run_dir, exit_code_of(Status(read_summary(run_dir).get("status"))), "the process", before)
     return 0
 
 
 def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
     """Run a job of a sweep in a process of its own, which may run out of memory or be killed without ending the sweep.
 
-    From here on a signal that asks this process to stop stops the job, waits until it has saved, and ends this process. On Linux the
-    job receives SIGINT when this process dies.
+    A signal that asks this process to stop is recorded in `STOP` alone: no library can catch it, as it could an exception, and lose it.
+    The job is then asked to stop, and saves. On Linux the job receives SIGINT when this process dies.
 
     Args:
         config: Configuration of an opened run folder.
@@ -108,37 +113,38 @@ def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: 
         Exit code of the job.
 
     Raises:
-        SystemExit: If this process is asked to stop.
+        SystemExit: If this process was asked to stop before the job began.
     """
     from torch.multiprocessing import spawn
 
-    run_dir = Path(config.run_dir)
+    STOP.install()
+    exit_if_asked()
+    run_dir, before = Path(config.run_dir), num_oom_kills()
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    exit_on_signals(_leave)
     multiprocessing.set_start_method(None, force=True)  # joblib sets its own "loky", which a spawned process does not know
-    is_asked = False
+    is_told = False
     try:
         (process,) = spawn(_job, (config,), nprocs=1, join=False).processes
         while process.exitcode is None:
             process.join(LOOK_S)
-            if not is_asked and is_enough():
-                is_asked = True
+            if not is_told and (STOP.is_asked or is_enough()):
+                is_told = True
                 process.terminate()
     finally:
         for child in multiprocessing.active_children():
             child.terminate()
             child.join()
-    return _note_end(run_dir, process.exitcode)
+    return _note_end(run_dir, process.exitcode, "the process", before)
 
 
-def exit_on_signals(leave: Callable[..., Any]) -> None:
-    """Let a function that raises SystemExit handle the signals that ask to stop."""
-    for number in SIGNALS:
-        signal.signal(number, leave)
+def exit_if_asked() -> None:
+    """End this process if it was asked to stop, before anything else begins.
 
-
-def _leave(*_: Any) -> NoReturn:
-    sys.exit(EXIT_RESUME)
+    Raises:
+        SystemExit: With the code that means "start me again with resume".
+    """
+    if STOP.is_asked:
+        sys.exit(EXIT_RESUME)
 
 
 def _rank(config: TrainConfig) -> None:
@@ -152,12 +158,21 @@ def _job(_: int, config: TrainConfig) -> None:
     sys.exit(start_ranks(config))
 
 
-def _note_end(run_dir: Path, code: int) -> int:
-    """Write the `summary.json` that a killed process could not write."""
-    if code and not (run_dir / SUMMARY_FILE).is_file():
-        status = status_of(code)
-        full = ", as the system does to a process when memory is full" if status is Status.out_of_memory else ""
-        message = f"the process was killed by signal {-code}{full}" if code < 0 else f"the process ended with code {code}"
-        write_end(run_dir, status, message)
+def _note_end(run_dir: Path, code: int, name: str, oom_kills_before: int) -> int:
+    """Write the `summary.json` that a killed process could not write, and return the exit code of the run.
+
+    Args:
+        run_dir: The run folder.
+        code: Exit code of the process; negative where a signal killed it.
+        name: Name of the process, for the message.
+        oom_kills_before: `num_oom_kills()` at the start of the process.
+    """
+    if code < 0 or (code and not (run_dir / SUMMARY_FILE).is_file()):
+        message = f"{name} ended with exit code {code}"
+        if code < 0:
+            message = f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
+        if code == -signal.SIGKILL and num_oom_kills() > oom_kills_before:
+            code, message = EXIT_OUT_OF_MEMORY, f"{message}: out of memory, the kernel has killed a process"
+        write_end(run_dir, status_of(code), message)
         say(message)
-    return code
+    return code if code >= 0 else exit_code_of(status_of(code))

@@ -1,24 +1,20 @@
 """Results in run folders: reader of runs and searches, and the report over them."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from medseg.console import say
-from medseg.errors import UserError, require
+from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
-from medseg.io.text import read_json, read_yaml_text
 from medseg.report.compare import Run, Study, compare, csv_rows
 from medseg.report.page import render
 from medseg.report.tables import read_csv, write_csv
-from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE
+from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE, read_config, read_file, read_record
 from medseg.runs.signature import flat
 from medseg.runs.sweeps import JOB_FILE
 
@@ -75,16 +71,19 @@ def read_run(run_dir: Path, folder: Path) -> Run:
         run_dir: The run folder.
         folder: Folder that its name is relative to.
     """
-    job, summary = _load(run_dir / JOB_FILE, read_json) or {}, _load(run_dir / SUMMARY_FILE, read_json) or {}
-    config = _load(run_dir / CONFIG_FILE, lambda path: OmegaConf.to_container(OmegaConf.create(read_yaml_text(path))))
+    job, summary = read_record(run_dir / JOB_FILE, dict), read_record(run_dir / SUMMARY_FILE, dict)
+    config = read_file(run_dir / CONFIG_FILE, lambda path: read_config(path.parent))
+    given = job.get("overrides")
     # Quotes that Hydra's grammar needs are no part of a value.
-    overrides = {key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value)) for key, value in dict(job.get("overrides", {})).items()}
+    overrides = {
+        key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value)) for key, value in (given if isinstance(given, dict) else {}).items()
+    }
     # A refused job has its overrides only.
     settings = flat(config) if config is not None else {key: _value(text) for key, text in overrides.items()}
     pictures = sorted(
         (int(match[1]), path)
         for path in (run_dir / "pictures").glob("step_*.png")
-        if (match := re.fullmatch(r"step_(\d+)_[^_]*", path.stem))
+        if (match := re.fullmatch(r"step_(\d{1,18})_[^_]*", path.stem))
     )
     return Run(
         name=str(run_dir.relative_to(folder)),
@@ -102,7 +101,7 @@ def read_run(run_dir: Path, folder: Path) -> Run:
 
 def read_study(folder: Path) -> Study | None:
     """Read the result of a search in a folder; None where there is none."""
-    saved = _load(folder / STUDY_FILE, read_json) or {}
+    saved = read_record(folder / STUDY_FILE, dict)
     if not {"objectives", "space"} <= saved.keys():
         return None
     return {
@@ -115,24 +114,12 @@ def read_study(folder: Path) -> Study | None:
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """Read the lines of a `history.csv` without empty cells; a line that is being written is left out."""
+    """Read the lines of a `history.csv` without empty cells; a line that is being written, or has no finite number, is left out."""
     lines = []
-    for line in read_csv(path) if path.is_file() else []:
+    for line in read_file(path, read_csv) or []:
         with suppress(TypeError, ValueError):
             lines.append({key: float(value) for key, value in line.items() if key and value})
-    return lines
-
-
-def _load(path: Path, read: Callable[[Path], Any]) -> dict[str, Any] | None:
-    """Read a mapping; None where there is no such file, or, with a message, where it is damaged."""
-    if not path.exists():
-        return None
-    try:
-        loaded = read(path)
-    except (UserError, OmegaConfBaseException) as error:
-        say(f"skipped: {error}")
-        return None
-    return loaded if isinstance(loaded, dict) else None
+    return [line for line in lines if all(map(math.isfinite, line.values()))]
 
 
 def _value(text: str) -> Any:

@@ -1,7 +1,10 @@
 """Status of a run, and its exit code, which passes it between processes."""
 
+import re
 import signal
+from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 
 from medseg.errors import (
     EXIT_FAILED,
@@ -29,9 +32,16 @@ class Status(Enum):
     not_finite = "not_finite"
     failed = "failed"
 
+    @classmethod
+    def _missing_(cls, _: object) -> "Status":
+        return cls.interrupted  # killed before it could write a summary, or a damaged record
+
 
 # A resumed sweep leaves jobs of these statuses, unless `retry_failed` is on, and goes on with interrupted ones.
 FAILURES = frozenset({Status.refused, Status.out_of_memory, Status.not_finite, Status.failed})
+
+# What torch says when the process at the other end of a connection has gone.
+_LOST_RANK = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "DistBackendError", "NCCL error")
 
 _STATUS_OF = {
     0: Status.finished,
@@ -42,8 +52,6 @@ _STATUS_OF = {
     EXIT_INTERRUPTED: Status.interrupted,
     # Signals to a process that had not yet installed its handlers.
     **{-number: Status.interrupted for number in (signal.SIGINT, *SIGNALS)},
-    # Linux kills a process when the machine's memory is full.
-    -signal.SIGKILL: Status.out_of_memory,
 }
 
 
@@ -51,8 +59,8 @@ def status_of(code: int) -> Status:
     """Translate the exit code of a process to a status.
 
     Example:
-        >>> [status_of(code).value for code in (0, 2, -9, -11)]
-        ['finished', 'refused', 'out_of_memory', 'failed']
+        >>> [status_of(code).value for code in (0, 2, -15, -9)]
+        ['finished', 'refused', 'interrupted', 'failed']
     """
     return _STATUS_OF.get(code, Status.failed)
 
@@ -62,26 +70,66 @@ def exit_code_of(status: Status) -> int:
     return next((code for code, meant in _STATUS_OF.items() if meant is status), EXIT_FAILED)
 
 
-def end_of(error: BaseException) -> tuple[int, str]:
+def end_of(
+    error: BaseException, *, is_asked: bool = False, is_saved: bool = True, is_memory_full: bool = False
+) -> tuple[int, str, bool]:
     """Describe the end of a run by an error.
 
     Args:
         error: What ended the training.
+        is_asked: Whether the run had been asked to stop.
+        is_saved: Whether there is a checkpoint to resume from.
+        is_memory_full: Whether the kernel has killed a process for lack of memory since the run began.
 
     Returns:
-        Exit code, and the message for `summary.json`.
+        Exit code, the message for `summary.json`, and whether the error is a defect, which keeps its traceback.
     """
-    first_line = (str(error).strip().splitlines() or [""])[0]
+    cause = error.__cause__
+    if isinstance(cause, RuntimeError) and str(cause).startswith("DataLoader worker"):
+        error = cause  # it has the signal or exit code of the worker
+    text = str(error).strip()
+    # An error in a loader worker arrives with the worker's traceback as its text; the last line is the error itself.
+    message = text.splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
+    line = (message.splitlines() or [type(error).__name__])[0].partition(". Details are lost")[0]
+    rest = "resume continues from the last checkpoint" if is_saved else "nothing was saved, so resume begins with the first step"
+    is_worker = isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
+    is_file = isinstance(error, OSError) or "No space left on device" in text
+    is_lost = isinstance(error, RuntimeError) and any(words in f"{type(error).__name__} {text}" for words in _LOST_RANK)
     ends: list[tuple[bool, int, str]] = [
+        # A loader worker that ended after the request has received the signal too.
+        (isinstance(error, Preempted) or (is_asked and (is_worker or is_lost)), EXIT_RESUME, f"stopped on request; {rest}"),
+        (isinstance(error, KeyboardInterrupt), EXIT_INTERRUPTED, f"interrupted; {rest}"),
+        (isinstance(error, NotFiniteError), EXIT_NOT_FINITE, message),
+        (isinstance(error, UserError), EXIT_USER_ERROR, message),
+        (is_out_of_memory(error) or (is_worker and is_memory_full), EXIT_OUT_OF_MEMORY, f"out of memory: {line}"),
         (
-            isinstance(error, Preempted),
-            EXIT_RESUME,
-            "stopped on request after saving a checkpoint; resume continues with the next step",
+            is_file,
+            EXIT_USER_ERROR,
+            f"a file could not be read or written ({line}); check its folder, permissions and space: {rest}",
         ),
-        (isinstance(error, KeyboardInterrupt), EXIT_INTERRUPTED, "interrupted; resume continues from the last checkpoint"),
-        (isinstance(error, NotFiniteError), EXIT_NOT_FINITE, str(error)),
-        (isinstance(error, UserError), EXIT_USER_ERROR, str(error)),
-        (is_out_of_memory(error), EXIT_OUT_OF_MEMORY, f"out of memory: {first_line}"),
+        (is_worker, EXIT_FAILED, f"a loader worker ended ({line}); {rest}"),
+        (is_lost, EXIT_FAILED, f"the connection to another rank broke off ({line}); its log is in the folder ranks; {rest}"),
     ]
-    failed = (EXIT_FAILED, f"{type(error).__name__}: {first_line}")
-    return next(((code, message) for is_it, code, message in ends if is_it), failed)
+    known = next(((code, told, False) for is_it, code, told in ends if is_it), None)
+    return known or (EXIT_FAILED, f"{type(error).__name__}: {line}", True)
+
+
+def num_oom_kills() -> int:
+    """Count the processes that the kernel has killed for lack of memory: in this control group, else on this machine.
+
+    Returns:
+        The number so far; 0 where the system does not count them.
+    """
+    counters = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, place = line.split(":", 2)
+            if not controllers:  # version 2
+                counters.append(f"/sys/fs/cgroup{place}/memory.events")
+            elif "memory" in controllers.split(","):
+                counters.append(f"/sys/fs/cgroup/memory{place}/memory.oom_control")
+    for path in (*counters, "/proc/vmstat"):
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(encoding="utf-8"), re.MULTILINE):
+                return int(found[1])
+    return 0

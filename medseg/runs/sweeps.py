@@ -20,12 +20,25 @@ from medseg.config.overrides import quote_paths
 from medseg.config.schema import TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, UserError
-from medseg.io.atomic import is_locked, replace_text
+from medseg.io.atomic import create_text, is_locked, replace_text
+from medseg.io.text import read_json
 from medseg.report.tables import write_csv
-from medseg.runs.folder import CONFIG_FILE, LOCK_FILE, is_busy, open_run, read_summary, remove_if_empty, settle
-from medseg.runs.processes import check_start, exit_on_signals, run_in_process
+from medseg.runs.folder import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    is_busy,
+    numbered,
+    open_run,
+    read_file,
+    read_record,
+    read_summary,
+    remove_if_empty,
+    settle,
+)
+from medseg.runs.processes import check_start, exit_if_asked, run_in_process
 from medseg.runs.signature import plain, signature
 from medseg.runs.status import FAILURES, Status, exit_code_of, status_of
+from medseg.training.preemption import SIGNALS, STOP
 
 JOB_FILE = "job.json"
 SWEEP_FILE = "sweep.json"
@@ -58,11 +71,14 @@ class Job:
 
 
 def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
-    """Read the jobs of a sweep by their folder, in the order of their numbers."""
-    jobs = {}
-    for path in sweep_dir.rglob(JOB_FILE):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        jobs[path.parent] = Job(**{**record, "status": Status(record["status"])})
+    """Read the jobs of a sweep by their folder, in the order of their numbers; a job with a damaged record is left out, and named."""
+
+    def read(path: Path) -> Job:
+        record = read_json(path)
+        texts = {str(key): str(value) for key, value in record["overrides"].items()}
+        return Job(int(record["number"]), Status(record["status"]), str(record["message"]), texts, str(record["signature"]))
+
+    jobs = {path.parent: job for path in sweep_dir.rglob(JOB_FILE) if (job := read_file(path, read)) is not None}
     return dict(sorted(jobs.items(), key=lambda item: (item[1].number, str(item[0]))))
 
 
@@ -76,17 +92,24 @@ class SweepFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Fix the folder for all jobs, in whatever process they are composed, and write `sweep.json`."""
-        sweep_dir = Path(config.hydra.sweep.dir).absolute()
-        self.started.append(sweep_dir)
-        exit_on_signals(lambda *_: _stop_jobs(sweep_dir))
-        with open_dict(config):
-            config.hydra.overrides.hydra.extend(quote_paths([f"hydra.sweep.dir={sweep_dir}"]))
         given = [str(override) for override in config.hydra.overrides.task]
+        is_named = any(argument.startswith("hydra.sweep.dir=") for argument in config.hydra.overrides.hydra)
+        # Two sweeps that start in the same second are named by the same time; a sweep in a folder that the user named is resumed.
+        folders = numbered(Path(config.hydra.sweep.dir).absolute())
+        sweep_dir = next(folder for folder in folders if create_text(folder / SWEEP_FILE, "{}") or is_named)
+        self.started.append(sweep_dir)
+        if _is_basic_launcher(config.hydra):
+            STOP.install()
+        else:
+            for signal_number in SIGNALS:
+                signal.signal(signal_number, lambda *_: _stop_jobs(sweep_dir))
+        with open_dict(config):
+            config.hydra.sweep.dir = str(sweep_dir)
+            config.hydra.overrides.hydra.extend(quote_paths([f"hydra.sweep.dir={sweep_dir}"]))
         parsed = OverridesParser.create().parse_overrides(given)
         swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
         swept |= set((config.hydra.sweeper.get("params") or {}).keys())
         swept |= set(_swept(sweep_dir))
-        sweep_dir.mkdir(parents=True, exist_ok=True)
         replace_text(sweep_dir / SWEEP_FILE, json.dumps({"overrides": given, "swept": sorted(swept)}, indent=1))
 
 
@@ -115,13 +138,16 @@ def run_job(config: TrainConfig) -> int:
     elif (job_dir / CONFIG_FILE).is_file():  # of another job: what is swept has changed since
         job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
     config.run_dir = str(job_dir)
+    if STOP.is_asked:
+        remove_if_empty(job_dir)
+        exit_if_asked()
     job.write(job_dir)
     code, message = exit_code_of(Status.interrupted), ""  # unless the job comes to an end
     # A launcher's worker process may survive the launcher; its job must not.
     parent = os.getppid()
 
     def is_orphan() -> bool:
-        return not _is_basic_launcher() and os.getppid() != parent
+        return not _is_basic_launcher(HydraConfig.get()) and os.getppid() != parent
 
     try:
         check_start(config.trainer, config.resume)
@@ -136,8 +162,7 @@ def run_job(config: TrainConfig) -> int:
         compare(sweep_dir)  # after each job: a launcher may run the jobs in other processes
     if is_orphan():
         os._exit(code)  # nobody is left to receive the code
-    if code == EXIT_RESUME and _is_basic_launcher():
-        sys.exit(code)  # the system wants this process to end, not the next job to begin
+    exit_if_asked()  # the system wants this process to end, not the next job to begin
     return code
 
 
@@ -146,7 +171,7 @@ def find_job(sweep_dir: Path, job: Job) -> Path | None:
 
     The choices count beside the signature, since a sweep may compare what changes no result, such as `data.num_workers`.
     """
-    swept = _swept(sweep_dir) if (sweep_dir / SWEEP_FILE).is_file() else list(job.overrides)
+    swept = _swept(sweep_dir) or list(job.overrides)
     for folder, other in read_jobs(sweep_dir).items():
         is_same = all(other.overrides.get(key) == job.overrides.get(key) for key in swept)
         if is_same and other.signature == job.signature:
@@ -207,20 +232,23 @@ def _stop_jobs(sweep_dir: Path) -> NoReturn:
     for process in psutil.Process().children(recursive=True):
         process.send_signal(signal.SIGTERM)  # loader workers ignore it
     deadline_s = time.monotonic() + STOP_S
-    while any(read_jobs(folder)[folder].status is Status.running for folder in busy) and time.monotonic() < deadline_s:
+    while (
+        any(job.status is Status.running for folder in busy for job in read_jobs(folder).values())
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(0.1)
     sys.exit(EXIT_RESUME)
 
 
-def _is_basic_launcher() -> bool:
-    """Whether the jobs of this multirun are composed in the process that the user started."""
-    return str(HydraConfig.get().launcher._target_).endswith("BasicLauncher")
+def _is_basic_launcher(hydra_config: Any) -> bool:
+    """Whether the jobs of a multirun are composed in the process that the user started."""
+    return str(hydra_config.launcher._target_).endswith("BasicLauncher")
 
 
 def _swept(sweep_dir: Path) -> list[str]:
     """Keys that `sweep.json` names as swept; none where there is no such file."""
-    path = sweep_dir / SWEEP_FILE
-    return list(json.loads(path.read_text(encoding="utf-8"))["swept"]) if path.is_file() else []
+    keys = read_record(sweep_dir / SWEEP_FILE, dict).get("swept")
+    return list(map(str, keys)) if isinstance(keys, list) else []
 
 
 def _folders() -> tuple[Path, Path]:

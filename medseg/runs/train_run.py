@@ -2,20 +2,21 @@
 
 import json
 import logging
+import sys
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from medseg.config.schema import DebugConfig, Profiler, SpacingStrategy, StageName, TrainConfig
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, EXIT_USER_ERROR
+from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.io.atomic import PART_PREFIX, locked, replace_text
-from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config, write_end
+from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config, read_record, write_end
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
-from medseg.runs.status import end_of, status_of
-from medseg.training.preemption import StopRequest
+from medseg.runs.status import end_of, num_oom_kills, status_of
+from medseg.training.preemption import STOP
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -27,36 +28,41 @@ def run_rank(config: TrainConfig) -> int:
     Returns:
         Exit code.
     """
-    run_dir = Path(config.run_dir)
-    stop = StopRequest()
-    stop.install()
+    run_dir, before = Path(config.run_dir), num_oom_kills()
+    STOP.install()
     redirect_output(run_dir)
     with locked(run_dir / LOCK_FILE, LOCK_WAIT_S) if rank() == 0 else nullcontext(True) as is_ours:
         if not is_ours:
             say(f"another process is running {run_dir}")
             return EXIT_USER_ERROR
         try:
+            STOP.end_at_once()
             if rank() == 0:
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-            train_run(config, stop)
+            train_run(config)
         except BaseException as error:
-            stop.is_safe = False  # a signal must not cut the summary off
-            code, message = end_of(error)
-            if code == EXIT_FAILED:
-                traceback.print_exc()  # a defect
+            STOP.is_safe = False  # a signal must not cut the summary off
+            code, message, is_defect = end_of(
+                error,
+                is_asked=STOP.is_asked,
+                is_saved=(run_dir / "checkpoints" / "last.ckpt").is_file(),
+                is_memory_full=num_oom_kills() > before,
+            )
+            if is_defect:
+                traceback.print_exc()
             else:
                 say(message)
-            write_end(run_dir, status_of(code), message)
+            with suppress(UserError):  # the disk is full
+                write_end(run_dir, status_of(code), message)
             return code
     return 0
 
 
-def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any]:
+def train_run(config: TrainConfig) -> dict[str, Any]:
     """Build, train and summarise a run; it goes on from `checkpoints/last.ckpt` where there is one.
 
     Args:
         config: Configuration of an opened run folder; changed in place to the ranks that were started.
-        stop: Says when the run is asked to stop.
 
     Returns:
         The summary that is written to `summary.json`.
@@ -67,13 +73,12 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     import torch
     from lightning.pytorch.callbacks import LearningRateMonitor
 
-    from medseg.build.extensions import make_callbacks
     from medseg.build.network import load_initial_weights, make_network
     from medseg.build.run import make_data_module, make_metadata, make_module, make_trainer, make_views
     from medseg.build.versions import collect_versions
     from medseg.training.callbacks import Distortions, ValidationPictures
     from medseg.training.checkpoints import Checkpoints
-    from medseg.training.history import History
+    from medseg.training.history import History, HistoryBar
     from medseg.training.machine import peak_bytes
     from medseg.weights.files import load_checkpoint
 
@@ -85,7 +90,7 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
     history_every = config.history_every or max(1, min(50, config.steps // 20))
     history = History(run_dir / "history.csv", history_every, config.steps)
     checkpoints = Checkpoints(
-        run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, stop
+        run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, STOP
     )
     callbacks: list[Any] = [history, ValidationPictures(run_dir / "pictures", make_views(config)), checkpoints]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
@@ -93,7 +98,8 @@ def train_run(config: TrainConfig, stop: StopRequest | None = None) -> dict[str,
         callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
-    callbacks += make_callbacks(config)
+    if sys.stderr.isatty():
+        callbacks.append(HistoryBar(history))
 
     best, last = (run_dir / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
     start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"] if last.is_file() else 0
@@ -149,5 +155,4 @@ def _announce(debug: DebugConfig) -> None:
 def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
     """Add a start of the run, with what its result depends on beside the configuration, to `versions.json`."""
     path = run_dir / "versions.json"
-    starts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    replace_text(path, json.dumps([*starts, start], indent=1))
+    replace_text(path, json.dumps([*read_record(path, list), start], indent=1))

@@ -1,5 +1,6 @@
 """Checkpoint callback: last and best weights, early stopping, preemption."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from medseg.io.atomic import move_into_place
+from medseg.io.atomic import replace_path
 from medseg.training.preemption import Preempted, StopRequest
 
 
@@ -30,15 +31,15 @@ class Checkpoints(Checkpoint):
         self,
         folder: Path,
         validate_every: int,
-        checkpoint_every: int | None = None,
-        patience: int | None = None,
-        stop: StopRequest | None = None,
+        checkpoint_every: int | None,
+        patience: int | None,
+        stop: StopRequest,
     ) -> None:
         self.folder = folder
         self.validate_every = validate_every
         self.checkpoint_every = checkpoint_every
         self.patience = patience
-        self.stop = stop or StopRequest()
+        self.stop = stop
         self.best_score: float | None = None
         self.num_worse = 0
         self.owes_validation = False
@@ -132,11 +133,10 @@ class Checkpoints(Checkpoint):
 
     def _save(self, trainer: pl.Trainer, name: str, *, weights_only: bool) -> None:
         self.has_saved = True
-        temporary = self.folder / f"{name}.tmp"
-        trainer.save_checkpoint(temporary, weights_only=weights_only)  # called by all ranks, which wait for each other
-        self._flush_loggers(trainer)  # a run that resumes has all lines up to here
-        if trainer.is_global_zero:
-            move_into_place(temporary, self.folder / name)
+        path = self.folder / name
+        with replace_path(path) if trainer.is_global_zero else nullcontext(path) as part:
+            trainer.save_checkpoint(part, weights_only=weights_only)  # called by all ranks, which wait for each other
+            self._flush_loggers(trainer)  # a run that resumes has all lines up to here
 
     def _flush_loggers(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:

@@ -13,7 +13,7 @@ class Preempted(BaseException):
 
 
 class StopRequest:
-    """Notes the signals that ask a run to stop.
+    """Notes the signals that ask this process to stop.
 
     Attributes:
         is_asked: Whether one came.
@@ -22,7 +22,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.is_asked = False
-        self.is_safe = True
+        self.is_safe = False
 
     def install(self) -> None:
         """Handle the signals; Python allows this in the main thread alone."""
@@ -30,7 +30,17 @@ class StopRequest:
             for number in SIGNALS:
                 signal.signal(number, self._note)
 
+    def end_at_once(self) -> None:
+        """Let a request end this process at once from now on, and so one that came before."""
+        self.is_safe = True
+        if self.is_asked:
+            raise Preempted
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         was_asked, self.is_asked = self.is_asked, True
         if self.is_safe and not was_asked:
             raise Preempted
+
+
+# One for the process, so that a request counts that came before the run began.
+STOP = StopRequest()

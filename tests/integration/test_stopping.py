@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -131,3 +132,45 @@ def test_nothing_in_the_working_folder_is_imported(tiny_table: Path, tmp_path: P
         result = subprocess.run([*script, *arguments], cwd=tmp_path, capture_output=True, encoding="utf-8", env=environment)
         assert result.returncode == 0, result.stderr
     assert not list(tmp_path.glob("imported_*"))
+
+
+def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[int, str, dict[str, str]]:
+    """Exit code, what was said without the lines of the start, and summary of a run that has to end in a sentence."""
+    _, said = process.communicate(timeout=120)
+    assert "Traceback" not in said, said
+    summary = json.loads((run_dir / "summary.json").read_text()) if (run_dir / "summary.json").is_file() else {}
+    return process.returncode, said, summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "loader worker"])
+def test_a_killed_process_of_a_run_is_told_in_one_sentence(victim: str, tiny_table: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    also = ["trainer=ddp", "stage.batch_size=2", "data.num_workers=0"] if victim == "rank" else []
+    process = start(command(tiny_table, run_dir, *ENDLESS, *also))
+    wait_for(lambda: num_lines(run_dir / "history.csv") > 1, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    if victim == "rank":
+        children = [child for child in children if child.environ().get("RANK") == "1"]
+    children[0].kill()
+    code, said, summary = ended(process, run_dir)
+    words = "rank 1 was killed by signal 9" if victim == "rank" else "a loader worker ended (DataLoader worker (pid"
+    assert (code, summary["status"]) == (1, "failed"), said
+    assert words in summary["message"]
+    assert words in said
+    assert "memory" not in said, "nobody has said that it was full"
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(tiny_table: Path, tmp_path: Path) -> None:
+    arguments = [*command(tiny_table, tmp_path / "run", "steps=4", "data.num_workers=1", "schedule=constant"), "resume=auto"]
+    subprocess.run([*arguments, f"hydra.run.dir={tmp_path / 'first'}"], check=True)  # fills the cache
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, encoding="utf-8", preexec_fn=limit)
+    code, said, summary = ended(process, tmp_path / "run")
+    assert (code, summary["status"]) == (2, "refused"), said
+    assert "last.ckpt: cannot be written (File too large)" in said
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    subprocess.run(arguments, check=True)
+    assert saved_step(tmp_path / "run") == 4
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

@@ -135,6 +135,7 @@ def test_an_interrupt(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPat
 WRITE_SLOWLY = """
 import sys, time
 from pathlib import Path
+from medseg.commands import entry
 from medseg.commands import predict
 from medseg.io.atomic import replace_path
 
@@ -144,8 +145,8 @@ def slowly(*_):
         print("writing", flush=True)
         time.sleep(60)
 
-with predict.sigterm_exits():
-    slowly()
+entry.run = slowly
+predict.main()
 """
 
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hydra
 import pytest
 
-from medseg.build.extensions import make_loggers
+from medseg.build.logger import make_logger
 from medseg.config.check import resolved, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.io.atomic import is_locked, locked
-from medseg.runs.folder import CONFIG_FILE, LOCK_FILE, Status, changed_config, find_run, load_config, open_run, write_end
+from medseg.io.text import MAX_TEXT_BYTES
+from medseg.runs.folder import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    SUMMARY_FILE,
+    Status,
+    changed_config,
+    find_run,
+    load_config,
+    open_run,
+    status_of_run,
+    write_end,
+)
 
 
 def compose(*overrides: str) -> TrainConfig:
@@ -90,14 +105,38 @@ def test_what_changes_the_result_is_refused_by_name(overrides: list[str], named:
     assert (run_dir / CONFIG_FILE).read_bytes() == before
 
 
-def test_more_steps_are_allowed_where_the_schedule_has_no_length(run_dir: Path, tmp_path: Path) -> None:
-    assert resume(run_dir, "steps=2000").steps == 2000
-    assert resume(run_dir, *GIVEN, "steps=3000").steps == 3000
-    for schedule in ("one_cycle", "poly"):
-        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            other = open_run(compose(f"run_dir={tmp_path / schedule}", f"schedule={schedule}"))
-        with pytest.raises(UserError, match="was built for 1000 steps"):
-            resume(other, "steps=2000")
+@pytest.mark.parametrize(
+    ("schedule", "is_allowed"),
+    [
+        pytest.param(["schedule=constant"], True, id="constant"),
+        pytest.param(["schedule=cyclic", "schedule.step_size_up=1000"], True, id="half a cycle as long as the run"),
+        pytest.param(
+            ["schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.step_size=1000"],
+            True,
+            id="one step as long as the run",
+        ),
+        pytest.param(["schedule=one_cycle"], False, id="one_cycle"),
+        pytest.param(["schedule=one_cycle", "schedule.total_steps=2500"], True, id="one_cycle that ends later"),
+        pytest.param(["schedule=one_cycle", "schedule.total_steps=1500"], False, id="one_cycle that ends between"),
+        pytest.param(["schedule=poly"], False, id="poly"),
+        pytest.param(["schedule=poly", "schedule.total_iters=900"], True, id="poly that had ended"),
+        pytest.param(["schedule=cosine"], False, id="cosine"),
+        pytest.param(["schedule=cosine", "schedule.T_max=250"], True, id="cosine with several periods"),
+    ],
+)
+def test_more_steps_are_allowed_where_they_do_not_change_the_schedule(
+    schedule: list[str], is_allowed: bool, tmp_path: Path
+) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        run_dir = open_run(compose(f"run_dir={tmp_path / 'run'}", *schedule))
+    if is_allowed:
+        before = load_config(run_dir).schedule
+        config = resume(run_dir, "steps=2000")
+        assert (config.steps, config.schedule) == (2000, before)
+        assert resume(run_dir, "steps=2100").steps == 2100, "and again"
+    else:
+        with pytest.raises(UserError, match="would change with another length"):
+            resume(run_dir, "steps=2000")
 
 
 def test_auto_finds_the_unfinished_run_of_the_same_signature(tmp_path: Path) -> None:
@@ -124,6 +163,8 @@ def test_auto_finds_the_unfinished_run_of_the_same_signature(tmp_path: Path) -> 
         assert found("seed=1") == "a"
         assert found("seed=2") == "c"
         assert found("seed=4") is None
+        write_end(runs["c"], Status.refused, "the disk was full")
+        assert found("seed=2") == "c", "its cause may have gone"
         assert find_run(compose(f"run_dir={runs['d']}", "seed=1")) == (runs["d"], Status.finished)
 
 
@@ -158,4 +199,73 @@ def test_a_secret_of_the_logger_is_kept_as_a_reference(tmp_path: Path, monkeypat
         config = resume(run_dir, *changes)
         assert "xyzzy" not in (run_dir / CONFIG_FILE).read_text()
         assert "xyzzy" not in str(config)
-    assert Path(make_loggers(config)[0].log_dir).name == "xyzzy"  # type: ignore[arg-type]
+    assert Path(make_logger(config.logger).log_dir).name == "xyzzy"  # type: ignore[union-attr, arg-type]
+
+
+def race(config: TrainConfig, is_named: bool, number: int = 8) -> list[Path | UserError]:
+    """Open a new run in the same folder from several threads at the same moment, with seeds 0, 1, …"""
+    together = threading.Barrier(number)
+
+    def open_one(seed: int) -> Path | UserError:
+        own = dataclasses.replace(config, seed=seed, logger=dict(config.logger))
+        together.wait()
+        try:
+            return open_run(own, is_named=is_named)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(open_one, range(number)))
+
+
+def test_runs_that_start_at_the_same_moment_never_share_a_folder(tmp_path: Path) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose(f"run_dir={tmp_path / 'now'}")
+    opened = [one for one in race(config, is_named=False) if isinstance(one, Path)]
+    assert {path.name for path in opened} == {"now", *(f"now_{number}" for number in range(2, 9))}
+    assert [load_config(path).seed for path in opened] == list(range(8)), "each has its own configuration"
+    config.run_dir = str(tmp_path / "named")
+    results = race(config, is_named=True)
+    (seed,) = [seed for seed, one in enumerate(results) if isinstance(one, Path)]
+    assert load_config(tmp_path / "named").seed == seed
+    assert all("already contains a run" in str(one) for one in results if isinstance(one, UserError))
+    assert sorted(path.name for path in (tmp_path / "named").iterdir()) == ["checkpoints", "config.yaml"]
+
+
+DAMAGED_CONFIGS = {
+    "empty": b"", "null": b"null", "a list": b"[]", "a number": b"7", "cut off": b"seed: [1", "zeros": bytes(100), "no text": b"\xff\xfe\x80",
+    "a bomb of aliases": b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "deep": b"[" * 5000, "an object": b"!!python/object/apply:os.system [true]",
+    "another file": b"name: x\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [*DAMAGED_CONFIGS.values(), None], ids=[*DAMAGED_CONFIGS, "too large"])
+def test_a_damaged_configuration_is_one_sentence_or_left_out_and_named(
+    content: bytes | None, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_dir / CONFIG_FILE
+    if content is None:
+        os.truncate(path, MAX_TEXT_BYTES)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        resume(run_dir)
+    assert len(str(refused.value).splitlines()) == 1
+    capsys.readouterr()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert find_run(compose(f"run_dir={run_dir.parent / 'new'}", *GIVEN)) is None
+    assert f"{path} is damaged and left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"finished"', "{}", '{"status": 7}', "[" * 99999, "1" * 9999])
+def test_a_damaged_summary_is_that_of_an_interrupted_run(text: str, run_dir: Path) -> None:
+    (run_dir / SUMMARY_FILE).write_text(text)
+    assert status_of_run(run_dir) is Status.interrupted
+    resume(run_dir)
+
+
+def test_a_run_that_an_earlier_version_made_with_start_false_is_resumed(run_dir: Path) -> None:
+    path = run_dir / CONFIG_FILE
+    path.write_text(path.read_text(encoding="utf-8") + "start: false\n", encoding="utf-8")
+    resume(run_dir)
+    assert "start:" not in path.read_text(encoding="utf-8")

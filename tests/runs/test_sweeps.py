@@ -1,48 +1,19 @@
-"""What ends a worker becomes a status; the record of a job is found again by the same job alone."""
+"""Records of the jobs of a sweep: found again by the same job alone, and left out where damaged."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
+from omegaconf import OmegaConf
 
-from medseg.errors import NotFiniteError, UserError
-from medseg.runs.status import Status, end_of, exit_code_of, status_of
-from medseg.runs.sweeps import SWEEP_FILE, Job, compare, find_job, read_jobs
-
-
-def raised(action: object) -> BaseException:
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
-        action()  # type: ignore[operator]
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        pytest.param(raised(lambda: torch.empty(10**15)), Status.out_of_memory, id="torch on the host"),
-        pytest.param(raised(lambda: np.empty(10**15)), Status.out_of_memory, id="numpy"),
-        pytest.param(torch.OutOfMemoryError("CUDA out of memory."), Status.out_of_memory, id="GPU"),
-        pytest.param(RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. "), Status.out_of_memory, id="loader"),
-        pytest.param(RuntimeError("shapes differ"), Status.failed, id="defect"),
-        pytest.param(NotFiniteError("NaN"), Status.not_finite, id="NaN"),
-        pytest.param(UserError("no such file"), Status.refused, id="mistake"),
-        pytest.param(KeyboardInterrupt(), Status.interrupted, id="Ctrl-C"),
-    ],
-)
-def test_an_error_has_its_status(error: BaseException, status: Status) -> None:
-    assert status_of(end_of(error)[0]) is status
-
-
-def test_exit_codes_carry_each_end() -> None:
-    ends = set(Status) - {Status.running, Status.pruned}  # with these no worker ends by itself
-    assert {status_of(exit_code_of(status)) for status in ends} == ends
-    assert [status_of(code) for code in (-9, -15, -11)] == [Status.out_of_memory, Status.interrupted, Status.failed]
+from medseg.runs.status import Status
+from medseg.runs.sweeps import SWEEP_FILE, Job, SweepFolder, compare, find_job, read_jobs
+from medseg.training.preemption import SIGNALS
 
 
 def job(number: int, signature: str, **overrides: str) -> Job:
@@ -76,3 +47,44 @@ def test_a_sweep_over_what_names_its_folder_stays_in_one(tmp_path: Path) -> None
     (sweep_dir,) = (tmp_path / "runs").glob("*/*")
     assert [job.status for job in read_jobs(sweep_dir).values()] == [Status.refused] * 2
     assert json.loads((sweep_dir / SWEEP_FILE).read_text())["swept"] == ["stage"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "{", "[]", "null", "7", "{}", '{"number": "x"}', '{"number": 0, "status": "finished", "message": "", "overrides": [], "signature": ""}', "[" * 9999],
+)  # fmt: skip
+def test_a_job_with_a_damaged_record_is_left_out_and_named(
+    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(1, "a", seed="1").write(tmp_path / "1")
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "job.json").write_text(record)
+    (tmp_path / SWEEP_FILE).write_text(record)
+    assert list(read_jobs(tmp_path)) == [tmp_path / "1"]
+    assert f"{tmp_path / '0' / 'job.json'} is damaged and left out" in capsys.readouterr().err
+    assert find_job(tmp_path, job(7, "a", seed="1")) == tmp_path / "1"
+    (tmp_path / "1" / "summary.json").write_text(record)
+    assert compare(tmp_path).read_text().splitlines()[1].startswith("1,")
+
+
+def test_sweeps_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    def start(*named: str) -> Path:
+        hydra_config = {
+            "overrides": {"task": ["seed=1,2"], "hydra": list(named)}, "sweep": {"dir": str(tmp_path / "now")}, "sweeper": {},
+            "launcher": {"_target_": "BasicLauncher"},
+        }  # fmt: skip
+        config = OmegaConf.create({"hydra": hydra_config})
+        before = [signal.getsignal(number) for number in SIGNALS]
+        try:
+            SweepFolder().on_multirun_start(config)
+        finally:
+            for number, handler in zip(SIGNALS, before, strict=True):
+                signal.signal(number, handler)
+            folder = SweepFolder.started.pop()
+        assert Path(config.hydra.sweep.dir) == folder
+        return folder
+
+    assert [start().name for _ in range(3)] == ["now", "now_2", "now_3"]
+    assert start(f"hydra.sweep.dir={tmp_path / 'now'}").name == "now", (
+        "a folder that the user names is that of the sweep to resume"
+    )

@@ -74,7 +74,8 @@ def fit(
     num_val: int = 1,
     kill: tuple[str, int] | None = None,
     ask: tuple[str, int] | None = None,
-    **options: int,
+    checkpoint_every: int | None = None,
+    patience: int | None = None,
 ) -> Line:
     """Train, from `last.ckpt` where there is one; `kill` (or `ask`) names the hook and the step at which the run is killed (asked to stop)."""
 
@@ -88,14 +89,15 @@ def fit(
 
     request = StopRequest()
     if ask is not None:
-        request.install()  # as the worker does before anything else
+        request.install()  # as a rank does before anything else
+        request.end_at_once()
     hooks: dict[str, Any] = {kill[0]: die} if kill is not None else {}
     hooks |= {ask[0]: stop} if ask is not None else {}
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate,
         val_check_interval=every * accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0, logger=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[LambdaCallback(**hooks), Checkpoints(folder, every, stop=request, **options)], default_root_dir=folder,
+        callbacks=[LambdaCallback(**hooks), Checkpoints(folder, every, checkpoint_every, patience, request)], default_root_dir=folder,
     )  # fmt: skip
     module = Line(steps, accumulate, num_val)
     last = folder / "last.ckpt"
