@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup demo lint test test-slow test-all clean
+.PHONY: help setup demo lint test test-slow test-all matrix gpu clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -31,6 +31,12 @@ test-slow: setup ## only the slow tests: training to a score, two ranks, the whe
 	$(BIN)/python -m pytest -m "slow and not gpu" --durations=15
 
 test-all: test test-slow   ## both
+
+matrix: setup    ## every pair of network, stage, loss, switch and ranks in small trainings -> docs/matrix.md
+	$(BIN)/python tests/matrix/matrix.py docs/matrix.md
+
+gpu: setup       ## on a machine with an NVIDIA GPU: its tests, planned against allocated memory, ladder, benchmark -> gpu/gpu.md
+	$(BIN)/python benchmarks/gpu.py gpu
 
 clean:           ## remove what the targets made (runs/ and data/ stay)
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache

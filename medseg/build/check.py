@@ -3,11 +3,12 @@
 import torch
 from torch import nn
 
-from medseg.build.loss import make_loss
+from medseg.build.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
 from medseg.build.network import make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
+from medseg.build.task import count_classes
 from medseg.config.schema import TrainConfig
-from medseg.config.targets import TARGET, bind_target
+from medseg.config.targets import TARGET
 from medseg.errors import UserError, first_line
 
 
@@ -19,9 +20,11 @@ def check_objects(config: TrainConfig) -> None:
     """
     with torch.device("meta"):
         make_network(config)
-    make_loss(config.loss)
-    if config.logger:
-        bind_target("logger", "logger", config.logger, trusted=config.trusted_targets)
+    check_loss(config)
+    make_transforms(config)
+    make_metrics(config.metrics, count_classes(config), config.trusted_targets)
+    make_callbacks(config)
+    make_loggers(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.zeros(1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from medseg.build.loss import make_loss
+from medseg.build.extensions import make_loss
 from medseg.build.network import make_network
 from medseg.config.schema import Accelerator, TrainConfig
 from medseg.config.targets import bind_target
@@ -51,7 +51,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     memory = count_step(
         lambda: make_network(config),
         (1, 1, *(config.stage.patch_size or (128, 128, 128))),
-        loss=make_loss(config.loss),
+        loss=make_loss(config),
         make_optimizer=bind_target("optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets),
         precision=config.memory.precision.value,
         call=lambda network, image: network(image, region),

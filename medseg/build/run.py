@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medseg.build.augmentation import make_transforms
 from medseg.build.cases import find_sources
 from medseg.build.device import make_device_map, pick_device
-from medseg.build.logger import make_logger
-from medseg.build.loss import make_loss
+from medseg.build.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.build.network import find_divisor, network_node, region_mode_of
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.build.spacing import make_grid_rule
 from medseg.build.stages import load_stage
 from medseg.build.switches import switch_on
-from medseg.build.task import make_task
+from medseg.build.task import count_classes, make_task
 from medseg.build.versions import collect_versions
 from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
@@ -53,7 +51,7 @@ def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[st
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     return SegmentationModule(
         switch_on(network, config.memory, device_type, sync_batchnorm=config.trainer.sync_batchnorm),
-        make_loss(config.loss),
+        make_loss(config),
         make_optimizer(config.optimizer, lr_factor, config.trusted_targets),
         make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets),
         seed=config.seed,
@@ -62,6 +60,7 @@ def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[st
         overlap=config.inference.overlap,
         ema_decay=config.ema_decay,
         metadata=metadata,
+        metrics=make_metrics(config.metrics, count_classes(config), config.trusted_targets),
     )
 
 
@@ -105,7 +104,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         limit_val_batches=1 if config.debug.fast else 1.0,
         use_distributed_sampler=False,  # samples are a function of (seed, n)
         log_every_n_steps=10,
-        logger=make_logger(config.logger, start_step, config.trusted_targets),
+        logger=make_loggers(config, start_step),
         callbacks=callbacks,
         default_root_dir=config.run_dir,
         enable_model_summary=False,
@@ -160,7 +159,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         make_task(config.task),
         stage_input,
         cache_dir=Path(data.cache),
-        augmentation=make_transforms(config.augment),
+        augmentation=make_transforms(config),
         seed=config.seed,
         steps=config.steps,
         batch_size=stage.batch_size,
@@ -169,6 +168,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         prefetch=data.prefetch,
         pin_memory=data.pin_memory,
         overfit=config.debug.overfit,
+        train_trust=data.train_trust,
         coarse=load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator), trusted=config.trusted_targets)
         if stage.coarse
         else None,
@@ -196,7 +196,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "format": METADATA_FORMAT,
         "stage": stage.name.value,
         "task": task.to_dict(),
-        "num_classes": task.num_classes if stage.name is StageName.coarse else task.num_region_classes,
+        "num_classes": count_classes(config),
         "spacing_mm": list(config.spacing.target_spacing_mm) if config.spacing.target_spacing_mm else NATIVE,
         "grid_rule": asdict(make_grid_rule(config.spacing)),
         "resampling": config.spacing.resampling.value,

@@ -6,22 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from medseg.build.network import make_described_network, to_tuples
 from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import UNET, Precision, Resampling
 from medseg.config.targets import TARGET, check_target
 from medseg.data.task import Task
-from medseg.errors import UserError, first_line
+from medseg.errors import UserError, first_line, require
 from medseg.geometry.grid_rule import GridRule
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.preprocess.resample import ANTIALIASED
+from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights
 
 
 def load_stage(
-    path: Path, stage: str, device: torch.device, precision: str | None = None, trusted: Sequence[str] = ()
+    path: Path,
+    stage: str,
+    device: torch.device,
+    precision: str | None = None,
+    trusted: Sequence[str] = (),
+    half_weights: bool = False,
 ) -> TrainedStage:
     """Load a stage from a checkpoint, as data: `weights_only`, nothing in it is executed.
 
@@ -31,12 +39,14 @@ def load_stage(
         device: Where it will run.
         precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
+        half_weights: Whether convolutions and linear layers store their weights in the half precision that they compute in.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format.
     """
     metadata, weights = read_weights(path, stage, stage)
     try:
+        check_ranges(metadata, len(weights))
         metadata = to_tuples(metadata)
         check_target("model", f"{stage}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted)
     except (KeyError, TypeError) as error:
@@ -45,6 +55,10 @@ def load_stage(
         ) from error
     try:
         task = Task.from_dict(metadata["task"])
+        # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
+        with torch.device("meta"):
+            shapes = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
+        shapes.load_state_dict(weights, assign=True)
         network = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
         precision = precision or inference_precision(Precision(metadata["precision"]).value, device.type)
         trained = TrainedStage(
@@ -62,26 +76,39 @@ def load_stage(
             rule=GridRule(**metadata.get("grid_rule", {})),
             checkpoints={str(path): checksum(path)},
         )
-    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
-        raise UserError(
-            f"{stage}={path}: its metadata are damaged or of another version ({type(error).__name__}: {first_line(error)}); "
-            "take another copy"
-        ) from error
-    try:
-        network.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(
             f"{stage}={path}: its weights do not fit the network of its metadata ({first_line(error)}); take another copy"
         ) from error
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError) as error:
+        raise UserError(
+            f"{stage}={path}: its metadata are damaged or of another version ({type(error).__name__}: {first_line(error)}); "
+            "take another copy"
+        ) from error
+    network.load_state_dict(weights)
     if precision in HALF:
         use_channels_last(network)  # kernels in half precision prefer this layout; fp32 gains nothing
+    if half_weights:
+        require(
+            precision in HALF,
+            f"inference.half_weights=true: the {stage} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
+        )
+        # Norms keep their weights: autocast rounds those of these layers only, and computes the same with rounded ones.
+        for module in network.modules():
+            if isinstance(module, (_ConvNd, nn.Linear)):
+                module.to(HALF[precision])
     network.to(device).eval()
     trained.count_memory()
     return trained
 
 
 def load_stages(
-    paths: Sequence[Path], stage: str, device: torch.device, precision: str | None = None, trusted: Sequence[str] = ()
+    paths: Sequence[Path],
+    stage: str,
+    device: torch.device,
+    precision: str | None = None,
+    trusted: Sequence[str] = (),
+    half_weights: bool = False,
 ) -> TrainedStage:
     """Load one or several checkpoints of a stage, whose results are averaged.
 
@@ -91,11 +118,12 @@ def load_stages(
         device: See `load_stage`.
         precision: See `load_stage`.
         trusted: See `load_stage`.
+        half_weights: See `load_stage`.
 
     Raises:
         UserError: As `load_stage`, and if the checkpoints do not ask for the same input.
     """
-    first, *others = (load_stage(path, stage, device, precision, trusted) for path in paths)
+    first, *others = (load_stage(path, stage, device, precision, trusted, half_weights) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
         for name in ("task", "spacing_mm", "rule", "resampling", "tile_size", "region_margin_mm", "region_mode", "precision"):
             ours, theirs = getattr(first, name), getattr(other, name)

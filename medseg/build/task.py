@@ -1,6 +1,6 @@
 """Task of a run: labels, regions, channels and plausible volumes."""
 
-from medseg.config.schema import TaskConfig
+from medseg.config.schema import StageName, TaskConfig, TrainConfig
 from medseg.data.task import Channel, Region, Task
 
 
@@ -20,3 +20,9 @@ def make_task(config: TaskConfig) -> Task:
         config.ignore_label,
         {name: (low_ml, high_ml) for name, (low_ml, high_ml) in (config.volume_ml or {}).items()},
     )
+
+
+def count_classes(config: TrainConfig) -> int:
+    """Count the classes of the stage's network, with the background."""
+    task = make_task(config.task)
+    return task.num_classes if config.stage.name is StageName.coarse else task.num_region_classes

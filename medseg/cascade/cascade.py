@@ -1,4 +1,4 @@
-"""Cascade: a trained coarse and a trained fine stage that segment a scan together."""
+"""Cascade: the trained stages of a task, which segment a scan together."""
 
 import time
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from medseg.cascade.join import RegionResult, join, paste_std
-from medseg.cascade.localise import localise
-from medseg.cascade.plausibility import agreement, distortion_warnings, voxel_ml
+from medseg.cascade.localise import Localisation, localise, predict_body
+from medseg.cascade.plausibility import agreement, distortion_warnings, volume_warnings, voxel_ml
 from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
 from medseg.data.task import Region, Task
 from medseg.errors import require
@@ -58,6 +58,7 @@ class Segmentation:
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
+        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
         disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
             in the order of `labels`; else None.
     """
@@ -70,38 +71,51 @@ class Segmentation:
     tiling_plans: dict[str, str] = field(default_factory=dict)
     distortions: dict[str, float] = field(default_factory=dict)
     agreements: dict[str, float] = field(default_factory=dict)
+    status: str = "ok"
     disagreement: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Cascade:
-    """Two trained stages of one task, and how to run them.
+    """Trained stages of one task, and how to run them.
 
     Attributes:
-        coarse: Finds the regions in the whole scan.
-        fine: Refines one region in its crop.
+        coarse: Finds the regions in the whole scan; segments all labels of a task without regions.
+        fine: Refines one region in its crop; None for a task without regions.
         options: Thresholds, memory, flips.
 
     Raises:
-        UserError: If the stages were trained for different tasks.
+        UserError: If the stages were trained for different tasks, or one is missing or superfluous.
     """
 
     coarse: TrainedStage
-    fine: TrainedStage
+    fine: TrainedStage | None = None
     options: CascadeOptions = field(default_factory=CascadeOptions)
 
     def __post_init__(self) -> None:
-        coarse, fine = self.coarse.task, self.fine.task
+        task, fine = self.coarse.task, self.last.task
         require(
-            coarse.labels == fine.labels and coarse.regions == fine.regions,
-            f"the coarse checkpoint was trained for the task {coarse.name} with the labels {coarse.labels}, "
+            bool(task.regions) == (self.fine is not None),
+            f"the task {task.name} of the coarse checkpoint has "
+            + ("regions, which a fine stage refines; give fine=<checkpoint>" if task.regions else "no regions; leave fine out"),
+        )
+        require(
+            task.labels == fine.labels
+            and task.regions == fine.regions
+            and [channel.modality for channel in task.channels] == [channel.modality for channel in fine.channels],
+            f"the coarse checkpoint was trained for the task {task.name} with the labels {task.labels}, "
             f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task",
         )
 
     @property
-    def stages(self) -> tuple[TrainedStage, TrainedStage]:
-        """Both stages."""
-        return self.coarse, self.fine
+    def stages(self) -> tuple[TrainedStage, ...]:
+        """All stages, the first one first."""
+        return (self.coarse,) if self.fine is None else (self.coarse, self.fine)
+
+    @property
+    def last(self) -> TrainedStage:
+        """The stage that makes the final labels."""
+        return self.stages[-1]
 
     def segment(self, volume: Volume) -> Segmentation:
         """Segment one scan: orient, localise, refine each region, join, restore the storage order.
@@ -111,48 +125,34 @@ class Cascade:
         Args:
             volume: Scan in HU.
         """
-        fine, options = self.fine, self.options
+        task, options = self.coarse.task, self.options
         image_hu, grid, orientation = orient(volume.array, volume.grid)
-        result = Segmentation(np.empty(0))
-        with _timed(result.durations_s, "localise"):
-            found = localise(image_hu, grid, self.coarse, options)
-        result.tiling_plans["localise"] = str(found.tiling_plan)
-        result.warnings += found.warnings
-        if self.coarse.rule.size is not None and found.crop_grid is not None:
-            result.distortions["localise"] = distortion(found.crop_grid.spacing_mm)
-            result.warnings += distortion_warnings("whole scan", found.crop_grid)
-        lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
-        refined: list[RegionResult] = []
-        stds: list[tuple[Tensor, VoxelGrid]] = []
-        for region in fine.task.regions:
-            if region.name not in found.boxes:
-                continue
-            step = f"refine_{region.name}"
-            with _timed(result.durations_s, step):
-                tight_box = found.boxes[region.name]
-                crop = region_crop(tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule)
-                prediction = refine(image_hu, grid, crop, region, fine, options)
-            result.boxes[region.name] = RegionBox(crop.box, crop.grid)
-            result.tiling_plans[step] = str(prediction.tiling_plan)
-            if fine.rule.size is not None:
-                result.distortions[step] = distortion(crop.grid.spacing_mm)
-                result.warnings += distortion_warnings(region.name, crop.grid)
-            result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]
-            refined.append((region, prediction.probs, crop.grid))
-            if prediction.std is not None:
-                stds.append((prediction.std, crop.grid))
+        result = Segmentation(np.empty(0), warnings=[warning for stage in self.stages for warning in stage.warnings])
+        found: Localisation | None = None
+        if self.fine is None:
+            parts, stds = _segment_whole(image_hu, grid, self.coarse, options, result)
+        else:
+            with _timed(result.durations_s, "localise"):
+                found = localise(image_hu, grid, self.coarse, options)
+            result.warnings += found.warnings
+            _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
+            parts, stds = _refine_regions(image_hu, grid, found, self.fine, options, result)
         with _timed(result.durations_s, "join"):
-            labels = join(refined, grid, fine.task, options, image_hu)
+            labels = join(parts, grid, task, options, image_hu)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
-                for name, value in fine.task.labels.items()
+                for name, value in task.labels.items()
             }
-            regions = {region.name: fine.task.region_values(region) for region, _, _ in refined}
-            result.agreements = agreement(found.labels, found.grid, labels, grid, regions)
-        _remove_contradictions(result, labels, fine.task, options)
+            if found is not None:
+                regions = {region.name: task.region_values(region) for region, _, _ in parts}
+                result.agreements = agreement(found.labels, found.grid, labels, grid, regions)
+        _remove_contradictions(result, labels, task, options)
+        if not self.coarse.task.regions and not any(result.volumes_ml.values()):
+            result.warnings.append("no label found at all: the result is empty; check that the scan shows the organs of the task")
+        result.warnings += volume_warnings(result.volumes_ml, labels, task)
         result.labels = np.ascontiguousarray(orientation.from_lps(labels))
-        if fine.has_views(options):
+        if self.last.has_views(options):
             result.disagreement = np.ascontiguousarray(orientation.from_lps(paste_std(stds, grid)))
         return result
 
@@ -173,6 +173,72 @@ class Cascade:
         stages = {stage.name: stage for stage in self.stages}
         with process_group():
             serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
+
+
+def _segment_whole(
+    image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options: CascadeOptions, result: Segmentation
+) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
+    """Segment all labels at once, for a task without regions.
+
+    Args:
+        image_hu: Oriented volume (D, H, W).
+        grid: Its grid, oriented.
+        stage: The only stage.
+        options: How the networks run.
+        result: Takes durations, tiling plan and remarks.
+
+    Returns:
+        The probabilities for `join`, as of one region with all labels, and their standard deviation for `paste_std`.
+    """
+    with _timed(result.durations_s, "segment"):
+        prediction, crop, *_ = predict_body(image_hu, grid, stage, options)
+    _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
+    result.warnings += prediction.remarks
+    whole = Region(stage.task.name, tuple(stage.task.labels))
+    stds = [] if prediction.std is None else [(prediction.std, crop.grid)]
+    return [(whole, prediction.probs[1:], crop.grid)], stds
+
+
+def _refine_regions(
+    image_hu: np.ndarray, grid: VoxelGrid, found: Localisation, fine: TrainedStage, options: CascadeOptions, result: Segmentation
+) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
+    """Refine the regions that were found, one after the other.
+
+    Args:
+        image_hu: Oriented volume (D, H, W).
+        grid: Its grid, oriented.
+        found: Boxes of the coarse stage.
+        fine: The fine stage.
+        options: How the networks run.
+        result: Takes boxes, durations, tiling plans and remarks.
+
+    Returns:
+        The probabilities of the regions for `join`, and their standard deviations for `paste_std`.
+    """
+    lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
+    parts: list[RegionResult] = []
+    stds: list[tuple[Tensor, VoxelGrid]] = []
+    for region in (one for one in fine.task.regions if one.name in found.boxes):
+        step = f"refine_{region.name}"
+        with _timed(result.durations_s, step):
+            tight_box = found.boxes[region.name]
+            crop = region_crop(tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule)
+            prediction = refine(image_hu, grid, crop, region, fine, options)
+        result.boxes[region.name] = RegionBox(crop.box, crop.grid)
+        _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
+        result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]
+        parts.append((region, prediction.probs, crop.grid))
+        if prediction.std is not None:
+            stds.append((prediction.std, crop.grid))
+    return parts, stds
+
+
+def _note_crop(result: Segmentation, step: str, name: str, stage: TrainedStage, plan: Any, grid: VoxelGrid | None) -> None:
+    """Note how a crop went through the network, and warn where a crop of fixed size is distorted."""
+    result.tiling_plans[step] = str(plan)
+    if stage.rule.size is not None and grid is not None:
+        result.distortions[step] = distortion(grid.spacing_mm)
+        result.warnings += distortion_warnings(name, grid)
 
 
 def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task, options: CascadeOptions) -> None:

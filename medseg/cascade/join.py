@@ -42,7 +42,13 @@ def join(
     labels = merge(regions, grid, task)
     least_hu = task.least_hu
     is_gas = None if image_hu is None or least_hu is None else lambda planes: image_hu[planes] < least_hu
-    clean_labels(labels, tuple(task.labels.values()), (options or CascadeOptions()).min_part_fraction, is_gas)
+    values = tuple(task.labels.values())
+    if task.regions:
+        clean_labels(labels, values, (options or CascadeOptions()).min_part_fraction, is_gas)
+    elif is_gas is not None:
+        # Lesions may be small and many, and enclose each other: of a task without regions only gas is removed.
+        for value in values:
+            remove_small_components(labels, value, 0.0, is_gas)
     return labels
 
 

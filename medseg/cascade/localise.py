@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import ndimage
+from torch import Tensor
 
 from medseg.cascade.plausibility import (
     border_warnings,
@@ -12,12 +13,12 @@ from medseg.cascade.plausibility import (
     position_warnings,
     voxel_ml,
 )
-from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.cascade.stage import CascadeOptions, Prediction, TrainedStage
 from medseg.data.audit.position import side_pairs
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
-from medseg.inference.postprocess import gas_components, keep_large_components
+from medseg.inference.postprocess import remove_small_components
 from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut
 from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
@@ -50,6 +51,35 @@ class Localisation:
     crop_grid: VoxelGrid | None = None
 
 
+def predict_body(
+    image_hu: np.ndarray,
+    grid: VoxelGrid,
+    stage: TrainedStage,
+    options: CascadeOptions,
+    scan_spacing_mm: tuple[float, float, float] | None = None,
+) -> tuple[Prediction, Crop, Tensor, VoxelGrid]:
+    """Run a stage on the body: everything denser than air, with a margin.
+
+    Args:
+        image_hu: Oriented volume (D, H, W) in HU.
+        grid: Its grid, oriented.
+        stage: A stage that sees the whole volume.
+        options: How the networks run.
+        scan_spacing_mm: See `localise`.
+
+    Returns:
+        The probabilities and their crop; the volume at the stage's spacing, and its grid.
+    """
+    lattice = grid.resampled(stage.spacing_mm)
+    resampled = resample_image(image_hu, grid, lattice, stage.air_hu, resampling=stage.resampling, limits=HU_LIMITS)
+    scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
+    body = scaled.box_from(lattice, body_box(resampled.numpy(), lattice.spacing_mm))
+    # No patch size: the network pads the body at its end, so the box of the body does not grow.
+    crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
+    seen = cut(resampled, lattice, crop, stage.air_hu, stage.resampling)
+    return stage.predict_probs(normalise_hu(seen, stage.task.window_hu), 0, options), crop, resampled, lattice
+
+
 def localise(
     image_hu: np.ndarray,
     grid: VoxelGrid,
@@ -70,14 +100,7 @@ def localise(
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.
     """
     options = options or CascadeOptions()
-    lattice = grid.resampled(stage.spacing_mm)
-    resampled = resample_image(image_hu, grid, lattice, stage.air_hu, resampling=stage.resampling, limits=HU_LIMITS)
-    scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
-    body = scaled.box_from(lattice, body_box(resampled.numpy(), lattice.spacing_mm))
-    # No patch size: the network pads the body at its end, so the box of the body does not grow.
-    crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
-    seen = cut(resampled, lattice, crop, stage.air_hu, stage.resampling)
-    prediction = stage.predict_probs(normalise_hu(seen, stage.task.window_hu), 0, options)
+    prediction, crop, resampled, lattice = predict_body(image_hu, grid, stage, options, scan_spacing_mm)
     # Keep the labels of voxels inside the scan only: the crop may reach beyond it.
     scanned = crop.lattice.centres_within(lattice)
     coarse_grid, part = crop.lattice.crop(scanned), crop.box.intersect(scanned)
@@ -105,9 +128,9 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
         task: Labels and regions.
         options: Thresholds.
     """
-    cleaned = np.zeros_like(labels)
+    cleaned = labels.copy()
     for value in task.labels.values():
-        cleaned[keep_large_components(labels == value, options.min_part_fraction)] = value
+        remove_small_components(cleaned, value, options.min_part_fraction)
     warnings = _unmix_sides(cleaned, grid, task)
     masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
     volumes_ml = {name: float(mask.sum()) * voxel_ml(grid) for name, mask in masks.items()}
@@ -147,9 +170,9 @@ def _remove_gas(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task:
     warnings = []
     is_gas = image_hu < task.least_hu
     for name, value in task.labels.items():
-        gas = gas_components(labels == value, is_gas)
-        labels[gas] = 0
-        volume_ml = float(gas.sum()) * voxel_ml(grid)
+        num_before = np.count_nonzero(labels == value)
+        remove_small_components(labels, value, 0.0, is_gas.__getitem__)
+        volume_ml = float(num_before - np.count_nonzero(labels == value)) * voxel_ml(grid)
         if volume_ml >= MIN_REPORTED_ML:
             warnings.append(
                 f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: the median of such a component is below "

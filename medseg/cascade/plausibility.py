@@ -101,6 +101,27 @@ def position_warnings(
     return warnings
 
 
+def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: Task) -> list[str]:
+    """Warn where a label or region has a volume that the task calls implausible; one that a face of the scan cuts may be small.
+
+    Args:
+        volumes_ml: Volume of each label.
+        labels: Final label map (D, H, W), any orientation.
+        task: Labels, regions and `volume_ml`.
+    """
+    members = {name: (name,) for name in task.labels} | {region.name: region.labels for region in task.regions}
+    warnings = []
+    for name, (low_ml, high_ml) in task.volume_ml.items():
+        volume_ml, values = sum(volumes_ml[one] for one in members[name]), [task.labels[one] for one in members[name]]
+        faces = (face for axis in range(3) for face in (labels.take(0, axis), labels.take(-1, axis)))
+        is_small = 0 < volume_ml < low_ml and not any(np.isin(face, values).any() for face in faces)
+        if is_small or volume_ml > high_ml:
+            warnings.append(
+                f"{name} has {volume_ml:.0f} ml, and {low_ml:g} to {high_ml:g} ml are plausible: check the spacing of the scan and the result"
+            )
+    return warnings
+
+
 def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
     """Warn where a crop of fixed size is distorted by more than `MAX_DISTORTION`.
 

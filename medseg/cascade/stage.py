@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medseg.data.task import Task
 from medseg.errors import UserError
@@ -21,12 +22,15 @@ from medseg.inference.tile_workers import TileWorkers
 from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
+from medseg.models.blocks import InstanceNorm
 from medseg.preprocess.resample import ANTIALIASED
 
 # Counted from the end, so that the axes fit images (D, H, W) and probabilities (K, D, H, W) alike.
 SPATIAL_AXES = (-3, -2, -1)
 X_AXIS = -1
 MAX_BATCH = 8
+# Norms with statistics of the voxels that they are given: another field of view changes the labels.
+FIELD_OF_VIEW_NORMS = (InstanceNorm, nn.GroupNorm, _InstanceNorm)
 # Networks run one at a time: the budget holds for all of them together, and the TF32 switches belong to the process.
 _NETWORK_LOCK = threading.Lock()
 
@@ -94,6 +98,7 @@ class TrainedStage:
         checkpoints: SHA-256 of each file that the networks come from, by its path.
         tile_workers: Processes that share the tiles; None = this process alone.
         resampling: Filter that brings a scan to the stage's spacing, see `medseg.preprocess.resample`.
+        warnings: Sentences about how its use differs from its training, for every result.
     """
 
     network: nn.Module
@@ -111,6 +116,7 @@ class TrainedStage:
     checkpoints: dict[str, str] = field(default_factory=dict)
     tile_workers: TileWorkers | None = None
     resampling: str = ANTIALIASED
+    warnings: tuple[str, ...] = ()
 
     @property
     def divisor(self) -> tuple[int, int, int]:
@@ -127,6 +133,17 @@ class TrainedStage:
         """Networks of all checkpoints."""
         return (self.network, *self.others)
 
+    def use_tiles(self, tile_size: tuple[int, int, int]) -> None:
+        """Predict in tiles of a size, and warn of another size than in training where a norm sees the field of view."""
+        trained, self.tile_size = self.tile_size, tile_size
+        if tile_size != trained and any(isinstance(module, FIELD_OF_VIEW_NORMS) for module in self.network.modules()):
+            used, usual = ("×".join(map(str, size)) if size else "whole crops" for size in (tile_size, trained))
+            self.warnings = (
+                f"the {self.name} stage runs in tiles of {used} voxels, but was trained on {usual}, and its norm sees the tile: with the "
+                "included lung weights tiles of 96×96×96 instead of 128×160×160 lowered the Dice of a lung from 0.99 to 0.87, tiles of "
+                "64×64×64 to 0.38; leave inference.tile_size out",
+            )
+
     def count_memory(self) -> None:
         """Count the memory of the network per voxel; a crop that exceeds the budget then goes through it in tiles."""
         call = functools.partial(self._call, self.network, region_index=0)
@@ -139,7 +156,8 @@ class TrainedStage:
     def predict_probs(self, image: Tensor, region_index: int, options: CascadeOptions) -> Prediction:
         """Run the networks on one normalised image.
 
-        Where a GPU's memory runs out, the image is tried in smaller tiles and at last on the CPU, and the result says so.
+        Where a GPU's memory runs out, tiles go through the network one by one, and at last on the CPU, and the result says so. Tiles
+        keep their size: a norm that sees the field of view would change the labels.
 
         Args:
             image: Normalised image (D, H, W).
@@ -147,17 +165,25 @@ class TrainedStage:
             options: Overlap of tiles, memory, flips.
 
         Raises:
-            UserError: If the smallest tile exceeds the budget.
+            UserError: If the image, or a tile of it, exceeds the budget.
             torch.OutOfMemoryError: If the memory of the CPU runs out.
         """
         with _NETWORK_LOCK:
             remarks: list[str] = []
             stage: TrainedStage = self
             try:
-                plan = stage._plan(image, options.budget_gib * 2**30)
+                plan = plan_tiling(
+                    (image.shape[0], image.shape[1], image.shape[2]),
+                    self.divisor,
+                    self.bytes_per_voxel,
+                    options.budget_gib * 2**30,
+                    self.tile_size,
+                    max_batch=1 if self.device.type == "cpu" else MAX_BATCH,
+                )
             except ValueError as error:
                 raise UserError(
-                    f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} stage: {error}; raise it"
+                    f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} stage: {error}; raise it to that. "
+                    "Smaller tiles would change the labels"
                 ) from error
             while True:
                 try:
@@ -167,28 +193,14 @@ class TrainedStage:
                         raise
                 # After the `except` block, in which the error still holds the tensors of the failed pass.
                 torch.cuda.empty_cache()
-                try:
-                    plan = stage._plan(image, plan.num_bytes / 2)
-                    remarks.append(f"the {self.name} stage ran out of memory on the GPU and went on in {plan}")
-                except ValueError:
-                    stage = stage._on_cpu()
-                    plan = stage._plan(image, max(plan.num_bytes, options.budget_gib * 2**30))
-                    remarks.append(f"the {self.name} stage ran out of memory on the GPU and went on with the CPU")
+                stage = stage if plan.batch_size > 1 else stage._on_cpu()
+                plan = plan._replace(batch_size=1)
+                way = "the CPU" if stage.device.type == "cpu" else "one tile at a time"
+                remarks.append(f"the {self.name} stage ran out of memory on the GPU and went on with {way}")
 
     def serve(self, network_index: int, images: Tensor, region_index: int) -> Tensor:
         """Run one of the networks, as a tile worker, on images (N, 1, d, h, w); returns logits."""
         return self._call(self.networks[network_index], images.to(self.device), region_index)
-
-    def _plan(self, image: Tensor, budget_bytes: float) -> TilingPlan:
-        max_batch = 1 if self.device.type == "cpu" else MAX_BATCH
-        return plan_tiling(
-            (image.shape[0], image.shape[1], image.shape[2]),
-            self.divisor,
-            self.bytes_per_voxel,
-            budget_bytes,
-            self.tile_size,
-            max_batch,
-        )
 
     def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
         region = torch.full((len(images),), region_index, device=self.device)
@@ -237,16 +249,18 @@ class TrainedStage:
         cpu = torch.device("cpu")
         network, *others = (copy.deepcopy(network).to(cpu) for network in self.networks)
         precision = inference_precision(self.precision, "cpu")
-        stage = replace(self, network=network, others=tuple(others), precision=precision, device=cpu, tile_workers=None)
-        stage.count_memory()
-        return stage
+        return replace(self, network=network, others=tuple(others), precision=precision, device=cpu, tile_workers=None)
 
 
 def flips(task: Task, tta: bool) -> Sequence[tuple[int, ...]]:
     """List the sets of axes to flip, one for each pass of a network; the first is empty."""
     if not tta:
         return [()]
-    axes = [axis for axis in SPATIAL_AXES if axis != X_AXIS or all(region.side is None for region in task.regions)]
+    # A task without regions has sides if its labels say so.
+    has_sides = any(region.side for region in task.regions) or any(
+        side in name for name in task.labels for side in ("left", "right")
+    )
+    axes = [axis for axis in SPATIAL_AXES if axis != X_AXIS or not has_sides]
     return list(chain.from_iterable(combinations(axes, number) for number in range(len(axes) + 1)))
 
 

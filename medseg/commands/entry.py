@@ -93,7 +93,7 @@ def run_command(command: str) -> None:
             ) from error
         return code
 
-    if command in ("train", "predict"):  # they prepare the process first
+    if command == "train":  # it prepares the process first
         importlib.import_module(module).main()
     else:
         run(command, job)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.progress import track
 
 from medseg.build.cases import find_cases
@@ -15,10 +16,11 @@ from medseg.data.audit.finding import CaseAudit, Finding, Severity
 from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
 from medseg.data.cache import prepare_cases
 from medseg.data.case_table import Case
-from medseg.data.task import Task
+from medseg.data.task import Channel, Task
 from medseg.errors import EXIT_FAILED
 from medseg.io.atomic import check_writable, replace_text
 from medseg.pictures.audit import CaseView, Slice, audit_pictures, cut_slices
+from medseg.preprocess.intensity import normalise, percentile
 
 
 def prepare(config: PrepareConfig) -> int:
@@ -37,7 +39,7 @@ def prepare(config: PrepareConfig) -> int:
     audited, slices = [], []
     for one, scan in track(prepare_cases(cases, Path(config.data.cache), task, targets), "prepare", total=len(cases)):
         audited.append(one)
-        slices.append(cut_slices(scan.image_hu, scan.labels, scan.grid.spacing_mm) if scan else ())
+        slices.append(cut_slices(shown_image(scan.image_hu, task.channels[0]), scan.labels, scan.grid.spacing_mm) if scan else ())
         print_case(one)
     audited = compare_cases(audited)
     for one in audited:
@@ -49,6 +51,11 @@ def prepare(config: PrepareConfig) -> int:
     if unusable:
         say(f"{len(unusable)} of {len(audited)} cases cannot be used: {', '.join(unusable)}")
     return EXIT_FAILED if unusable else 0
+
+
+def shown_image(image: np.ndarray, channel: Channel) -> np.ndarray:
+    """Prepare an image for the picture: values without a window are mapped to [-1, 1]."""
+    return image if channel.window_hu else normalise(image, percentile(image, channel.modality))
 
 
 def print_case(one: AuditedCase) -> None:
@@ -86,7 +93,9 @@ def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path
     ranks = ["error", "warning", "note", ""]
     cases.sort(key=lambda case: min((ranks.index(severity) for severity, _ in case.findings if severity != "note"), default=3))
     names = {value: name for name, value in task.labels.items()}
-    return audit_pictures(cases, path, count(len(cases), "case"), label_names=names, window_hu=task.window_hu)
+    return audit_pictures(
+        cases, path, count(len(cases), "case"), label_names=names, window_hu=task.channels[0].window_hu or (-1.0, 1.0)
+    )
 
 
 def summary(audited: Sequence[AuditedCase], files: Sequence[Path]) -> str:

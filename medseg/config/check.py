@@ -16,7 +16,7 @@ from omegaconf.errors import ConfigKeyError, InterpolationKeyError, MissingManda
 
 from medseg.config.rules import check_rules
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS, Knob
-from medseg.config.targets import EXTENSION_KEYS, TARGET, check_target
+from medseg.config.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
 from medseg.errors import UserError, require
 
 T = TypeVar("T")
@@ -43,10 +43,9 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
 def to_typed(composed: DictConfig, schema: type[T]) -> T:
     """Check one key at a time: names, types, ranges, targets; the keys may still contradict each other."""
     points = [field.name for field in dataclasses.fields(schema) if field.name in EXTENSION_KEYS]  # type: ignore[arg-type]
-    for point in points:  # before their values are resolved, which may refer to what a named class does not have
-        node = OmegaConf.to_container(composed.get(point) or OmegaConf.create())
-        if isinstance(node, dict) and TARGET in node:
-            check_target(point, point, typing.cast(dict[str, Any], node), composed.get("trusted_targets") or ())
+    if points:  # before their values are resolved, which may refer to what a named class does not have
+        for point, key, node in list_nodes(typing.cast(dict[str, Any], OmegaConf.to_container(composed))):
+            check_target(point, key, node, composed.get("trusted_targets") or ())
     values = resolved(composed)
     _fill_label_values(values)
     try:
@@ -168,7 +167,7 @@ def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], comp
 
     Keys of a schema (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults, and are checked and converted to plain values.
     """
-    if not node and point == "logger":
+    if TARGET not in node and (point == "logger" or "terms" in node):
         return node
     shared = POINT_SCHEMAS.get(point)
     target = node.get(TARGET, getattr(shared, TARGET, None))  # run folders of version 0.1 name no network

@@ -86,14 +86,24 @@ def notes(config: TrainConfig) -> list[str]:
     seen = {}
     if is_batch_norm(config.model):
         seen["model.norm=batch"] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
-    if config.loss.batch_dice:
-        seen["loss.batch_dice=true"] = micro_batch
+    for key in ("batch_dice", "batch"):  # of ours and of MONAI's losses
+        if any(one.get(key) for one in (config.loss, *config.loss.get("terms", []))):
+            seen[f"loss.{key}=true"] = micro_batch
     found = [
         f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of {stage.batch_size} "
         f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}), so the result differs"
         for key, samples in seen.items()
         if samples < stage.batch_size
     ]
+    momentum = next((config.optimizer[key] for key in ("momentum", "betas") if key in config.optimizer), None)
+    if config.schedule.get("cycle_momentum") and momentum is not None:
+        found.append(
+            f"schedule.cycle_momentum=true sets the momentum of each step, so that of the optimizer ({momentum}) is not used"
+        )
+    if config.augment.enabled and "effects" not in config.augment.transforms:
+        found.append(
+            "augment.transforms replaces the effects of the other keys of augment, whose numbers count only where it names them"
+        )
     if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
         found.append(
             "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and without stage.patch_size the shapes vary"
@@ -248,7 +258,10 @@ def _value_rules(config: TrainConfig) -> Rules:
             policy in ("none", "sqrt", "all") or (isinstance(policy, list) and all(isinstance(name, str) for name in policy)),
             f"memory.checkpointing: expected none, sqrt, all or a [list] of block names, but got {policy}",
         ),
-        (loss.dice_weight + loss.ce_weight > 0, "loss.dice_weight and loss.ce_weight: at least one must be positive"),
+        (
+            loss.get("dice_weight", 1) + loss.get("ce_weight", 1) > 0,
+            "loss.dice_weight and loss.ce_weight: at least one must be positive",
+        ),
         (
             device_map in (None, "auto") or is_map,
             f"model.device_map: expected null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, …, but got {device_map}",
@@ -517,10 +530,6 @@ def _stage_rules(config: TrainConfig) -> Rules:
             (
                 not (sides and flip_axes),
                 f"augment.flip_axes={flip_axes}: with flips the coarse stage cannot distinguish the sides; leave it empty",
-            ),
-            (
-                stage.patch_size is None,
-                "stage.patch_size: the coarse stage trains on whole volumes; bound them with stage.max_voxels",
             ),
             *(
                 (getattr(stage, key) is None, f"stage.{key}: only the fine stage uses it; leave it out with stage=coarse")

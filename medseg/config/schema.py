@@ -2,7 +2,7 @@
 
 `check.py` merges what Hydra composes into one of the roots at the end of this file. It refuses unknown keys, wrong types, missing values
 and numbers outside their range, however they came in. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
-`schedule`, `logger`) are mappings with a `_target_`, see `medseg.config.targets`; classes of ours have a schema in `CLASS_SCHEMAS`.
+`loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see `medseg.config.targets`; classes of ours have a schema in `CLASS_SCHEMAS`.
 `--help` of a command prints all this.
 The file is long because each key has its documentation beside it.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
-from medseg.config.targets import EXTENSION_KEYS, ExtensionNode
+from medseg.config.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
 
 
 class Knob(NamedTuple):
@@ -69,8 +69,9 @@ Text = str | None
 Pair = tuple[float, float]
 Triple = tuple[float, float, float]
 Shape = tuple[int, int, int]
-# Our network, which has a schema of its own.
+# Our network and our loss, which have schemas of their own.
 UNET = "medseg.models.unet.UNet"
+DICE_CE = "medseg.losses.dice_ce.DiceCrossEntropyLoss"
 
 
 @dataclass
@@ -233,7 +234,7 @@ class DataConfig(LabelsConfig):
 
 @dataclass
 class AugmentConfig:
-    """Random changes of a training sample, see `medseg.data.augment.Augmentation`."""
+    """Random changes of a training sample, see `medseg.data.augment`."""
 
     enabled: Annotated[bool, Knob("Augment training samples.")]
     flip_axes: Annotated[
@@ -266,6 +267,11 @@ class AugmentConfig:
     narrow_max_fraction: Annotated[float, Knob("Largest share of the width that is removed.", "[0, 1)")]
     circle_probability: Annotated[float, Knob("Probability of a round field of view.", "[0, 1]")]
     circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the shorter side.", "(0, inf)")]
+    # Absent from older run folders.
+    transforms: Annotated[
+        list[Any], Knob("Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}.")
+    ] = field(default_factory=lambda: ["effects"])
+    allow_mirroring: Annotated[bool, Knob("Accept transforms that mirror left and right although the task has sides.")] = False
 
 
 @dataclass(kw_only=True)
@@ -340,9 +346,20 @@ class TrainerConfig:
     sync_batchnorm: Annotated[bool, Knob("With model.norm=batch: statistics over the samples of all ranks (GPU).")] = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LossConfig:
-    """Dice and cross-entropy, see `medseg.losses.dice_ce.DiceCrossEntropyLoss`."""
+    """Loss: its class with the arguments of the class, and the keys below."""
+
+    _target_: Annotated[str, Knob("Class of the loss, of medseg.losses, monai.losses, torch.nn or trusted_targets.")] = DICE_CE
+    output_weights: Annotated[
+        list[float] | None,
+        Knob("Weights of the outputs of a network with deep supervision; null: each half of the last.", "[0, inf)"),
+    ] = None
+
+
+@dataclass(kw_only=True)
+class DiceCeConfig(LossConfig):
+    """Dice and cross-entropy, see `medseg.losses.dice_ce`; another `_target_` replaces these keys by the arguments of its class."""
 
     dice_weight: Annotated[float, Knob("Weight of the Dice term.", "[0, inf)")]
     ce_weight: Annotated[float, Knob("Weight of the cross-entropy.", "[0, inf)")]
@@ -376,6 +393,7 @@ class PredictInferenceConfig(InferenceConfig):
     tta: Annotated[
         bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
     ]
+    half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")]
 
 
 @dataclass(kw_only=True)
@@ -421,7 +439,7 @@ class TrainConfig:
     data: DataConfig
     augment: AugmentConfig
     model: Annotated[dict[str, Any], Knob("Network (_target_) with its arguments.")]
-    loss: LossConfig
+    loss: Annotated[dict[str, Any], Knob("Loss (_target_) with its arguments, or terms: a list of such, each with its factor.")]
     optimizer: Annotated[dict[str, Any], Knob("Class of torch.optim or pytorch_optimizer (_target_) with its arguments.")]
     schedule: Annotated[dict[str, Any], Knob("Class of torch.optim.lr_scheduler (_target_) with its arguments.")]
     warmup_steps: Annotated[
@@ -431,7 +449,18 @@ class TrainConfig:
     memory: MemoryConfig
     trainer: TrainerConfig
     inference: InferenceConfig
-    logger: Annotated[dict[str, Any], Knob("Lightning logger (_target_) beside history.csv; empty: none.", neutral=True)]
+    logger: Annotated[
+        dict[str, Any], Knob("Lightning logger (_target_) beside history.csv, or several by name; empty: none.", neutral=True)
+    ]
+    metrics: Annotated[
+        dict[str, Any],
+        Knob("Name: metric of monai.metrics or torchmetrics (_target_) for validation, logged as val/<name>.", neutral=True),
+    ] = field(default_factory=dict)
+    callbacks: Annotated[dict[str, Any], Knob("Name: callback of Lightning (_target_).")] = field(default_factory=dict)
+    tags: Annotated[list[str], Knob("Words to find the run by; loggers that know tags get them.", neutral=True)] = field(
+        default_factory=list
+    )
+    notes: Annotated[str, Knob("Remark on the run; loggers that know notes get it.", neutral=True)] = ""
     debug: DebugConfig
 
 
@@ -640,8 +669,8 @@ class DemoConfig:
 
 
 # Schemas of classes: keys that every class of an extension point has, and all keys of a class of ours.
-POINT_SCHEMAS: dict[str, type] = {"model": NetworkConfig}
-CLASS_SCHEMAS: dict[str, type] = {UNET: UNetConfig}
+POINT_SCHEMAS: dict[str, type] = {"model": NetworkConfig, "loss": LossConfig}
+CLASS_SCHEMAS: dict[str, type] = {UNET: UNetConfig, DICE_CE: DiceCeConfig}
 
 
 def schema_defaults(schema: type) -> dict[str, Any]:
@@ -649,7 +678,7 @@ def schema_defaults(schema: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     hints = get_type_hints(schema)
     for one in fields(schema):
-        if one.name in EXTENSION_KEYS:
+        if one.name in (*EXTENSION_KEYS, *EXTENSION_MAPS):
             found[one.name] = ExtensionNode()
         elif is_dataclass(hints[one.name]):
             found |= {one.name: inner} if (inner := schema_defaults(cast(type, hints[one.name]))) else {}

@@ -5,7 +5,7 @@ A node is `{_target_: dotted.Class, argument: value, …}`. All extension points
 * `ExtensionNode` is the node while Hydra composes. A `_target_` in a later file or on the command line replaces the node, so only the
   keys written beside it are passed; keys need no `+`. `EXTENSION_KEYS` lists the keys of the configuration that are such nodes.
 * `check_target` compares the name with the white list of the extension point, without importing anything. The check of a configuration
-  (`medseg.config.check`) calls it for each node of `EXTENSION_KEYS`; a builder calls it for nodes in lists and mappings.
+  (`medseg.config.check`) calls it for each node of `list_nodes`.
 * `bind_target` checks the name again, imports the class and binds the arguments to its signature. It does not build the object.
   `import_target` and `bind_arguments` are its two halves, for builders that add arguments which the class knows (channels, one-hot).
 
@@ -22,7 +22,7 @@ import functools
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from omegaconf import DictConfig
@@ -57,7 +57,9 @@ EXTENSION_POINTS = {
     "schedule": ExtensionPoint(("torch.optim.lr_scheduler.",), "torch.optim.lr_scheduler.LRScheduler"),
 }
 # Keys of the configuration of `train` that are one node each, named like their extension point.
-EXTENSION_KEYS = ("model", "optimizer", "schedule", "logger")
+EXTENSION_KEYS = ("model", "loss", "optimizer", "schedule", "logger")
+# Keys that hold nodes by name, and their extension point; `logger` may do so too.
+EXTENSION_MAPS = {"metrics": "metric", "callbacks": "callback"}
 # Top-level packages that an extra of medseg installs.
 EXTRAS = {"pytorch_optimizer": "optimizers"}
 
@@ -102,6 +104,25 @@ def targets_first(arguments: Sequence[str]) -> list[str]:
     return sorted(arguments, key=lambda argument: not argument.partition("=")[0].endswith(f".{TARGET}"))
 
 
+def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """List all nodes of a configuration of `train` as extension point, key and node.
+
+    Args:
+        values: The configuration in plain values; keys that it lacks have no nodes.
+    """
+    for point in EXTENSION_KEYS:
+        node = values.get(point) or {}
+        if TARGET in node:
+            yield point, point, node
+    for key, point in {**EXTENSION_MAPS, "logger": "logger"}.items():
+        nodes = values.get(key) or {}
+        if TARGET not in nodes:
+            yield from ((point, f"{key}.{name}", node) for name, node in nodes.items())
+    yield from (("loss", f"loss.terms[{n}]", node) for n, node in enumerate((values.get("loss") or {}).get("terms") or []))
+    transforms = (values.get("augment") or {}).get("transforms") or []
+    yield from (("transform", f"augment.transforms[{n}]", node) for n, node in enumerate(transforms) if node != "effects")
+
+
 def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[str] = ()) -> None:
     """Refuse a node whose class is neither on the white list nor trusted. Nothing is imported.
 
@@ -114,7 +135,7 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     Raises:
         UserError: With the value and the cure.
     """
-    target, prefixes = node.get(TARGET), EXTENSION_POINTS[point].prefixes
+    target, prefixes = node.get(TARGET) if isinstance(node, dict) else None, EXTENSION_POINTS[point].prefixes
     if not isinstance(target, str):
         raise UserError(f"{key}.{TARGET}: the name of a class is needed, but got {target!r}")
     words = target.split(".")

@@ -1,10 +1,10 @@
 """Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar, filled case by case.
 
-Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, labels.npy, case.json}`.
+Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, image_1.npy, …, labels.npy, case.json}`.
 The paths are absolute, so cases of one name from two data sets have two entries. Where none of a case's files exists (a
 machine that got only the cache), the only entry of its name that came from another machine is used. An entry is written
 to a temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build it. Preparing imports
-the readers of `medseg.io`; opening does not.
+the readers of `medseg.io`; opening does not. The first time that a process opens an entry, it compares its files with their checksums.
 """
 
 import functools
@@ -14,9 +14,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,16 @@ from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import locked
-from medseg.preprocess.intensity import AIR_HU, HU_LIMITS
+from medseg.preprocess.intensity import HU_LIMITS, Intensity, percentile, zscore
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 DIGEST_LENGTH = 8
 
+
+INTENSITIES = {"zscore": zscore, "percentile": percentile}
+"""Maps of a channel by the values of each case."""
 
 Targets = Sequence[tuple[tuple[float, float, float] | None, str]]
 """Spacing of each cache entry, (z, y, x) or None for that of the scan, and the filter of its image."""
@@ -53,6 +57,9 @@ class CachedCase:
         folder: Folder of the entry.
         grid: The oriented, resampled grid of the arrays.
         region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left out.
+        label_boxes: The same for each label.
+        intensities: Map of each channel to the range of the network, by the values of this case; None where the channel has a window.
+        trust: Region name to the trust in its reference.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.
@@ -65,11 +72,19 @@ class CachedCase:
     audit: CaseAudit
     ignore_findings: frozenset[str] = frozenset()
     resampling: str = ANTIALIASED
+    label_boxes: dict[str, VoxelBox] = field(default_factory=dict)
+    intensities: tuple[Intensity | None, ...] = (None,)
+    trust: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def images(self) -> list[np.ndarray]:
+        """The channels as read-only memory maps, (D, H, W): int16 HU of a CT, float32 of others."""
+        return [np.load(self.folder / _image_file(number), mmap_mode="r") for number in range(len(self.intensities))]
 
     @property
     def image_hu(self) -> np.ndarray:
-        """The image as a read-only memory map, (D, H, W) int16 HU."""
-        return np.load(self.folder / "image.npy", mmap_mode="r")
+        """The first channel."""
+        return self.images[0]
 
     @property
     def labels(self) -> np.ndarray:
@@ -95,7 +110,7 @@ def prepare_case(
         case: The case.
         cache_dir: Root of the cache; made if needed.
         spacing_mm: Voxel spacing of the entry, (z, y, x); None keeps that of the scan.
-        task: Labels and regions; its HU window has no effect here.
+        task: Labels, regions and channels; HU windows have no effect here.
         label_values: Value in the file to label name. Several values may share a name; a name that the task does not
             know becomes background.
         resampling: Filter of the image, see `medseg.preprocess.resample`.
@@ -115,9 +130,9 @@ def prepare_case(
             f"{', '.join(task.labels)}, but it names {', '.join(label_values.values()) or 'nothing'}."
         )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
-    entry = _find_entry(case, folder)
+    entry = _find_entry(case, folder, task)
     if entry is None:
-        for path in sources_of(case).values():
+        for path in sources_of(case, task).values():
             if not path.exists():
                 raise UserError(
                     f"The case {case.name!r} has no current entry in the cache and its file {path} does not exist; "
@@ -126,7 +141,7 @@ def prepare_case(
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(cache_dir / f".{folder.parent.name}-{folder.name}.lock"):
-                entry = _find_entry(case, folder)  # another process may have built it meanwhile
+                entry = _find_entry(case, folder, task)  # another process may have built it meanwhile
                 if entry is None:
                     source = read() if read is not None else read_source(case, task, label_values)
                     entry = folder, _build(folder, source, case, spacing_mm, task, resampling)
@@ -155,7 +170,7 @@ def open_case(
     Raises:
         UserError: If there is no current entry.
     """
-    entry = _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling))
+    entry = _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task)
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
@@ -174,7 +189,7 @@ def is_current(
     resampling: str = ANTIALIASED,
 ) -> bool:
     """Whether `open_case` would find a complete entry that agrees with the sources."""
-    return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)) is not None
+    return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task) is not None
 
 
 def prepare_cases(
@@ -242,10 +257,12 @@ def _entry_folder(
         "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
         "label_values": sorted([int(value), name] for value, name in label_values.items()),
         "range_hu": list(HU_LIMITS),
+        "channels": [[one.modality, one.normalise] for one in task.channels],
+        "ignore_label": task.ignore_label,
         # Absent for the default, so that entries of versions without the choice keep their folder.
         **({} if resampling == ANTIALIASED else {"resampling": resampling}),
     }
-    paths = {role: str(path.resolve()) for role, path in sources_of(case).items()}
+    paths = {role: str(path.resolve()) for role, path in sources_of(case, task).items()}
     if case.series is not None:
         paths["series"] = case.series
     return cache_dir / f"{_folder_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest(paths)}"
@@ -255,38 +272,55 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:DIGEST_LENGTH]
 
 
-def _find_entry(case: Case, folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def _image_file(number: int) -> str:
+    """Name the file of a channel."""
+    return f"image_{number}.npy" if number else "image.npy"
+
+
+def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, Any]] | None:
     """Find the current entry of a case and its sidecar: its own, else the only one that came from another machine."""
-    if (record := _current_record(case, folder)) is not None:
+    sources = sources_of(case, task)
+    if (record := _current_record(case, folder, sources)) is not None:
         return folder, record
-    if any(path.exists() for path in sources_of(case).values()):
+    if any(path.exists() for path in sources.values()):
         return None
     others = folder.parent.glob(glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH)
-    records = [(other, record) for other in others if (record := _current_record(case, other)) is not None]
+    records = [(other, record) for other in others if (record := _current_record(case, other, sources)) is not None]
     # An entry whose own files exist here belongs to a case of this machine.
     foreign = [entry for entry in records if not any(Path(one["path"]).exists() for one in entry[1]["sources"].values())]
     return foreign[0] if len(foreign) == 1 else None
 
 
-def _current_record(case: Case, folder: Path) -> dict[str, Any] | None:
-    """Read the sidecar of a complete entry that agrees with the sources; None if there is no such entry."""
+def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> dict[str, Any] | None:
+    """Read the sidecar of a complete, undamaged entry that agrees with the sources; None if there is no such entry."""
     try:
-        record = _read_record(folder)
+        record = json.loads((folder / "case.json").read_text(encoding="utf-8"))
         is_complete = record["format"] == FORMAT_VERSION and all(
-            (folder / name).stat().st_size == num_bytes for name, num_bytes in record["num_bytes"].items()
+            _is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns)
+            for name, crc32 in record["crc32"].items()
+            for stat in [(folder / name).stat()]
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # no entry, or a half-written one
-    sources = sources_of(case)
     if not is_complete or set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
         return None
     has_changed = any(path.exists() and not is_same_source(path, record["sources"][role]) for role, path in sources.items())
     return None if has_changed else record
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
-    """Read the sidecar of an entry."""
-    return json.loads((folder / "case.json").read_text(encoding="utf-8"))
+@functools.cache
+def _is_intact(path: Path, crc32: int, _num_bytes: int, _mtime_ns: int) -> bool:
+    """Whether a file has its checksum; a file of one size and time is read once in a process."""
+    return _crc32(path) == crc32
+
+
+def _crc32(path: Path) -> int:
+    """Compute the CRC-32 of a file, at about 1 GB/s."""
+    total = 0
+    with path.open("rb") as file:
+        while part := file.read(2**22):
+            total = zlib.crc32(part, total)
+    return total
 
 
 def _read_as(case: Case) -> dict[str, Any]:
@@ -304,6 +338,9 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         folder=folder,
         grid=VoxelGrid(**record["grid"]),
         region_boxes={name: VoxelBox(**box) for name, box in record["region_boxes"].items()},
+        label_boxes={name: VoxelBox(**box) for name, box in record["label_boxes"].items()},
+        intensities=tuple(one and Intensity(*one) for one in record["intensities"]),
+        trust=case.trust,
         audit=audit,
         ignore_findings=case.ignore_findings,
         resampling=resampling,
@@ -327,13 +364,16 @@ def _build(
         Its sidecar.
     """
     grid = source.grid.resampled(spacing_mm)
-    image = resample_image(source.image_hu, source.grid, grid, float(AIR_HU), resampling=resampling, limits=HU_LIMITS)
-    files = {"image.npy": np.rint(image.numpy()).astype(np.int16)}
-    del image  # float32: as large as two of the stored scans
     assert source.labels is not None, "a case without labels that fit is refused"
-    files["labels.npy"] = labels = resample_labels(source.labels, source.grid, grid, task.num_classes).numpy()
-    found = {one.name: VoxelBox.from_mask(np.isin(labels, task.region_values(one))) for one in task.regions}
-    boxes = {name: box for name, box in found.items() if box is not None}
+    files = {}
+    for number, (channel, image) in enumerate(zip(task.channels, source.images, strict=True)):
+        is_ct = channel.modality == "ct"
+        limits = HU_LIMITS if is_ct else None
+        new = resample_image(image, source.grid, grid, channel.outside, resampling=resampling, limits=limits).numpy()
+        # float32 would be twice as large.
+        files[_image_file(number)] = np.rint(new).astype(np.int16) if is_ct else new
+    files["labels.npy"] = labels = resample_labels(source.labels, source.grid, grid, task.num_values).numpy()
+    boxes = _boxes(labels, {region.name: task.region_values(region) for region in task.regions})
     vanished = audit_vanished(source.audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
     record = {
         "format": FORMAT_VERSION,
@@ -346,6 +386,13 @@ def _build(
         "grid": asdict(grid),
         "label_counts": {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()},
         "region_boxes": {name: asdict(box) for name, box in boxes.items()},
+        "label_boxes": {
+            name: asdict(box) for name, box in _boxes(labels, {name: (value,) for name, value in task.labels.items()}).items()
+        },
+        "intensities": [
+            INTENSITIES[channel.normalise](image, channel.modality) if channel.window_hu is None else None
+            for channel, image in zip(task.channels, source.images, strict=True)
+        ],
         "audit": replace(source.audit, findings=(*source.audit.findings, *vanished)).to_dict(),
     }
     # Case names never start with a dot (case_table), so no entry can have such a name. What a killed process left is removed first.
@@ -355,7 +402,7 @@ def _build(
         temporary.mkdir()
         for name, array in files.items():
             np.save(temporary / name, np.ascontiguousarray(array))
-        record["num_bytes"] = {name: (temporary / name).stat().st_size for name in files}
+        record["crc32"] = {name: _crc32(temporary / name) for name in files}
         (temporary / "case.json").write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
         # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
         for path in temporary.iterdir():
@@ -367,6 +414,12 @@ def _build(
     finally:
         _remove(temporary, stale)
     return record
+
+
+def _boxes(labels: np.ndarray, values: Mapping[str, tuple[int, ...]]) -> dict[str, VoxelBox]:
+    """Find the tight box of the voxels of each name; absent ones are left out."""
+    found = {name: VoxelBox.from_mask(np.isin(labels, of)) for name, of in values.items()}
+    return {name: box for name, box in found.items() if box is not None}
 
 
 def _remove(*paths: Path) -> None:

@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from medseg.console import say
+from medseg.data.audit.labels import ABSENT
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.task import Region, Task
 from medseg.data.transforms import Transforms
-from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, is_out_of_memory
+from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
-from medseg.preprocess.intensity import AIR, AIR_HU, normalise_hu
+from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 
 # Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
@@ -34,10 +35,13 @@ BOUNDARY_TRIES = 8
 LEAST_SLAB = 0.15
 
 
+Found = tuple[VoxelBox, tuple[int, ...]]
+"""Tight box of an organ on the grid of the cache, and its label values."""
+
 Sample = dict[str, Any]
 """One training sample.
 
-image (1, D, H, W) float32 in [-1, 1]; target (D, H, W) uint8; inside (3, 2) int64: start and stop of the scan in the
+image (C, D, H, W) float32, of a channel with a window in [-1, 1]; target (D, H, W) uint8, classes of the network or the ignore label of the task; inside (3, 2) int64: start and stop of the scan in the
 sample per axis (z, y, x), before any augmentation; region: number of the region in the task (0 for the coarse stage);
 case: name of the case; spacing_mm: of the sample, (z, y, x).
 """
@@ -47,39 +51,51 @@ class _Scan(NamedTuple):
     """A case of the cache, or a slab of one that counts as a scan of its own.
 
     Attributes:
-        image_hu: Memory map (D, H, W), int16.
+        images: Memory map (D, H, W) of each channel.
         labels: Memory map (D, H, W), uint8.
-        grid: Grid of both.
-        resampling: Filter that brings the image to another grid.
+        grid: Grid of all.
+        case: The case.
+        task: Labels and channels.
     """
 
-    image_hu: np.ndarray
+    images: list[np.ndarray]
     labels: np.ndarray
     grid: VoxelGrid
-    resampling: str
-
-    @classmethod
-    def of(cls, case: CachedCase) -> "_Scan":
-        """Take a whole case."""
-        return cls(case.image_hu, case.labels, case.grid, case.resampling)
+    case: CachedCase
+    task: Task
 
     def slab(self, first: int, stop: int) -> "_Scan":
         """Take a range of slices, as if no more had been scanned."""
         grid = self.grid.crop(VoxelBox((first, 0, 0), (stop, *self.grid.shape[1:])))
-        return _Scan(self.image_hu[first:stop], self.labels[first:stop], grid, self.resampling)
+        return self._replace(images=[image[first:stop] for image in self.images], labels=self.labels[first:stop], grid=grid)
 
-    def read(self, crop: Crop, window_hu: tuple[float, float], num_classes: int) -> tuple[Tensor, Tensor]:
-        """Read a crop of image and labels; only the crop is read from disk.
+    def body(self) -> VoxelBox:
+        """Find the box of the body."""
+        return body_box(self.images[0], self.grid.spacing_mm, self.task.channels[0].modality)
+
+    def read(self, crop: Crop, intensities: Sequence[Intensity]) -> tuple[Tensor, Tensor]:
+        """Read a crop of all channels and the labels; only the crop is read from disk.
+
+        Args:
+            crop: Where to read.
+            intensities: Map of each channel to the range of the network.
 
         Returns:
-            Normalised image (1, D, H, W) float32 and labels (D, H, W) uint8.
+            Normalised image (C, D, H, W) float32 and labels (D, H, W) uint8.
         """
+        channels = []
+        for image, channel, intensity in zip(self.images, self.task.channels, intensities, strict=True):
+            if crop.lattice == self.grid:
+                part = torch.from_numpy(normalise(crop_padded(image, crop.box, channel.outside), intensity))
+            else:
+                options: dict[str, Any] = {"resampling": self.case.resampling, "slices_go_on": True}
+                part = normalise(resample_image(image, self.grid, crop.grid, channel.outside, **options), intensity)
+            channels.append(part)
+        # A view where there is one channel.
+        stacked = torch.stack(channels) if len(channels) > 1 else channels[0][None]
         if crop.lattice == self.grid:
-            image = normalise_hu(crop_padded(self.image_hu, crop.box, AIR_HU), window_hu)
-            return torch.from_numpy(image)[None], torch.from_numpy(crop_padded(self.labels, crop.box, 0))
-        resampled = resample_image(self.image_hu, self.grid, crop.grid, AIR_HU, resampling=self.resampling, slices_go_on=True)
-        labels = resample_labels(self.labels, self.grid, crop.grid, num_classes, slices_go_on=True)
-        return normalise_hu(resampled, window_hu)[None], labels
+            return stacked, torch.from_numpy(crop_padded(self.labels, crop.box, 0))
+        return stacked, resample_labels(self.labels, self.grid, crop.grid, self.task.num_values, slices_go_on=True)
 
 
 class Samples(Dataset[Sample]):
@@ -95,18 +111,22 @@ class Samples(Dataset[Sample]):
         crops: Chooses the spacing and the crop of a region as prediction does, jittered when it gets a generator.
         seed: Seed of the run.
         is_coarse: Whether a sample is a whole scan; else it is a region.
-        patch_size: Fine stage: shape of a sample, (D, H, W); None takes the whole crop.
+        patch_size: Shape of a sample, (D, H, W); None takes the whole volume or crop.
         augmentation: None for validation.
         jitter: Whether `crops` gets the generator of the sample.
         weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
         max_voxels: Coarse stage: bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
         slab_share: Coarse stage: share of samples that are cut to a random range of slices, as if no more had been scanned.
         is_mirrored: Fine stage: whether regions on the patient's right are mirrored along x, so that all look like left ones.
-        boundary_share: Fine stage: share of patches that are placed so that they hold a voxel at the boundary of the region.
+        boundary_share: Share of patches that are placed so that they hold a voxel at the boundary of the region, in the coarse stage of a
+            label of the case, each label as often.
         elsewhere_share: Fine stage: share of samples that are cut anywhere in the scan, whether the region is there or not.
+        train_trust: Take only regions whose reference has this trust; in the coarse stage only cases whose regions all have it or are
+            absent. None takes all.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
+        UserError: If nothing has the trust that is asked for.
     """
 
     def __init__(
@@ -126,13 +146,20 @@ class Samples(Dataset[Sample]):
         is_mirrored: bool = False,
         boundary_share: float = 0.0,
         elsewhere_share: float = 0.0,
+        train_trust: str | None = None,
     ) -> None:
         found = [
             ((case, number), weight)
             for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
             for number in range(1 if is_coarse else len(task.regions))
             if is_coarse or task.regions[number].name in case.region_boxes
+            if train_trust is None or _is_trusted(case, None if is_coarse else task.regions[number], train_trust)
         ]
+        if cases and train_trust is not None and not found:
+            raise UserError(
+                f"data.train_trust={train_trust}: no training case has such a region; write {train_trust} into the columns trust_<region> "
+                "of the case table, or leave it out"
+            )
         self.items = [item for item, _ in found]
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
         self.task, self.crops, self.seed, self.is_coarse = task, crops, seed, is_coarse
@@ -150,17 +177,19 @@ class Samples(Dataset[Sample]):
         region, rng = None if self.is_coarse else self.task.regions[number], sample_rng(self.seed, n)
         with one_thread():
             scan, crop = self._choose_scan(case, rng) if region is None else self._choose_region(case, region, rng)
-            spacing_mm, window_hu, warp = crop.lattice.spacing_mm, self.task.window_hu, None
-            if self.augmentation is not None:
-                window_hu = self.augmentation.draw_window(rng, window_hu)
-                warp = self.augmentation.draw_warp(rng, spacing_mm)
-            shape, source = crop.box.shape, crop
-            if warp is not None and region is not None:
+            intensities = self._draw_intensities(case, rng)
+            spacing_mm, shape, source = crop.lattice.spacing_mm, crop.box.shape, crop
+            warp = None if self.augmentation is None else self.augmentation.draw_warp(rng, spacing_mm)
+            if warp is not None and (region is not None or self.patch_size is not None):
                 # A warp samples beyond the crop. The scan is read there too, so that no false air comes in at the corners.
                 source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
-            image, target = scan.read(source, window_hu, self.task.num_classes)
+            image, target = scan.read(source, intensities)
             if region is not None:
-                target = torch.from_numpy(self._region_classes(region)[target.numpy()])
+                classes = np.zeros(256, dtype=np.uint8)
+                classes[list(self.task.region_values(region))] = np.arange(1, len(region.labels) + 1)
+                if self.task.ignore_label is not None:
+                    classes[self.task.ignore_label] = self.task.ignore_label
+                target = torch.from_numpy(classes[target.numpy()])
             part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
             inside = torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
             if self.is_mirrored and region is not None and region.side == "right":
@@ -172,20 +201,33 @@ class Samples(Dataset[Sample]):
                 image, target = self.augmentation.alter(image, target, rng, spacing_mm)
         return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name, "spacing_mm": spacing_mm}
 
+    def _draw_intensities(self, case: CachedCase, rng: np.random.Generator) -> list[Intensity]:
+        """Make the map of each channel: of its window, which the augmentation moves, or that of the case."""
+        found = []
+        for channel, intensity in zip(self.task.channels, case.intensities, strict=True):
+            if channel.window_hu is not None:
+                is_moved = self.augmentation is not None
+                intensity = window(self.augmentation.draw_window(rng, channel.window_hu) if is_moved else channel.window_hu)
+            assert intensity is not None, "the cache holds the map of each channel without a window"
+            found.append(intensity)
+        return found
+
     def _choose_scan(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
         """Choose a whole case or a slab of it, and the crop about its body."""
-        scan, rule, divisor = _Scan.of(case), self.crops.rule, self.crops.divisor
-        body = body_box(scan.image_hu, scan.grid.spacing_mm)
+        scan, rule, divisor = self._scan(case), self.crops.rule, self.crops.divisor
+        body = scan.body()
         if rule != PLAIN:
             spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
             if rng.random() < self.slab_share:
                 num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
                 first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
                 scan = scan.slab(first, first + num_slices)
-                body = body_box(scan.image_hu, scan.grid.spacing_mm)
+                body = scan.body()
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
             crop = rule.crop(body, lattice, (1, 1, 1), divisor)
+            if self.patch_size is not None:
+                return scan, self._cut_patch(case, crop, self._any_label(case, rng), self.patch_size, rng)
             depth = self._bounded_depth(filled(crop.box.shape, divisor))
             if depth is None:
                 return scan, crop
@@ -196,6 +238,8 @@ class Samples(Dataset[Sample]):
             if rng.random() < self.slab_share:
                 num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
                 shape = (max(step, num_slices // step * step), *shape[1:])
+            if self.patch_size is not None:
+                return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
             depth, whole = self._bounded_depth(shape) or shape[0], body
             crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
@@ -218,53 +262,74 @@ class Samples(Dataset[Sample]):
             place = [int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2 for rest in rests]
             crop = crop._replace(box=VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.patch_size is not None:
-            crop = crop._replace(box=self._patch_box(case, region, crop, self.patch_size, rng))
-        return _Scan.of(case), crop
+            found = case.region_boxes[region.name], self.task.region_values(region)
+            crop = self._cut_patch(case, crop, found, self.patch_size, rng)
+        return self._scan(case), crop
 
-    def _region_classes(self, region: Region) -> np.ndarray:
-        """Make the table from a label value of the task to the class of the fine network."""
-        classes = np.zeros(256, dtype=np.uint8)
-        classes[list(self.task.region_values(region))] = np.arange(1, len(region.labels) + 1)
-        return classes
+    def _scan(self, case: CachedCase) -> _Scan:
+        return _Scan(case.images, case.labels, case.grid, case, self.task)
 
-    def _patch_box(
-        self, case: CachedCase, region: Region, crop: Crop, patch_size: tuple[int, int, int], rng: np.random.Generator
-    ) -> VoxelBox:
+    def _any_label(self, case: CachedCase, rng: np.random.Generator) -> Found | None:
+        """Choose one of the labels that a case has, each as often; None if it has none."""
+        names = [name for name in self.task.labels if name in case.label_boxes]
+        if not names:
+            return None
+        name = names[int(rng.integers(len(names)))]
+        return case.label_boxes[name], (self.task.labels[name],)
+
+    def _cut_patch(
+        self, case: CachedCase, crop: Crop, found: Found | None, patch_size: tuple[int, int, int], rng: np.random.Generator
+    ) -> Crop:
         """Place a patch in the crop, in voxels of its lattice; about the centre of an axis that is shorter than the patch."""
         # Both are drawn in any case, so that the place does not depend on whether a boundary is found.
         place = rng.random(3)
         wants_boundary = rng.random() < self.boundary_share
-        voxel = self._boundary_voxel(case, region, crop, rng) if wants_boundary else None
+        voxel = self._boundary_voxel(case, crop, *found, rng) if wants_boundary and found is not None else None
         start: list[int] = []
         for axis, (low, stop, size) in enumerate(zip(crop.box.start, crop.box.stop, patch_size, strict=True)):
             high = stop - size
             first, last = (low, high) if voxel is None else (max(low, voxel[axis] - size + 1), min(high, voxel[axis]))
             start.append((low + high) // 2 if high < low else first + int(place[axis] * (last - first + 1)))
-        return VoxelBox.full(patch_size).shifted(start)
+        return crop._replace(box=VoxelBox.full(patch_size).shifted(start))
 
-    def _boundary_voxel(self, case: CachedCase, region: Region, crop: Crop, rng: np.random.Generator) -> list[int] | None:
-        """Find a voxel of the region inside the crop with a neighbour in its slice that is not of the region.
+    def _boundary_voxel(
+        self, case: CachedCase, crop: Crop, box: VoxelBox, values: tuple[int, ...], rng: np.random.Generator
+    ) -> list[int] | None:
+        """Find a voxel of label values inside the crop with a neighbour in its slice that has neither these nor the ignore label.
 
         Returns:
             The voxel of the crop's lattice that holds its centre; None where none was found.
         """
-        inner = case.region_boxes[region.name].intersect(case.grid.box_from(*crop))
+        inner = box.intersect(case.grid.box_from(*crop))
         if inner.is_empty:
             return None
-        labels, classes = case.labels, self._region_classes(region)
+        labels, ignored = case.labels, self.task.ignore_label
+        is_wanted = np.zeros(256, dtype=bool)
+        is_wanted[list(values)] = True
         _, y_slice, x_slice = inner.slices()
         for _ in range(BOUNDARY_TRIES):
             z = int(rng.integers(inner.start[0], inner.stop[0]))
-            # Only one slice is read. Beyond the tight box there is no voxel of the region, hence the padding with False.
-            mask = np.pad(classes[labels[z, y_slice, x_slice]] > 0, 1)
+            plane = labels[z, y_slice, x_slice]
+            # Only one slice is read. Beyond the tight box there is no voxel of these values, hence the padding with False.
+            mask = np.pad(is_wanted[plane], 1)
+            if ignored is not None:
+                beside = np.pad(labels[z] == ignored, 1)
+                mask |= beside[inner.start[1] : inner.stop[1] + 2, inner.start[2] : inner.stop[2] + 2]
             around = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
-            places = np.argwhere(mask[1:-1, 1:-1] & ~around)
+            places = np.argwhere(is_wanted[plane] & ~around)
             if len(places):
                 y, x = places[rng.integers(len(places))]
                 centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
                 maps = case.grid.axis_map_to(crop.lattice)
                 return [round(scale * index + offset) for index, (scale, offset) in zip(centre, maps, strict=True)]
         return None
+
+
+def _is_trusted(case: CachedCase, region: Region | None, train_trust: str) -> bool:
+    """Whether a region, or without one all of a case, has a trust."""
+    if region is not None:
+        return case.trust.get(region.name) == train_trust
+    return bool(case.trust) and train_trust in case.trust.values() and set(case.trust.values()) <= {train_trust, ABSENT}
 
 
 def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:

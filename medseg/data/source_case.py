@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Severity, find
-from medseg.data.audit.image import audit_image, hash_voxels, measure_image
+from medseg.data.audit.image import audit_channels, hash_voxels, measure_image
 from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, audit_placement, map_values, measure_volumes
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
@@ -21,17 +21,22 @@ class SourceCase:
 
     Attributes:
         sources: Role of each file to its fingerprint, taken before it was read.
-        image_hu: Oriented image in HU, (D, H, W), with its padding.
+        images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding.
         labels: Label map in the task's values on the same grid, uint8; None where the case has none, or none that fits.
-        grid: Grid of both.
+        grid: Grid of all.
         audit: Measurements and findings.
     """
 
     sources: dict[str, dict[str, Any]]
-    image_hu: np.ndarray
+    images: list[np.ndarray]
     labels: np.ndarray | None
     grid: VoxelGrid
     audit: CaseAudit
+
+    @property
+    def image_hu(self) -> np.ndarray:
+        """Image of the first channel."""
+        return self.images[0]
 
 
 class CaseRefusedError(UserError):
@@ -52,24 +57,27 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
     """Read and audit a case.
 
     Args:
-        case: The case; its HU scale is applied, the findings that it ignores stop nothing.
-        task: Labels and regions.
+        case: The case; its HU scale is applied to the first channel, the findings that it ignores stop nothing.
+        task: Labels, regions and channels.
         label_values: Value in the file to label name.
 
     Raises:
         CaseRefusedError: If the audit finds an error.
         UserError: If a file cannot be read.
     """
-    from medseg.io.read import read_image, read_labels  # here, so that opening the cache needs no reader
+    from medseg.io.read import read_labels  # here, so that opening the cache needs no reader
+    from medseg.preprocess.channels import read_channels
     from medseg.preprocess.orient import orient
 
     # Before reading: a file that changes while it is read then makes the entry stale.
-    sources = {role: fingerprint(path) for role, path in sources_of(case).items()}
-    volume = read_image(case.image, case.series)
-    image_hu, grid, orientation = orient(case.hu.apply(volume.array), volume.grid)
-    facts = measure_image(image_hu)
-    findings = audit_image(facts)
-    is_hu = not any(finding.severity is Severity.error for finding in findings)
+    sources = {role: fingerprint(path) for role, path in sources_of(case, task).items()}
+    paths = case.images(len(task.channels))
+    stacked, volume = read_channels(paths, [one.outside for one in task.channels], series=case.series, scales=[case.hu])
+    image_hu, grid, orientation = orient(stacked[0], volume.grid)
+    images = [image_hu, *map(orientation.to_lps, stacked[1:])]
+    facts = [measure_image(image) for image in images]
+    findings = audit_channels(facts, [one.modality for one in task.channels])
+    is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
     findings += [find("reading", remark=remark) for remark in volume.remarks]
     labels = None
     if case.labels is not None:
@@ -89,8 +97,8 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
                 findings += audit_labels(image_hu if is_hu else None, labels, grid, task, case.trust)
                 findings += audit_placement(image_hu, labels, grid) if is_hu else []
     volumes_ml = {} if labels is None else measure_volumes(labels, grid, task)
-    audit = CaseAudit(grid, facts.summary(), hash_voxels(image_hu), volumes_ml, tuple(findings))
-    source = SourceCase(sources, image_hu, labels, grid, audit)
+    audit = CaseAudit(grid, facts[0].summary(), hash_voxels(image_hu), volumes_ml, tuple(findings))
+    source = SourceCase(sources, images, labels, grid, audit)
     if audit.heeded(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit, source)
     return source

@@ -4,13 +4,16 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from medseg.data.case_table import Case
+from medseg.data.case_table import CHANNEL_PREFIX, Case
+from medseg.data.task import Task
 from medseg.io.inputs import dicom_files, input_format, is_dicom_file, is_dicomdir, volume_suffix
 
 
-def sources_of(case: Case) -> dict[str, Path]:
-    """List the files of a case by their role: `image` and, if there is one, `labels`."""
-    return {"image": case.image} | ({} if case.labels is None else {"labels": case.labels})
+def sources_of(case: Case, task: Task) -> dict[str, Path]:
+    """List the files of a case by their role: `image`, `image_1`, … for each channel of the task and, if there is one, `labels`."""
+    first, *others = case.images(len(task.channels))
+    channels = {f"{CHANNEL_PREFIX}{number}": path for number, path in enumerate(others, start=1)}
+    return {"image": first} | channels | ({} if case.labels is None else {"labels": case.labels})
 
 
 def _source_files(path: Path) -> list[Path]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from medseg.io.volume import AIR_HU
+
 IGNORE = "ignore"
 """Name of the ignore label in `data.label_values`."""
 
@@ -39,6 +41,11 @@ class Channel:
     modality: str = "ct"
     window_hu: tuple[float, float] | None = None
     normalise: str = "window"
+
+    @property
+    def outside(self) -> int:
+        """Value of this channel beyond its field of view: air, or the background of MR."""
+        return AIR_HU if self.modality == "ct" else 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,11 @@ class Task:
         if (window_hu := self.channels[0].window_hu) is None:
             raise ValueError(f"the first channel of the task {self.name} has no window")
         return window_hu
+
+    @property
+    def num_values(self) -> int:
+        """Values that label maps and targets may hold: 0 and up to the largest label, the ignore label included."""
+        return 1 + max(self.values.values())
 
     @property
     def values(self) -> dict[str, int]:

@@ -16,9 +16,6 @@ from medseg.io.inputs import SUFFIXES, case_name, volume_suffix
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
 
-# Value of no label, in the translation of reference values.
-_UNKNOWN = 255
-
 
 class Reference(NamedTuple):
     """A case with a reference.
@@ -80,7 +77,7 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
 def read_pair(
     pred_files: Sequence[Path], reference: Reference, task: Task, label_values: Mapping[int, str]
 ) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
-    """Read prediction and reference: label maps in the task's values, oriented, (D, H, W), and their grid.
+    """Read prediction and reference: label maps in the task's values, oriented, (D, H, W), and their grid; ignored voxels are 0.
 
     Raises:
         UserError: If a file cannot be read, the grids differ, or a value has no meaning.
@@ -99,7 +96,12 @@ def read_pair(
         f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, expected 0 to "
         f"{len(task.labels)} (task {task.name}); evaluate label maps of this task",
     )
-    return pred, _task_values(target, reference.labels, task, label_values), grid
+    target = _task_values(target, reference.labels, task, label_values)
+    if task.ignore_label is not None:
+        # In both maps background, ignored voxels count nowhere.
+        is_ignored = target == task.ignore_label
+        pred, target = np.where(is_ignored, 0, pred), np.where(is_ignored, 0, target).astype(np.uint8)
+    return pred, target, grid
 
 
 def check_grid(owner: str, grid: VoxelGrid, other_owner: str, other: VoxelGrid, cure: str = "") -> None:
@@ -135,14 +137,14 @@ def _label_maps(folder: Path) -> dict[str, list[Path]]:
 
 def _task_values(labels: np.ndarray, path: Path, task: Task, label_values: Mapping[int, str]) -> np.ndarray:
     """Translate the values of a reference file into the task's, uint8; labels that the task does not have become 0."""
-    table = np.full(max(0, *label_values) + 2, _UNKNOWN, dtype=np.uint8)
-    table[0] = 0
-    for value, name in label_values.items():
-        table[value] = task.labels.get(name, 0)
-    if labels.min() < 0 or labels.max() >= len(table) or (values := table[labels]).max() == _UNKNOWN:
+    table = np.zeros(max(0, *label_values) + 1, dtype=np.uint8)
+    table[list(label_values)] = [task.values.get(name, 0) for name in label_values.values()]
+    is_known = np.zeros(len(table), dtype=bool)
+    is_known[[0, *label_values]] = True
+    if labels.min() < 0 or labels.max() >= len(table) or not is_known[labels].all():
         unknown = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
         raise UserError(
             f"the reference {path.name} holds the value {unknown[0]}, which data.label_values does not name "
             f"(it names {', '.join(map(str, sorted(label_values)))}); add it, also if it is background"
         )
-    return values
+    return table[labels]

@@ -20,10 +20,14 @@ from medseg.io.read import read_image
 from medseg.metrics.scores import score_region
 from medseg.pictures.overlay import overlay_montage
 from medseg.pictures.plots import score_plot
+from medseg.preprocess.intensity import PERCENTILES
 from medseg.preprocess.orient import orient
 from medseg.report.tables import table_lines, write_csv
 
-METRICS = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml")
+RANKED = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm")
+METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
+RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
+"""Scores tensors (D, H, W) of 0 and 1, of a prediction and of its reference, with the voxel spacing in mm: a `CaseMetric`."""
 ALL = "all"
 COLUMNS = ("region", "trust", "metric", "number", "infinite", "mean", "std", "median", "min", "max", "worst_case")
 _HEADINGS = {
@@ -42,7 +46,7 @@ class EvaluationSummary:
     """Result of an evaluation.
 
     Attributes:
-        rows: One per scored case and region: `case`, `region`, `trust` and `METRICS`.
+        rows: One per scored case and region: `case`, `region`, `trust`, `METRICS` and further metrics by their name.
         failed: Case to the reason why it could not be scored. The caller exits with 1 if there is any.
         without_prediction: Cases that have a reference only.
         without_reference: Cases that have a prediction only.
@@ -70,6 +74,7 @@ def evaluate_folder(
     split: str | None = None,
     pictures: bool = True,
     progress: Callable[[str], None] = print,
+    metrics: Mapping[str, RegionMetric] | None = None,
 ) -> EvaluationSummary:
     """Score the label maps of a folder and write `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json` and pictures.
 
@@ -86,6 +91,7 @@ def evaluate_folder(
         split: Part of the case table to score; None scores every case.
         pictures: Whether to draw `scores.png`, and `overlays/<case>.png` where the image is known.
         progress: Takes each line for the console.
+        metrics: Further metrics by name.
 
     Returns:
         All scores, statistics and failures.
@@ -110,13 +116,20 @@ def evaluate_folder(
         without_reference=[case_name(paths[0]) for key, paths in predictions.items() if key not in {*common, *elsewhere}],
         warnings=[
             f"{region.name} is not scored: data.label_values does not name all its labels"
-            for region in task.regions
+            for region in scored_regions(task)
             if region not in regions
         ],
     )
     for number, key in enumerate(common, start=1):
         line = _score_case(
-            summary, predictions[key], references[key], regions, task, label_values, output / "overlays" if pictures else None
+            summary,
+            predictions[key],
+            references[key],
+            regions,
+            task,
+            label_values,
+            output / "overlays" if pictures else None,
+            metrics or {},
         )
         progress(f"[{number}/{len(common)}] {references[key].name}: {line}")
     summary.statistics = summarise(summary.rows)
@@ -133,13 +146,18 @@ def evaluate_folder(
     return summary
 
 
+def scored_regions(task: Task) -> tuple[Region, ...]:
+    """Regions of a task; where it has none, a region of each label."""
+    return task.regions or tuple(Region(name, (name,)) for name in task.labels)
+
+
 def _scored_regions(task: Task, label_values: Mapping[int, str]) -> list[Region]:
-    """Regions of the task whose labels the reference files have.
+    """Regions of the task whose labels the reference files have; each label is one where the task has no regions.
 
     Raises:
         UserError: If there is none, or a value cannot be one of a label map.
     """
-    regions = [region for region in task.regions if set(region.labels) <= set(label_values.values())]
+    regions = [region for region in scored_regions(task) if set(region.labels) <= set(label_values.values())]
     require(
         bool(regions),
         f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected the labels of "
@@ -161,6 +179,7 @@ def _score_case(
     task: Task,
     label_values: Mapping[int, str],
     overlays: Path | None,
+    metrics: Mapping[str, RegionMetric],
 ) -> str:
     """Add scores, cost, warnings or the failure of one case to the summary; draw it where its image is known.
 
@@ -176,7 +195,8 @@ def _score_case(
     dices = []
     for region in regions:
         values = task.region_values(region)
-        scores = score_region(np.isin(pred, values), np.isin(target, values), grid.spacing_mm)
+        masks = np.isin(pred, values), np.isin(target, values)
+        scores = score_region(*masks, grid.spacing_mm) | _further_scores(metrics, masks, grid.spacing_mm)
         summary.rows.append(
             {"case": reference.name, "region": region.name, "trust": case.trust.get(region.name, "") if case else "", **scores}
         )
@@ -189,6 +209,17 @@ def _score_case(
         except (UserError, OSError, ValueError) as error:
             summary.warnings.append(f"{reference.name}: no picture, {error}")
     return f"Dice {', '.join(dices)}"
+
+
+def _further_scores(
+    metrics: Mapping[str, RegionMetric], masks: Sequence[np.ndarray], spacing_mm: tuple[float, float, float]
+) -> dict[str, float]:
+    if not metrics:
+        return {}
+    import torch  # takes seconds, and the own scores do without it
+
+    maps = [torch.from_numpy(mask.astype(np.uint8)) for mask in masks]
+    return {name: metric(maps[0], maps[1], spacing_mm) for name, metric in metrics.items()}
 
 
 def read_cost(prediction: Path) -> dict[str, float]:
@@ -209,6 +240,7 @@ def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, tas
     """
     volume = read_image(case.image, case.series)
     image_hu, image_grid, _ = orient(case.hu.apply(volume.array), volume.grid)
+    low, high = task.channels[0].window_hu or np.percentile(image_hu, PERCENTILES)
     check_grid("image's", image_grid, "labels'", grid)
     overlay_montage(
         image_hu,
@@ -218,14 +250,15 @@ def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, tas
         folder / f"{case.name}.png",
         case.name,
         label_names={value: name for name, value in task.labels.items()},
-        window_hu=task.window_hu,
+        window_hu=(float(low), float(high)),
     )
     return volume.remarks
 
 
 def _write(summary: EvaluationSummary, output: Path) -> None:
     """Write the tables and the document."""
-    write_csv(output / "metrics.csv", summary.rows, ("case", "region", "trust", *METRICS), dict.fromkeys(METRICS, ".6f"))
+    names = _metrics_of(summary.rows)
+    write_csv(output / "metrics.csv", summary.rows, ("case", "region", "trust", *names), dict.fromkeys(names, ".6f"))
     write_csv(output / "summary.csv", summary.statistics, COLUMNS, dict.fromkeys(("mean", "std", "median", "min", "max"), ".6f"))
     write_csv(
         output / "costs.csv",
@@ -263,17 +296,23 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
         rows: Scores with the keys `case`, `region`, `trust` ("" = not given) and `METRICS`; none give no statistics.
 
     Returns:
-        Rows with the keys `COLUMNS`: `number` of scores, `infinite` ones among them, which the following figures leave
+        Rows with the keys `COLUMNS`: `number` of scores, those without a finite value among them (`infinite`), which the following figures leave
         out; `std` is divided by the number, not by one less; the figures are None where every score is infinite.
-        `worst_case` has the worst score (an infinite distance counts); it is empty for volumes, which are neither.
+        `worst_case` has the worst score (an infinite distance counts); it is empty for volumes, which are neither, and for further
+        metrics, whose direction is not known.
     """
     statistics = []
     for region in [*dict.fromkeys(row["region"] for row in rows), ALL]:
         for trust in [ALL, *sorted({row["trust"] for row in rows} - {""})]:
             group = [row for row in rows if region in (row["region"], ALL) and trust in (row["trust"], ALL)]
             if group:
-                statistics += [_statistics(group, region, trust, metric) for metric in METRICS]
+                statistics += [_statistics(group, region, trust, metric) for metric in _metrics_of(rows)]
     return statistics
+
+
+def _metrics_of(rows: Sequence[Row]) -> list[str]:
+    """Names of the metrics in rows: `METRICS`, then further ones."""
+    return [*METRICS, *(key for key in (rows[0] if rows else {}) if key not in ("case", "region", "trust", *METRICS))]
 
 
 def console_table(statistics: Sequence[Row]) -> list[str]:
@@ -297,5 +336,5 @@ def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> d
     finite = np.array([value for value in values if math.isfinite(value)])
     figures = (float(function(finite)) if len(finite) else None for function in (np.mean, np.std, np.median, np.min, np.max))
     worst = max(values) if metric == "hd95_mm" else min(values)
-    worst_case = "" if metric.startswith("volume") else group[values.index(worst)]["case"]
+    worst_case = group[values.index(worst)]["case"] if metric in RANKED else ""
     return dict(zip(COLUMNS, (region, trust, metric, len(values), len(values) - len(finite), *figures, worst_case), strict=True))

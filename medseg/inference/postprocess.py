@@ -79,47 +79,16 @@ class Components:
             yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
-def keep_large_components(mask: np.ndarray, min_fraction: float = 1.0) -> np.ndarray:
-    """Keep the largest component and every component of at least a fraction of its size.
-
-    Of several largest components of equal size all are kept. An empty mask stays empty.
-
-    Args:
-        mask: Boolean mask (D, H, W).
-        min_fraction: Least size of a kept component, as a share of the largest, in (0, 1].
-
-    Returns:
-        New boolean mask.
-    """
-    result = np.array(mask, dtype=bool)
-    remove_small_components(result, True, min_fraction)
-    return result
-
-
-def gas_components(mask: np.ndarray, is_gas: np.ndarray) -> np.ndarray:
-    """Find the components with more than half of their voxels in gas, that is with a median below the bound of gas.
-
-    Args:
-        mask: Boolean mask (D, H, W).
-        is_gas: Boolean (D, H, W): voxels below the bound.
-
-    Returns:
-        New boolean mask of those components.
-    """
-    result = np.zeros(mask.shape, dtype=bool)
-    components = Components(mask.shape, mask.__getitem__, is_gas.__getitem__)
-    for planes, is_in in components.where(2 * components.marked > components.sizes):
-        result[planes] = is_in
-    return result
-
-
 def remove_small_components(labels: np.ndarray, value: int, min_fraction: float, is_gas: Planes | None = None) -> None:
     """Remove a label's gas components and then those that are small beside its largest, in place.
+
+    A component is gas if more than half of its voxels are, that is if its median lies below the bound of gas. Of several largest
+    components of equal size all are kept.
 
     Args:
         labels: Label map (D, H, W).
         value: The label.
-        min_fraction: Least size of a kept component, as a share of the largest, in (0, 1].
+        min_fraction: Least size of a kept component, as a share of the largest, in [0, 1]; 0 removes gas only.
         is_gas: Voxels of `labels` below the bound of gas, by planes; None where nothing is gas.
     """
     box = label_box(labels, value)

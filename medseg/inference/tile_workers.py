@@ -5,6 +5,7 @@ for each rank) followed by one gather (the logits, or the exception that the ran
 means "all work is done", so that scatter and gather always come in pairs on all ranks.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +24,11 @@ IDLE_LIMIT = timedelta(days=7)
 @contextmanager
 def process_group() -> Iterator[None]:
     """Join the processes of torchrun for a while; torch finds them by the environment variables that torchrun sets."""
-    dist.init_process_group("gloo", timeout=IDLE_LIMIT)
+    store, rank, size = next(dist.rendezvous("env://", timeout=IDLE_LIMIT))
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        # On one machine torchrun keeps its store when it restarts the processes, with the addresses of the dead ones (torch 2.13).
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE_LIMIT)
     try:
         yield
     finally:

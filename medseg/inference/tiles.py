@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,9 +79,12 @@ def most_probable(probs: Tensor) -> Tensor:
 
 
 def round_up(shape: tuple[int, ...], divisor: Shape) -> Shape:
-    """Raise a shape to the next multiple of the divisor on each axis."""
+    """Raise a shape to the next multiple of the divisor on each axis, and to two of them where it is a single one.
+
+    The deepest level of a network would have a single voxel, and an instance norm has no variance of one.
+    """
     z, y, x = (-(-size // step) * step for size, step in zip(shape, divisor, strict=True))
-    return z, y, x
+    return (2 * z, 2 * y, 2 * x) if (z, y, x) == tuple(divisor) else (z, y, x)
 
 
 def _blend_tiles(
@@ -105,7 +108,8 @@ def _blend_tiles(
         for size, tile in zip(shape, tile_size, strict=True)
     ]
     boxes = tile_boxes(shape, tile_size, overlap)
-    has_air_only = [not bool((image[(..., *box.slices())] > AIR).any()) for box in boxes]
+    # One transfer for all tiles: each would wait for the GPU.
+    has_air_only = torch.stack([(image[(..., *box.slices())] > AIR).any() for box in boxes]).logical_not().tolist()
     # At least one tile must go through the network: its result has the number of classes.
     has_air_only[0] &= not all(has_air_only)
     seen = [box for box, is_air in zip(boxes, has_air_only, strict=True) if not is_air]
@@ -156,23 +160,16 @@ def _softmax_slabs(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     return probs
 
 
-# Smaller tiles show too little of an organ, voxels per axis.
-MIN_TILE = 64
-
-
-@dataclass(frozen=True)
-class TilingPlan:
+class TilingPlan(NamedTuple):
     """How one crop goes through a network.
 
     Attributes:
         tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a whole.
         batch_size: Number of tiles that go through the network together.
-        num_bytes: Predicted memory of the network, without its weights, the crop and the result.
     """
 
     tile_size: Shape | None
-    batch_size: int
-    num_bytes: int
+    batch_size: int = 1
 
     def __str__(self) -> str:
         if self.tile_size is None:
@@ -188,37 +185,28 @@ def plan_tiling(
     tile_size: Shape | None = None,
     max_batch: int = 1,
 ) -> TilingPlan:
-    """Find the largest network input within the budget.
+    """Check that the input of a network fits the budget, and find the number of tiles that fit together.
+
+    The budget never changes the tile: a norm that sees the field of view would then change the labels.
 
     Args:
         shape: Size of the crop, (z, y, x).
         divisor: Required multiple of the input size, (z, y, x).
         bytes_per_voxel: Memory of the network per voxel of its input.
         budget_bytes: Memory that the network may use.
-        tile_size: Wanted tile, reduced where the budget is too small for it. None: the whole crop, and where it does not fit the
-            largest tile that does, as close to a cube as the crop allows.
+        tile_size: Tile; None runs the crop as a whole.
         max_batch: Largest number of tiles at a time.
 
     Raises:
-        ValueError: If the smallest tile exceeds the budget; the message names its memory.
+        ValueError: If the input exceeds the budget; the message names its memory.
     """
-    wanted = round_up(shape if tile_size is None else tile_size, divisor)
-    tile = list(wanted)
-    least = [min(size, low) for size, low in zip(wanted, round_up((MIN_TILE, MIN_TILE, MIN_TILE), divisor), strict=True)]
-    while math.prod(tile) * bytes_per_voxel > budget_bytes:
-        # The longest axis that can still shrink; the first one of several, z, is where scans are longest.
-        axis = max((axis for axis in range(3) if tile[axis] > least[axis]), key=lambda axis: tile[axis], default=None)
-        if axis is None:
-            raise ValueError(
-                f"the smallest tile, {'×'.join(map(str, tile))}, needs {math.prod(tile) * bytes_per_voxel / 2**30:.2f} GiB"
-            )
-        tile[axis] -= divisor[axis]
-    depth, height, width = tile
-    num_bytes = round(math.prod(tile) * bytes_per_voxel)
-    if tile_size is None and (depth, height, width) == wanted:
-        return TilingPlan(None, 1, num_bytes)
-    batch_size = max(1, min(max_batch, int(budget_bytes // max(1, num_bytes))))
-    return TilingPlan((depth, height, width), batch_size, batch_size * num_bytes)
+    size = round_up(tile_size or shape, divisor)
+    num_bytes = math.prod(size) * bytes_per_voxel
+    if num_bytes > budget_bytes:
+        # Rounded up: the named number must be enough.
+        gib = math.ceil(num_bytes / 2**30 * 100) / 100
+        raise ValueError(f"{'one tile' if tile_size else 'the crop'} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB")
+    return TilingPlan(size, max(1, min(max_batch, int(budget_bytes // max(1, num_bytes))))) if tile_size else TilingPlan(None)
 
 
 def _starts(size: int, tile: int, overlap: float) -> list[int]:

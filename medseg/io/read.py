@@ -41,7 +41,7 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
         # Numbers of a damaged file may overflow: a result that is not finite is refused, or counts as air.
         with np.errstate(over="ignore", invalid="ignore"):
             return read(Path(path))
-    except (OSError, EOFError, IsalError) as error:  # type: ignore[misc]  # the stub of isal lacks the base class
+    except (OSError, EOFError, IsalError, OverflowError) as error:  # type: ignore[misc]  # the stub of isal lacks the base class
         if isinstance(error, OSError) and error.errno is not None:
             raise UserError(f"{path}: the file cannot be read ({error.strerror}); check the file and its permissions.") from error
         reason = "end too early" if isinstance(error, EOFError) else f"are damaged: {error}"

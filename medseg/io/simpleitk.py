@@ -34,7 +34,7 @@ NUMBERS = (1, NUMBER, "a number for each axis")
 POSITIVE_NUMBERS = (1, NUMBER.removeprefix("[-+]?"), "a positive number for each axis")
 NUM_BYTES = (None, r"-1|\d{1,9}", "a number of bytes")
 # Other programs ignore units, so a length in another unit than mm is ambiguous.
-LENGTHS = (None, r"(?!.*\b(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)\b).*", "lengths in mm")
+LENGTHS = (None, r"(?!.*(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])).*", "lengths in mm")
 NRRD_TYPES = "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|u?int(8|16|32|64)(_t)?|float|double"
 NRRD_RULES: Rules = {
     "dimension": (None, "[3-5]", "3 to 5 axes"),
@@ -121,8 +121,8 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
     name, separator, data_key = ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
     with path.open("rb") as file:
         require(
-            not nrrd or re.fullmatch(rb"NRRD\d{4}\r?\n", file.readline(16)) is not None,
-            f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version; check the file.",
+            not nrrd or re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is not None,
+            f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
         )
         while line := file.readline(MAX_HEADER_BYTES):
             text = line.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
@@ -161,7 +161,7 @@ def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...
     if words and words[0].upper() == "LIST":
         names = [line.strip() for line in following if line.strip()]
     elif "%" in value and len(words) >= 4:
-        is_pattern = re.fullmatch(r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words))
+        is_pattern = re.fullmatch(r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words), re.ASCII)
         first, last, step = map(int, words[1:4]) if is_pattern else (0, 0, 1)
         numbers = range(first, last + (1 if step > 0 else -1), step)
         require(
@@ -207,7 +207,7 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
         # The number of axes is checked first: it is a digit here.
         count = 1 if power is None else int(values[required[0]]) ** power
         require(
-            len(words) == count and all(re.fullmatch(pattern, word, re.IGNORECASE) for word in words),
+            len(words) == count and all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words),
             f"{path}: expected {expected} in the header field '{key}', got {shown(fields[key])}; repair the header or export the scan "
             "again.",
         )

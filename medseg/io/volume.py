@@ -24,6 +24,9 @@ AIR_HU = -1024
 MIN_SPACING_MM = 1e-4
 """No scanner resolves a tenth of a micrometre: below it the spacing is damaged."""
 
+MAX_ORIGIN_MM = 1e6
+"""Scanners count from a point in their room; far beyond it, numbers cannot tell two voxels apart."""
+
 MAX_EXTENT_MM, MAX_FIELD_MM3 = 4e3, 8e9
 """No scanner's table is longer: beyond it the spacing is in another unit, or damaged."""
 
@@ -123,6 +126,11 @@ def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, ori
         bool(np.isfinite([*columns.flat, *spacing, *origin]).all()) and spacing.min() > 0,
         f"{path}: expected three axes of positive length and a finite origin, but the header gives steps of "
         f"{columns.T.tolist()} mm from {list(origin)}; repair the header or export the scan again.",
+    )
+    require(
+        max(map(abs, origin)) <= MAX_ORIGIN_MM,
+        f"{path}: expected a scan within {MAX_ORIGIN_MM / 1e6:g} km of its scanner, but the header gives the origin "
+        f"{', '.join(f'{value:.4g}' for value in origin)} mm; repair the header or export the scan again.",
     )
     require(
         spacing.min() >= MIN_SPACING_MM,
@@ -364,6 +372,7 @@ def load_image(volume: LazyVolume) -> Volume:
         UserError: If the file is too short or too long.
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES)
+    require(num_gaps < image_hu.size, f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.")
     remarks = {
         f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
         f"air, {AIR_HU} HU": num_gaps > 0,

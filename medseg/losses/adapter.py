@@ -128,23 +128,22 @@ def in_form(target: Tensor, form: str, num_classes: int) -> Tensor:
     return one_hot.scatter_(1, channel, 1.0)
 
 
-def find_target_form(target: type, known: Iterable[str], arguments: dict[str, Any]) -> str:
+def find_target_form(target: Any, arguments: dict[str, Any]) -> str:
     """Find the form in which a class of losses expects the target.
 
     Args:
         target: Class of the loss.
-        known: Names of its arguments.
-        arguments: Those that it gets.
+        arguments: Arguments that it gets, after `default_arguments`.
     """
     if hasattr(target, "target_form"):
         return str(target.target_form)
-    if "to_onehot_y" in known:
-        return "channel" if arguments.get("to_onehot_y") else "one_hot"
+    if "to_onehot_y" in arguments:
+        return "channel" if arguments["to_onehot_y"] else "one_hot"
     is_torch_or_monai = target.__module__.startswith(("torch.nn.", "monai."))
     return "indices" if issubclass(target, INDEX_LOSSES) or not is_torch_or_monai else "one_hot"
 
 
-def default_arguments(known: Iterable[str], given: Iterable[str]) -> dict[str, Any]:
+def default_arguments(_: type, known: Iterable[str], given: Iterable[str]) -> dict[str, Any]:
     """Choose what a loss of MONAI needs for logits and integers, where it knows the arguments and the user says nothing else."""
     says_activation = bool({"sigmoid", "softmax", "other_act"} & set(given))
     added = {"softmax": True} if "softmax" in known and not says_activation else {}

@@ -48,10 +48,23 @@ class CaseMetric:
         return float(torch.as_tensor(value, dtype=torch.float64).nanmean())
 
 
-def default_arguments(known: Iterable[str], given: Iterable[str], num_classes: int) -> dict[str, Any]:
+def default_arguments(_: type, known: Iterable[str], given: Iterable[str], num_classes: int) -> dict[str, Any]:
     """Choose what a metric of torchmetrics needs for integers, where it knows the arguments and the user says nothing else."""
     wanted = {"num_classes": num_classes, "input_format": "index"}
     return {name: value for name, value in wanted.items() if name in known and name not in given}
+
+
+def check_metric(metric: CaseMetric) -> None:
+    """Score a small case, of all classes.
+
+    Raises:
+        ValueError: If that fails.
+    """
+    labels = torch.arange(8**3).reshape(8, 8, 8).remainder(metric.num_classes).to(torch.uint8)
+    try:
+        metric(labels, labels, (1.0, 1.0, 1.0))
+    except Exception as error:
+        raise ValueError(f"it cannot score label maps of a case ({type(error).__name__}: {error})") from error
 
 
 def _one_hot(labels: Tensor, num_classes: int) -> Tensor:

@@ -83,7 +83,7 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
-        if features.device.type == "cpu" and min(features.shape[2:]) <= 2:
+        if features.device.type == "cpu" and min(features.shape[2:]) <= 2 and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(features.float())
         return super().forward(features)

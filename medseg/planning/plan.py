@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from medseg.build.loss import make_loss
+from medseg.build.extensions import make_loss
 from medseg.build.network import find_divisor, make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.spacing import find_spacing
@@ -105,7 +105,7 @@ def count_memory(
         return count_step(
             make_baseline or make_ours,
             (samples, 1, *shape),
-            loss=make_loss(config.loss),
+            loss=make_loss(config),
             make_optimizer=make_optimizer(
                 config.optimizer, find_lr_factor(config.lr_scaling, config.stage.batch_size), config.trusted_targets
             ),

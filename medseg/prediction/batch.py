@@ -1,21 +1,37 @@
 """Batch prediction: every scan of an input read, segmented and written in an overlapping pipeline, with an outcome for each case."""
 
+import csv
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from medseg.cascade.stage import CascadeOptions
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.io.atomic import check_writable
 from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
-from medseg.prediction.case import CaseData, is_small, is_up_to_date, read_case, segment_case, write_case
+from medseg.prediction.case import (
+    CaseData,
+    is_small,
+    is_up_to_date,
+    locked_folder,
+    read_case,
+    read_report,
+    segment_case,
+    write_case,
+)
 from medseg.prediction.scans import Scan, check_outputs, find_scans, output_paths
 from medseg.preprocess.scale import AS_STORED, HuScale
+from medseg.report.tables import read_csv, write_csv
 
+# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`.
+SUMMARY = ("case", "status", "label", "ml", "warnings")
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
 
@@ -23,22 +39,27 @@ Checkpoints = tuple[Sequence[str] | None, Sequence[str] | None, tuple[float, flo
 """Checkpoints of both stages (none = the included lung weights), and the coarsest spacing in mm of the scans that they are for."""
 
 
-class CaseOutcome(NamedTuple):
-    """Outcome of one case.
+@dataclass
+class BatchCase:
+    """A scan of a batch and its outcome.
 
     Attributes:
-        name: Name of the case.
+        scan: The scan.
         output: Path of its label map.
-        exit_code: Exit code of the case alone.
+        chosen: Its cascade, set when it is read.
+        known: Report that was there when it was read.
         messages: Sentences for the error stream.
+        exit_code: Exit code of the case alone.
         report: Content of `<case>.json`; None where nothing was written.
         is_skipped: Whether its results were up to date.
     """
 
-    name: str
+    scan: Scan
     output: Path
-    exit_code: int
-    messages: list[str]
+    chosen: RangeCascade = field(init=False)
+    known: dict[str, Any] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    exit_code: int = 0
     report: dict[str, Any] | None = None
     is_skipped: bool = False
 
@@ -58,8 +79,8 @@ def predict_scans(
     overwrite: bool = False,
     trusted: Sequence[str] = (),
     on_begin: Callable[[str, int], None],
-    on_end: Callable[[CaseOutcome], None],
-) -> list[CaseOutcome]:
+    on_end: Callable[[BatchCase], None],
+) -> list[BatchCase]:
     """Segment every scan of an input; a failing case does not affect the others.
 
     Under torchrun rank 0 does this, and the other processes run networks for it and return an empty list.
@@ -68,7 +89,7 @@ def predict_scans(
         source: Scan, DICOM folder, folder of scans, or case table.
         output: File or folder of the label maps.
         checkpoints: By the name of the range of `by_spacing`; a single one with an empty name serves all scans.
-        inference: `tile_size`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
+        inference: `tile_size` and `half_weights`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
         split: Only this split of a case table.
         series: Which DICOM series the input is.
         hu: HU scale of the cases that have none of their own in a table.
@@ -78,10 +99,10 @@ def predict_scans(
         overwrite: Whether results that are up to date are made again.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
         on_begin: Called with the name of a case and the number of cases when its turn comes.
-        on_end: Called with the outcome of each case when it is done, in the order of the cases.
+        on_end: Called with each case when it is done, in the order of the cases.
 
     Returns:
-        Outcomes, by case.
+        The cases with their outcomes.
 
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
@@ -105,7 +126,38 @@ def predict_scans(
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
     batch = Batch(cascades, inference["budget_gib"], overwrite, len(cases), on_begin, on_end)
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
-        return run_overlapped(cases, batch.read, batch.compute, batch.finish)
+        run_overlapped(cases, batch.read, batch.compute, batch.finish)
+    if not is_one_scan:
+        # Where cases failed, as on a full disk, the command ends with their number.
+        with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext():
+            write_summary(output, cases)
+    return cases
+
+
+def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
+    """Write `summary.csv`: a row for each case and label, and one for a case that failed.
+
+    Rows of cases that earlier predictions wrote into the folder stay.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    path, rows = folder / "summary.csv", []
+    for case in cases:
+        report = case.report or read_report(case.output)
+        failed = {"status": "failed", "warnings": " | ".join(case.messages)}
+        status = (
+            failed if case.exit_code else {"status": report.get("status"), "warnings": " | ".join(report.get("warnings", []))}
+        )
+        volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
+        rows += [{"case": case.scan.name, "label": label, "ml": volume_ml, **status} for label, volume_ml in volumes.items()]
+    with locked_folder(folder):
+        try:
+            known = read_csv(path)
+        except (OSError, ValueError, csv.Error):  # none yet, or a damaged one
+            known = []
+        own = {case.scan.name for case in cases}
+        write_csv(path, [*(row for row in known if row.keys() == set(SUMMARY) and row["case"] not in own), *rows], SUMMARY)
 
 
 def is_under_torchrun() -> bool:
@@ -126,38 +178,19 @@ def load_cascades(
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable.
     """
-    import torch
-
-    from medseg.cascade.stage import CascadeOptions
-
     if threads:
         torch.set_num_threads(threads)
     if is_under_torchrun() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    options = CascadeOptions(**{key: value for key, value in inference.items() if key != "tile_size"})
+    loading = {key: inference[key] for key in ("tile_size", "half_weights")}
+    options = CascadeOptions(**{key: value for key, value in inference.items() if key not in loading})
     loaded = []
     for name, (coarse, fine, range_mm) in checkpoints.items():
         cascade = load_cascade(
-            coarse,
-            fine,
-            accelerator=accelerator,
-            precision=precision,
-            tile_size=inference["tile_size"],
-            options=options,
-            trusted=trusted,
+            coarse, fine, accelerator=accelerator, precision=precision, options=options, trusted=trusted, **loading
         )
         loaded.append(RangeCascade(cascade, result_settings(cascade, precision, inference), name, range_mm))
     return loaded
-
-
-@dataclass
-class BatchCase:
-    """A scan of a batch, the label map to write, its cascade (set when it is read) and sentences for the error stream."""
-
-    scan: Scan
-    output: Path
-    chosen: RangeCascade = field(init=False)
-    messages: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -168,7 +201,6 @@ class Batch:
         cascades: Cascades to choose from.
         budget_gib: A scan is read ahead of its turn if its voxels fit into it.
         overwrite: Whether results that are up to date are made again.
-        trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
         num_cases: Number of cases.
         on_begin: See `predict_scans`.
         on_end: See `predict_scans`.
@@ -179,12 +211,13 @@ class Batch:
     overwrite: bool
     num_cases: int
     on_begin: Callable[[str, int], None]
-    on_end: Callable[[CaseOutcome], None]
+    on_end: Callable[[BatchCase], None]
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
         """Read a case unless it is up to date; None ahead of its turn where other cases need the memory."""
         try:
             case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
+            case.known = read_report(case.output)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             return None if is_ahead and not is_small(case.scan, self.budget_gib) else read_case(case.scan)
@@ -205,21 +238,20 @@ class Batch:
             return self._as_value(error)
         return data
 
-    def finish(self, case: BatchCase, data: CaseData | str | Exception) -> CaseOutcome:
-        """Write a case and describe its outcome."""
-        exit_code, report = 0, None
+    def finish(self, case: BatchCase, data: CaseData | str | Exception) -> BatchCase:
+        """Write a case and note its outcome."""
+        case.is_skipped = data is UP_TO_DATE
         try:
             if isinstance(data, Exception):
                 raise data
             if isinstance(data, CaseData):
-                report = write_case(case.scan, case.output, case.chosen, data)
-                case.messages += report["warnings"]
+                case.report = write_case(case.scan, case.output, case.chosen, data, case.known)
+                case.messages += case.report["warnings"]
         except Exception as error:
-            exit_code, message = self._describe(error)
+            case.exit_code, message = self._describe(error)
             case.messages.append(message)
-        outcome = CaseOutcome(case.scan.name, case.output, exit_code, case.messages, report, data is UP_TO_DATE)
-        self.on_end(outcome)
-        return outcome
+        self.on_end(case)
+        return case
 
     def _is_up_to_date(self, case: BatchCase) -> bool:
         return not self.overwrite and is_up_to_date(case.scan, case.output, case.chosen)

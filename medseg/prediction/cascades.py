@@ -1,18 +1,20 @@
 """Cascades of a prediction: loading them, and choosing one for a scan by its spacing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from medseg.build.device import pick_device
+from medseg.build.stages import load_stages
+from medseg.cascade.cascade import Cascade
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.config.schema import Accelerator
 from medseg.errors import UserError, require
+from medseg.io.read import read_grid
+from medseg.memory.precision import check_precision
 from medseg.prediction.scans import Scan
-
-if TYPE_CHECKING:
-    from medseg.cascade.cascade import Cascade
-    from medseg.cascade.stage import CascadeOptions
+from medseg.weights.files import shipped_weights
 
 EVERY_SPACING_MM = (0.0, math.inf)
 
@@ -43,6 +45,7 @@ def load_cascade(
     accelerator: str = "auto",
     precision: str | None = None,
     tile_size: tuple[int, int, int] | None = None,
+    half_weights: bool = False,
     options: CascadeOptions | None = None,
     trusted: Sequence[str] = (),
 ) -> Cascade:
@@ -50,24 +53,17 @@ def load_cascade(
 
     Args:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none = the included lung weights.
-        fine: The same for the fine stage.
+        fine: The same for the fine stage; none also for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
         tile_size: Tile of the fine stage in voxels (z, y, x); None = that of its checkpoint.
+        half_weights: Whether the networks store their weights in half precision, where they compute in it.
         options: Thresholds, memory budget and flips; the defaults where None.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
 
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable, or the stages do not fit together.
     """
-    from medseg.build.device import pick_device
-    from medseg.build.stages import load_stages
-    from medseg.cascade.cascade import Cascade
-    from medseg.cascade.stage import CascadeOptions
-    from medseg.config.schema import Accelerator
-    from medseg.memory.precision import check_precision
-    from medseg.weights.files import shipped_weights
-
     names = [choice.value for choice in Accelerator]
     require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
     device = pick_device(Accelerator(accelerator), "accelerator")
@@ -76,13 +72,15 @@ def load_cascade(
             check_precision(precision, device.type)
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
-    stages = [
-        load_stages([Path(path) for path in given or ()] or [shipped_weights("lungs", name)], name, device, precision, trusted)
-        for name, given in (("coarse", coarse), ("fine", fine))
-    ]
+    stages: list[TrainedStage] = []
+    for name, given in (("coarse", coarse), ("fine", fine)):
+        # A task without regions has one stage.
+        if given or not stages or stages[0].task.regions:
+            paths = [Path(path) for path in given or ()] or [shipped_weights("lungs", name)]
+            stages.append(load_stages(paths, name, device, precision, trusted, half_weights))
     if tile_size is not None:
-        stages[1].tile_size = tile_size
-    return Cascade(stages[0], stages[1], options or CascadeOptions())
+        stages[-1].use_tiles(tile_size)
+    return Cascade(*stages, options=options or CascadeOptions())
 
 
 def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, list[str]]:
@@ -94,8 +92,6 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     Raises:
         UserError: If no range covers the scan, or its header cannot be read.
     """
-    from medseg.io.read import read_grid
-
     if not cascades[0].name:
         return cascades[0], []
     # Headers store float32: 5 mm must not fall below a range that begins there.

@@ -1,29 +1,31 @@
 """Case of a batch: reads, segments and writes one scan with its report, and checks whether its result is up to date."""
 
-from __future__ import annotations
-
+import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from medseg import __version__
+from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.data.audit.finding import Severity
+from medseg.data.audit.image import audit_image, measure_image
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name
+from medseg.io.read import read_grid, read_image
+from medseg.io.volume import Volume
+from medseg.io.write import write_labels
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.scans import Scan
-
-if TYPE_CHECKING:
-    from medseg.cascade.cascade import Cascade, Segmentation
-    from medseg.io.volume import Volume
-    from medseg.preprocess.scale import HuScale
+from medseg.preprocess.scale import HuScale
 
 # Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
 UNCERTAINTY = "uncertainty"
@@ -65,8 +67,6 @@ def is_small(scan: Scan, budget_gib: float) -> bool:
     Raises:
         UserError: If its header cannot be read.
     """
-    from medseg.io.read import read_grid
-
     return BYTES_PER_VOXEL * math.prod(read_grid(scan.path, scan.series).shape) <= budget_gib * 2**30
 
 
@@ -76,8 +76,6 @@ def read_case(scan: Scan) -> CaseData:
     Raises:
         UserError: If it cannot be read.
     """
-    from medseg.io.read import read_image
-
     case = CaseData()
     with case.measured("read"):
         with suppress(OSError):  # the reader reports it in a sentence
@@ -112,41 +110,51 @@ def segment_scan(volume: Volume, name: str | Path, hu: HuScale, cascade: Cascade
     Raises:
         UserError: If all voxels have one value.
     """
-    from medseg.data.audit.finding import Severity
-    from medseg.data.audit.image import audit_image, measure_image
-
     is_constant = volume.array.min() == volume.array.max()
     require(not is_constant, f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
     volume = replace(volume, array=hu.apply(volume.array))
-    findings = [str(one) for one in audit_image(measure_image(volume.array)) if one.severity is not Severity.note]
+    findings = [one for one in audit_image(measure_image(volume.array)) if one.severity is not Severity.note]
     result = cascade.segment(volume)
-    result.warnings[:0] = [*volume.remarks, *findings]
+    result.warnings[:0] = [*volume.remarks, *map(str, findings)]
+    is_doubtful = any(one.severity is Severity.error for one in findings)
+    result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
     return result
 
 
-def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData) -> dict[str, Any]:
-    """Write the label map and its report.
+def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, known: dict[str, Any]) -> dict[str, Any]:
+    """Write the label map and its report, which always belong together: one process writes into a folder at a time.
 
     Args:
         scan: The scan.
         output: Path of the label map; the report is written beside it as `<case>.json`, last of all.
         chosen: The cascade that segmented it.
         case: What is written.
+        known: Report that was there when the scan was read.
 
     Returns:
         The report: times in s, memory, boxes, volumes in ml, warnings, and what decides the result.
 
     Raises:
-        UserError: If a file cannot be written.
+        UserError: If a file cannot be written, or a prediction of another scan has written it meanwhile.
     """
-    from medseg.io.write import write_labels
-
     result, volume = case.result, case.volume
     outputs = result_paths(output, chosen.cascade)
-    with case.measured("write"):
-        maps = [array for array in (result.labels, result.disagreement) if array is not None]
-        for path, array in zip(outputs, maps, strict=True):
-            write_labels(path, array, volume.grid, volume.header)
+    with locked_folder(output.parent):
+        found = read_report(output)
+        require(
+            found == known or found.get("input") == str(scan.path),
+            f"{output}: another prediction, of {found.get('input')}, has written it while this one ran; give another output",
+        )
+        with case.measured("write"):
+            maps = [array for array in (result.labels, result.disagreement) if array is not None]
+            for path, array in zip(outputs, maps, strict=True):
+                write_labels(path, array, volume.grid, volume.header)
+        return _write_report(scan, output, chosen, case, outputs)
+
+
+def _write_report(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, outputs: list[Path]) -> dict[str, Any]:
+    """Write the report of a case beside its label maps."""
+    result, volume = case.result, case.volume
     report = {
         "input": str(scan.path),
         **scan.reading(),
@@ -156,6 +164,7 @@ def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData) -
         "passes": result.tiling_plans,
         "distortions": result.distortions,
         "agreements": {name: round(value, 4) for name, value in result.agreements.items()},
+        "status": result.status,
         "warnings": result.warnings,
         "durations_s": {
             "read": case.durations_s["read"],
@@ -183,7 +192,7 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade) -> bool:
     and of the checkpoints and all settings that decide the result must be unchanged.
     """
     try:
-        known = json.loads(report_path(output).read_text(encoding="utf-8"))
+        known = read_report(output)
         return bool(
             known["version"] == __version__
             # Through JSON, which turns tuples into lists.
@@ -191,13 +200,34 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade) -> bool:
             and known["results"] == checksums(result_paths(output, chosen.cascade))
             and is_same_source(scan.path, known["source"])
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+    except (OSError, KeyError, TypeError, AttributeError, UserError):
         return False  # missing, damaged, of another version or not readable, which the prediction will report
+
+
+def read_report(output: Path) -> dict[str, Any]:
+    """Read the report beside a label map; empty where there is none that can be read."""
+    try:
+        report = json.loads(report_path(output).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        report = None
+    return report if isinstance(report, dict) else {}
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which leaves no file behind and ends with its holder; without effect on a file system without locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def result_paths(output: Path, cascade: Cascade) -> list[Path]:
     """List the files of a prediction beside its report: the label map, and for averaged views their disagreement."""
-    return [output, *([output.parent / UNCERTAINTY / output.name] if cascade.fine.has_views(cascade.options) else [])]
+    return [output, *([output.parent / UNCERTAINTY / output.name] if cascade.last.has_views(cascade.options) else [])]
 
 
 def report_path(output: Path) -> Path:

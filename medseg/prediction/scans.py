@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from medseg.data.case_table import named_files, read_case_table
 from medseg.errors import UserError, require
 from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, list_inputs, volume_suffix
 from medseg.preprocess.scale import AS_STORED, HuScale
@@ -52,8 +53,6 @@ def find_scans(
         paths = list_inputs(source) if series is None else [(case_name(source), source)]
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
-    from medseg.data.case_table import named_files, read_case_table
-
     require(series is None, f"series={series}: a case table has a column series for that; fill it in input={source}")
     table = read_case_table(source, None, hu=hu)
     chosen = [Scan(case.name, case.image, case.series, case.hu) for case in table if split is None or case.split == split]

@@ -19,20 +19,21 @@ from medseg.preprocess.resample import ANTIALIASED, resample_image
 BODY_MARGIN_MM = 10.0
 
 
-def body_box(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
-    """Find the box of the body, with a margin: all voxels denser than air, table and clothes included.
+def body_box(image: np.ndarray, spacing_mm: tuple[float, float, float], modality: str = "ct") -> VoxelBox:
+    """Find the box of the body, with a margin: all voxels denser than air, table and clothes included; all that are not 0 if it is no CT.
 
     A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts the network's norms.
 
     Args:
-        image_hu: Volume (D, H, W) in HU.
+        image: Volume (D, H, W), of a CT in HU.
         spacing_mm: Its spacing, (z, y, x).
+        modality: Modality of the volume.
 
     Returns:
         Box inside the volume; the whole volume if nothing is denser than air.
     """
-    full = VoxelBox.full((image_hu.shape[0], image_hu.shape[1], image_hu.shape[2]))
-    box = VoxelBox.from_mask(image_hu > BODY_HU)
+    full = VoxelBox.full((image.shape[0], image.shape[1], image.shape[2]))
+    box = VoxelBox.from_mask(image > BODY_HU if modality == "ct" else image != 0)
     if box is None:
         return full
     z, y, x = (math.ceil(BODY_MARGIN_MM / spacing - 1e-6) for spacing in spacing_mm)

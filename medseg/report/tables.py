@@ -67,12 +67,12 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """Read a CSV file with a header line: one dictionary per line, every value as text.
 
     Raises:
-        UserError: If the file cannot be read, or is damaged.
+        UserError: If the file cannot be read, or is no table.
     """
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     except csv.Error as error:
-        raise UserError(f"{path}: expected CSV, but the file is damaged ({error}); restore or remove it.") from error
+        raise UserError(f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it.") from error
     return [{key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()} for row in rows]
 
 

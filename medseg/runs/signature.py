@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from medseg.config.schema import POINT_SCHEMAS, UNET, TrainConfig
+from medseg.config.schema import DICE_CE, POINT_SCHEMAS, UNET, TrainConfig
 from medseg.config.targets import TARGET
 
 # Keys that older run folders lack, with the value that reproduces those runs: it is left out of the signature.
@@ -24,6 +24,11 @@ LATER_KEYS: dict[str, Any] = {
     "task.channels": None,
     "task.ignore_label": None,
     "data.train_trust": None,
+    f"loss.{TARGET}": DICE_CE,
+    "loss.output_weights": None,
+    "augment.transforms": ["effects"],
+    "augment.allow_mirroring": False,
+    "callbacks": {},
 }
 
 

@@ -73,6 +73,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     import torch
     from lightning.pytorch.callbacks import LearningRateMonitor
 
+    from medseg.build.extensions import make_callbacks
     from medseg.build.network import load_initial_weights, make_network
     from medseg.build.run import make_data_module, make_metadata, make_module, make_trainer, make_views
     from medseg.build.versions import collect_versions
@@ -98,6 +99,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
+    callbacks += make_callbacks(config)
     if sys.stderr.isatty():
         callbacks.append(HistoryBar(history))
 

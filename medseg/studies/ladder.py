@@ -15,7 +15,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.build.device import pick_device
-from medseg.build.loss import make_loss
+from medseg.build.extensions import make_loss
 from medseg.build.network import make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.switches import switch_on
@@ -205,10 +205,7 @@ def measure_row(
         inputs.append(torch.zeros(samples, dtype=torch.int64, device=device))  # number of the region of each sample
     target = torch.randint(task.num_region_classes, (samples, *shape), dtype=torch.uint8, device=device)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
-    loss, optimizer = (
-        make_loss(config.loss),
-        make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(network.parameters()),
-    )
+    loss, optimizer = make_loss(config), make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(network.parameters())
     durations_s = []
     for _ in range(timed_steps + 1):
         start_s = time.perf_counter()

@@ -93,12 +93,6 @@ class Distortions(pl.Callback):
         self.printed: set[tuple[str, int]] = set()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Print what a training batch shows first."""
-        self._print(batch)
-
-    def on_validation_batch_end(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
@@ -107,12 +101,11 @@ class Distortions(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Print what a validation case shows first."""
-        self._print(batch)
-
-    def _print(self, batch: Any) -> None:
+        """Print what a batch of training or validation shows first."""
         for case, region, spacing_mm in zip(batch["case"], batch["region"].tolist(), batch["spacing_mm"], strict=True):
             if (case, region) not in self.printed:
                 self.printed.add((case, region))
                 voxel = "×".join(f"{mm:.3g}" for mm in spacing_mm)
                 print(f"{case}, {self.names[region]}: distortion {distortion(spacing_mm):.2f}, voxels of {voxel} mm", flush=True)
+
+    on_validation_batch_end = on_train_batch_end

@@ -88,6 +88,7 @@ class CasesDataModule(pl.LightningDataModule):
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
         overfit: Whether every step gets the samples of the first one.
+        train_trust: Trust in the reference that a region needs to be trained on; None = any.
         coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
     """
 
@@ -108,6 +109,7 @@ class CasesDataModule(pl.LightningDataModule):
         pin_memory: bool | None = None,
         overfit: bool,
         coarse: TrainedStage | None = None,
+        train_trust: str | None = None,
     ) -> None:
         super().__init__()
         self.sources = sources
@@ -124,6 +126,7 @@ class CasesDataModule(pl.LightningDataModule):
         self.pin_memory = pin_memory
         self.overfit = overfit
         self.coarse = coarse
+        self.train_trust = train_trust
         self.train_cases: list[CachedCase] = []
         self.val_cases: list[CachedCase] = []
         self.weights: list[float] = []
@@ -203,6 +206,7 @@ class CasesDataModule(pl.LightningDataModule):
             slab_share=given.slab_share,
             boundary_share=given.boundary_share,
             elsewhere_share=given.elsewhere_share,
+            train_trust=self.train_trust,
         )
 
     def val_dataloader(self) -> Any:

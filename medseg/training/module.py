@@ -1,6 +1,7 @@
 """Lightning module of a stage: training step, validation by whole cases, content of its checkpoints."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.sharding import gathered, shard_network
+from medseg.metrics.adapter import CaseMetric
 from medseg.metrics.scores import dice_per_label
 from medseg.training.averaging import WeightAverage
 from medseg.weights.files import PREFIX
@@ -35,6 +37,7 @@ class SegmentationModule(pl.LightningModule):
         overlap: Share of a tile that it has in common with its neighbour.
         ema_decay: Validate and save the exponential moving average of the weights; None = the weights themselves.
         metadata: Checkpoint metadata; plain types only, so that it loads with `weights_only=True`.
+        metrics: Further scores of a validation case by name, each logged as `val/<name>`.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SegmentationModule(pl.LightningModule):
         overlap: float,
         ema_decay: float | None,
         metadata: dict[str, Any],
+        metrics: Mapping[str, CaseMetric] | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -62,9 +66,10 @@ class SegmentationModule(pl.LightningModule):
         self.overlap = overlap
         self.average = WeightAverage(network, ema_decay) if ema_decay is not None else None
         self.metadata = metadata
+        self.metrics = metrics or {}
         self.train_loss: Tensor | None = None
-        # Dice by case, region and label: a case that two ranks score counts once.
-        self.val_scores: dict[tuple[str, int, int], float] = {}
+        # Scores by case, region, and label (Dice) or name of the metric: a case that two ranks score counts once.
+        self.val_scores: dict[tuple[str, int, int | str], float] = {}
 
     def configure_model(self) -> None:
         """Shard the network among the ranks where Lightning has made a device mesh (`trainer=fsdp`)."""
@@ -74,6 +79,9 @@ class SegmentationModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Make optimiser and schedule; the schedule counts optimiser steps, not micro-batches."""
         optimizer = self.make_optimizer(self.network.parameters())
+        # A fused optimiser would divide the loss scale out of the gradients inside its step, after they have been clipped. Without this
+        # attribute Lightning and torch do it before, as for any other optimiser; it is read with fp16 and by Lightning's clipping.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"}}
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
@@ -119,9 +127,13 @@ class SegmentationModule(pl.LightningModule):
         inside = tuple(slice(int(start), int(stop)) for start, stop in batch["inside"][0])
         kept = torch.zeros_like(labels)
         kept[inside] = labels[inside]
-        scores = dice_per_label(kept, batch["target"][0], tuple(range(1, int(self.metadata["num_classes"]))))
-        case, region = batch["case"][0], int(batch["region"][0])
-        self.val_scores |= {(case, region, value): score for value, score in scores.items()}
+        target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])
+        ignore_value = self.metadata.get("task", {}).get("ignore_label")
+        if ignore_value is not None:  # background on both sides counts nowhere
+            kept, target = (labels.masked_fill(target == ignore_value, 0) for labels in (kept, target))
+        scores: dict[Any, float] = dice_per_label(kept, target, tuple(range(1, int(self.metadata["num_classes"]))))
+        scores |= {name: metric(kept, target, batch["spacing_mm"][0]) for name, metric in self.metrics.items()}
+        self.val_scores |= {(case, region, score_of): score for score_of, score in scores.items()}
         return kept
 
     def on_validation_epoch_end(self) -> None:
@@ -133,10 +145,14 @@ class SegmentationModule(pl.LightningModule):
             parts: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(parts, scores)
             scores = {key: score for part in parts for key, score in part.items()}
-        if scores:
-            # `fmean` rounds once, so the order of ranks and cases changes no bit.
-            self.log("val/dice", fmean(scores.values()), rank_zero_only=False)
-            self.log("val/dice_worst", min(scores.values()), rank_zero_only=False)
+        # `fmean` rounds once, so the order of ranks and cases changes no bit.
+        for name in self.metrics:
+            found = [score for (_, _, score_of), score in scores.items() if score_of == name and math.isfinite(score)]
+            self.log(f"val/{name}", fmean(found) if found else math.nan, rank_zero_only=False)
+        dice = [score for (_, _, score_of), score in scores.items() if isinstance(score_of, int)]
+        if dice:
+            self.log("val/dice", fmean(dice), rank_zero_only=False)
+            self.log("val/dice_worst", min(dice), rank_zero_only=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metadata that prediction needs, and put the average of the weights, where there is one, in place of the weights."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from medseg import __version__
 from medseg.errors import UserError, first_line, require
 from medseg.io.atomic import replace_bytes
+from medseg.weights.checks import check_plain, check_tensors
 
 
 def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
@@ -37,6 +38,9 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     require(path.is_file(), f"{given}: there is no such checkpoint")
     try:
         with zipfile.ZipFile(path) as archive:
+            num_bytes = sum(part.file_size for part in archive.infolist())
+            if num_bytes > path.stat().st_size:  # torch stores its parts as they are
+                raise ValueError(f"{num_bytes} bytes in a file of {path.stat().st_size}")
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
         raise UserError(f"{given}: not a whole torch checkpoint ({error}); copy it again") from error
@@ -111,19 +115,16 @@ def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict
     given = f"{key}={path}"
     require(path.is_file(), f"{given}: there is no such checkpoint")
     metadata, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
+    check_plain(given, metadata)
     is_ours = isinstance(metadata, dict) and "format" in metadata
     require(is_ours, f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage}`")
     require(
         metadata["format"] == METADATA_FORMAT,
         f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it",
     )
-    found = metadata.get("stage")
+    found = metadata.get("stage") if metadata.get("stage") in ("coarse", "fine") else "unknown"
     require(found == stage, f"{given}: this is a checkpoint of the {found} stage; a {stage} one is needed")
-    for name, value in weights.items():
-        kind = type(value).__name__
-        require(isinstance(value, Tensor), f"{given}: its weights {name} are no tensor, but a {kind}; take another copy")
-        is_finite = bool(torch.isfinite(value).all())
-        require(is_finite, f"{given}: its weights {name} hold NaN or infinity, so its training went wrong; take an earlier one")
+    check_tensors(given, weights, path.stat().st_size)
     return metadata, weights
 
 
@@ -150,7 +151,7 @@ def _read_safetensors(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {}).get("medseg", "null"))
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{given}: not a whole safetensors file ({first_line(error)})") from error
 
 
@@ -159,5 +160,5 @@ def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
     state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
         return None, {}
-    weights = {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
+    weights = {name.removeprefix(PREFIX): value for name, value in state.items() if str(name).startswith(PREFIX)}
     return checkpoint.get("medseg"), weights

@@ -52,6 +52,18 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
     torch.testing.assert_close(logits, network(image, torch.tensor([0])), rtol=1e-4, atol=1e-4)
 
 
+def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(tmp_path: Path) -> None:
+    path, image = tmp_path / "w.safetensors", torch.randn(1, 1, 64, 64, 64)
+    write(path, compose())
+    full, half = (load_stage(path, "fine", CPU, "bf16", (), half_weights) for half_weights in (False, True))
+    sizes = [sum(weight.nbytes for weight in stage.network.parameters()) for stage in (full, half)]
+    assert sizes[1] < 0.52 * sizes[0]
+    with torch.inference_mode():
+        assert torch.equal(full.serve(0, image, 0), half.serve(0, image, 0))
+    with pytest.raises(UserError, match=r"inference\.half_weights=true: the fine stage runs in fp32; give precision=bf16"):
+        load_stage(path, "fine", CPU, "fp32", (), True)
+
+
 def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) -> None:
     path, config = tmp_path / "w.safetensors", compose()
     arguments = make_metadata(config, {})["model"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from oracle import RULES, TASK, CoarseOracle, MiddleOracle, dice, stage
 
+from medseg.build.stages import load_stages
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
+from medseg.weights.files import shipped_weights
 
 
 def segmented(
@@ -66,3 +69,16 @@ def test_a_slice_too_thin_to_hold_a_region_is_said() -> None:
     assert not result.labels.any()
     for region in TASK.regions:
         assert any(warning.startswith(f"no {region.name} found: the coarse stage marks") for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm"), [((16, 16, 16), (2.0, 2.0, 2.0)), ((5, 7, 9), (1.0, 1.0, 1.0)), ((1, 1, 1), (0.5, 0.5, 0.5))]
+)
+def test_a_scan_of_a_few_centimetres_is_segmented(shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]) -> None:
+    """Such a scan fills a single voxel of the deepest level of the included networks, which has no variance."""
+    cpu = torch.device("cpu")
+    coarse, fine = (load_stages([shipped_weights("lungs", name)], name, cpu) for name in ("coarse", "fine"))
+    image_hu = np.random.default_rng(0).integers(-900, -700, shape).astype(np.int16)
+    result = Cascade(coarse, fine).segment(Volume(image_hu, VoxelGrid(shape, spacing_mm)))
+    assert result.labels.shape == shape
+    assert any("no region found at all" in warning or "touches" in warning for warning in result.warnings)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from oracle import OBLIQUE, TASK
+from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
-from medseg.cascade.plausibility import agreement, position_warnings
+from medseg.cascade.cascade import Cascade
+from medseg.cascade.plausibility import agreement, position_warnings, volume_warnings, voxel_ml
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
@@ -59,3 +62,27 @@ def test_lungs_that_end_round_below_and_hollow_above_stand_on_their_heads(lean: 
         warnings = position_warnings(air_hu, turned, boxes, COARSE, TASK)
         assert any("look like their apices" in warning for warning in warnings) == is_said
         assert not position_warnings(air_hu + 1000, turned, boxes, COARSE, TASK), "no organ full of air"
+
+
+@pytest.mark.parametrize(("scale", "is_told"), [(1.0, False), (5.0, True), (0.2, True)])
+def test_a_volume_that_the_task_calls_implausible_is_told(scale: float, is_told: bool) -> None:
+    """A header with the wrong slice spacing: all shapes are right, and the volumes are not."""
+    volume, target = scan()
+    expected_ml = {name: float((target == value).sum() * voxel_ml(GRID)) for name, value in TASK.labels.items()}
+    task = replace(TASK, volume_ml={name: (0.5 * ml, 2.0 * ml) for name, ml in expected_ml.items()})
+    warnings = volume_warnings({name: scale * ml for name, ml in expected_ml.items()}, target, task)
+    assert len(warnings) == 2 * is_told
+    assert all("ml are plausible: check the spacing of the scan" in warning for warning in warnings)
+    cascade = Cascade(stage(CoarseOracle(), "coarse", task), stage(FineOracle(), "fine", task))
+    stretched = replace(volume, grid=replace(volume.grid, spacing_mm=(3.1 * scale, 0.9, 0.8)))
+    assert bool([warning for warning in cascade.segment(stretched).warnings if "are plausible" in warning]) is is_told
+
+
+def test_a_region_that_the_scan_cuts_may_be_small() -> None:
+    labels = np.zeros((4, 5, 6), dtype=np.uint8)
+    labels[0, 2, 2] = 1
+    task = replace(TASK, volume_ml={"left_lung": (10.0, 20.0)})
+    volumes_ml = {"left_lung": 5.0, "right_lung": 0.0}
+    assert volume_warnings(volumes_ml, labels, task) == []
+    assert len(volume_warnings(volumes_ml, np.roll(labels, 1, 0), task)) == 1
+    assert len(volume_warnings({**volumes_ml, "left_lung": 25.0}, labels, task)) == 1

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from oracle import TASK, FineOracle, scan, stage
-from torch import Tensor
+from oracle import TASK, CoarseOracle, FineOracle, scan, stage
+from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.stage import CascadeOptions, flips
+from medseg.cascade.stage import CascadeOptions, TrainedStage, flips
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
+from medseg.inference.tiles import TilingPlan
+from medseg.models.blocks import InstanceNorm
 from medseg.preprocess.orient import Orientation
 
 SHAPE = (96, 128, 80)
@@ -44,25 +45,52 @@ def image() -> Tensor:
     return torch.rand(SHAPE, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_crop_beyond_the_budget_goes_in_tiles_with_the_same_result() -> None:
+def test_a_wanted_tile_gives_the_same_where_the_network_sees_one_voxel_at_a_time() -> None:
     network = Sloped()
-    trained = stage(network, "fine", bytes_per_voxel=100.0)
-    whole = trained.predict_probs(image(), 0, CascadeOptions(budget_gib=1.0))
+    whole = stage(network, "fine", bytes_per_voxel=100.0).predict_probs(image(), 0, CascadeOptions(budget_gib=1.0))
+    trained = stage(network, "fine", bytes_per_voxel=100.0, tile_size=(72, 72, 80))
     tiled = trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.04))
     assert str(whole.tiling_plan) == "whole"
     assert str(tiled.tiling_plan) == "tiles of 72×72×80"
     assert {shape[2:] for shape in network.shapes} == {SHAPE, (72, 72, 80)}
-    assert tiled.tiling_plan.num_bytes <= 0.04 * 2**30
     torch.testing.assert_close(tiled.probs, whole.probs, rtol=0, atol=2.0**-11)
     assert whole.remarks == tiled.remarks == []
 
 
-def test_a_budget_that_holds_no_tile_is_refused() -> None:
-    trained = stage(Sloped(), "fine", bytes_per_voxel=4096.0)
+@pytest.mark.parametrize(("tile_size", "needed"), [(None, "the crop of 96×128×80"), ((96, 96, 80), "one tile of 96×96×80")])
+def test_a_budget_that_is_too_small_is_refused_and_cuts_no_tile(tile_size: tuple[int, int, int] | None, needed: str) -> None:
+    network = Sloped()
+    trained = stage(network, "fine", bytes_per_voxel=4096.0, tile_size=tile_size)
     with pytest.raises(
-        UserError, match=r"inference\.budget_gib=0\.5 is too small for the fine stage: .* needs 1\.00 GiB; raise it"
+        UserError, match=rf"inference\.budget_gib=0\.5 is too small for the fine stage: {needed} voxels needs \d\.\d\d GiB"
     ):
         trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.5))
+    assert network.shapes == []
+
+
+@pytest.mark.parametrize(
+    ("norm", "trained_on", "tile_size", "is_told"),
+    [
+        (InstanceNorm(4), (128, 160, 160), (96, 96, 96), True),
+        (nn.InstanceNorm3d(4), None, (96, 96, 96), True),
+        (nn.GroupNorm(2, 4), (64, 64, 64), (96, 96, 96), True),
+        (nn.GroupNorm(2, 4), (96, 96, 96), (96, 96, 96), False),
+        (nn.BatchNorm3d(4), (128, 160, 160), (96, 96, 96), False),
+    ],
+)
+def test_tiles_of_another_size_than_in_training_are_warned_of(
+    norm: nn.Module, trained_on: tuple[int, int, int] | None, tile_size: tuple[int, int, int], is_told: bool
+) -> None:
+    network = Sloped()
+    network.norm = norm
+    trained = stage(network, "fine", tile_size=trained_on)
+    trained.use_tiles(tile_size)
+    assert trained.tile_size == tile_size
+    result = Cascade(stage(CoarseOracle(), "coarse"), trained).segment(scan()[0])
+    told = [
+        warning for warning in result.warnings if "the fine stage runs in tiles of 96×96×96 voxels, but was trained on" in warning
+    ]
+    assert len(told) == is_told
 
 
 class OutOfMemory(Sloped):
@@ -81,26 +109,36 @@ class OutOfMemory(Sloped):
 
 def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stage on a device that is no CPU; tensors come back from it as zeros."""
-    real_cpu, real_bool = Tensor.cpu, Tensor.__bool__
+    real_cpu = Tensor.cpu
     monkeypatch.setattr(Tensor, "cpu", lambda t: torch.zeros(t.shape) if t.device.type == "meta" else real_cpu(t))
-    monkeypatch.setattr(Tensor, "__bool__", lambda t: t.device.type == "meta" or real_bool(t))
     return stage(network, "fine", device=torch.device("meta"), bytes_per_voxel=100.0)
 
 
-def test_a_full_gpu_is_tried_in_smaller_tiles_then_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_left_with_tiles_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
     network, large = OutOfMemory(limit=0), torch.rand(160, 128, 96)
     result = on_meta(network, monkeypatch).predict_probs(large, 0, CascadeOptions())
-    failed = [int(np.prod(shape)) for shape in network.shapes]
-    assert failed[0] == large.numel()
-    assert all(later <= earlier / 2 for earlier, later in itertools.pairwise(failed)), "half each time"
-    assert 64**3 <= failed[-1] < 2 * 64**3, "down to the smallest tile"
-    *tiles, cpu = result.remarks
-    assert len(tiles) == len(failed) - 1
-    assert all("ran out of memory on the GPU and went on in tiles of" in remark for remark in tiles)
-    assert cpu == "the fine stage ran out of memory on the GPU and went on with the CPU"
+    assert network.shapes == [(1, 1, 160, 128, 96)]
+    assert result.remarks == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
     assert str(result.tiling_plan) == "whole"
     expected = stage(Sloped(), "fine").predict_probs(large, 0, CascadeOptions()).probs
     torch.testing.assert_close(result.probs, expected)
+
+
+def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[str] = []
+
+    def run(trained: TrainedStage, image: Tensor, region_index: int, plan: TilingPlan, options: CascadeOptions) -> Any:
+        plans.append(f"{trained.device.type}: {plan}")
+        if trained.device.type == "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return torch.zeros(2, *image.shape), None
+
+    monkeypatch.setattr(TrainedStage, "_run", run)
+    trained = on_meta(OutOfMemory(0), monkeypatch)
+    trained.tile_size = (64, 64, 64)
+    result = trained.predict_probs(torch.rand(160, 128, 96), 0, CascadeOptions())
+    assert plans == ["meta: tiles of 64×64×64, 8 at a time", "meta: tiles of 64×64×64", "cpu: tiles of 64×64×64"]
+    assert [remark.split("went on with ")[1] for remark in result.remarks] == ["one tile at a time", "the CPU"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError()])
@@ -158,8 +196,6 @@ def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
     class Eager(FineOracle):
         def forward(self, image: Tensor, region: Tensor) -> Tensor:
             return super().forward(image, region).index_fill(1, torch.tensor([1]), 10.0)
-
-    from oracle import CoarseOracle
 
     volume, target = scan(STORED)
     fine = stage(FineOracle(), "fine", others=(Eager(),))

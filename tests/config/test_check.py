@@ -82,7 +82,6 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["memory.precision=fp16", "trainer.accelerator=cpu"], "choose memory.precision=bf16"),
         (["memory.offload=true", "trainer.accelerator=cpu"], "choose memory.offload=false"),
         (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage uses it"),
-        (["stage=coarse", "stage.patch_size=[64,64,64]"], "stage.max_voxels"),
         (["stage=fine", "stage.max_voxels=10"], "stage.patch_size"),
         (["stage=fine", "stage.slab_share=0.3"], "augment.truncate_probability"),
         (["stage=fine", "stage.region_from=coarse"], "go together"),

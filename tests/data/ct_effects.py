@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from medseg.build.augmentation import make_effects
+from medseg.build.extensions import make_effects
 from medseg.config.folder import conf_dir
 from medseg.data.transforms import Transforms
 

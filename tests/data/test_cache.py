@@ -172,13 +172,19 @@ def test_every_file_of_the_voxels_is_a_source(name: str, header: str, tmp_path: 
     assert not is_same_source(tmp_path / name, known)
 
 
-@pytest.mark.parametrize("damage", ["cut image", "no labels", "cut json", "no json", "other json", "a file"])
+@pytest.mark.parametrize(
+    "damage", ["cut image", "garbage of equal size", "no labels", "cut json", "no json", "other json", "a file"]
+)
 def test_half_written_entries_are_rebuilt(damage: str, case: Case, tmp_path: Path, task: Task) -> None:
     entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     image, labels = np.array(entry.image_hu), np.array(entry.labels)
     sidecar = entry.folder / "case.json"
     if damage == "cut image":
         os.truncate(entry.folder / "image.npy", 1000)
+    elif damage == "garbage of equal size":
+        content = bytearray((entry.folder / "image.npy").read_bytes())
+        content[-100] ^= 1
+        (entry.folder / "image.npy").write_bytes(content)
     elif damage == "no labels":
         (entry.folder / "labels.npy").unlink()
     elif damage == "cut json":

@@ -16,11 +16,12 @@ from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import Sample, Samples, collate_padded, init_worker
-from medseg.data.task import Region, Task
+from medseg.data.task import Channel, Region, Task
+from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.preprocess.crop import crop_padded
-from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.intensity import normalise, normalise_hu, zscore
 
 from .conftest import GivenCrops
 
@@ -357,3 +358,63 @@ def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[Cach
     for name, places in corners.items():
         room = np.array(by_name[name].grid.shape) - (4, 6, 4)
         assert (np.ptp(places, axis=0) > 0.5 * room).all()
+
+
+def test_channels_are_stacked_and_each_has_its_own_intensity(cached_cases: list[CachedCase], task: Task) -> None:
+    case = cached_cases[0]
+    mr = np.random.default_rng(0).uniform(0, 500, case.grid.shape).astype(np.float32)
+    np.save(case.folder / "image_1.npy", mr)
+    intensity = zscore(mr, "mr")
+    two = replace(task, channels=(*task.channels, Channel("mr", None, "zscore")))
+    both = [replace(case, intensities=(None, intensity))]
+    for make in (coarse, fine):
+        plain, stacked = (make(cases, one, augmentation=None)[0] for cases, one in ((cached_cases[:1], task), (both, two)))
+        assert torch.equal(stacked["image"][:1], plain["image"])
+        assert torch.equal(stacked["target"], plain["target"])
+    whole = coarse(both, two, augmentation=None)[0]["image"][1]
+    assert torch.equal(whole[: len(mr), : mr.shape[1], : mr.shape[2]], torch.from_numpy(normalise(mr, intensity)))
+    assert fine(both, two)[0]["image"].shape[0] == 2, "augmented"
+
+
+def test_the_ignore_label_stays_in_the_target_and_makes_no_boundary(cached_cases: list[CachedCase], task: Task) -> None:
+    case = cached_cases[0]
+    labels = np.array(case.labels)
+    labels[(labels == 0) & (np.arange(labels.shape[1])[:, None] >= labels.shape[1] // 4)] = 255  # all around but in front
+    np.save(case.folder / "labels.npy", labels)
+    ignoring = replace(task, ignore_label=255)
+    options: dict = {"augmentation": None, "box_of": wide_box, "patch_size": (1, 2, 1), "boundary_share": 1.0, "jitter": False}
+    samples = fine([case], ignoring, **options)
+    targets = [samples[n]["target"] for n in range(40)]
+    assert all(set(target.unique().tolist()) <= {0, 1, 255} for target in targets)
+    front = sum(bool((target[0, :, 0] == torch.tensor([0, 1])).all()) for target in targets)
+    assert front > 10, "the boundary to the background is met"
+    assert not any(bool((target[0, :, 0] == torch.tensor([1, 255])).all()) for target in targets)
+
+
+def test_patches_of_a_whole_scan_meet_every_label_as_often(cached_cases: list[CachedCase], task: Task) -> None:
+    boxes = [
+        {name: VoxelBox.from_mask(np.array(case.labels) == value) for name, value in task.labels.items()} for case in cached_cases
+    ]
+    cases = [
+        replace(case, label_boxes={name: box for name, box in found.items() if box is not None})
+        for case, found in zip(cached_cases, boxes, strict=True)
+    ]
+    no_regions = replace(task, regions=())
+    samples = coarse(cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4), boundary_share=1.0)
+    met = [set(samples[n]["target"].unique().tolist()) for n in range(60)]
+    assert all(samples[n]["target"].shape == (4, 6, 4) for n in range(5))
+    assert all(one & {1, 2} for one in met)
+    assert 15 < sum(1 in one for one in met) < 45
+    assert not all(
+        coarse(cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4))[n]["target"].any() for n in range(30)
+    ), "elsewhere without"
+
+
+def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], task: Task) -> None:
+    trust = [{"left_lung": "reference", "right_lung": "approximate"}, {"left_lung": "reference", "right_lung": "absent"}, {}]
+    cases = [replace(case, trust=one) for case, one in zip(cached_cases, trust, strict=True)]
+    samples = fine(cases, task, augmentation=None, train_trust="reference")
+    assert sorted((samples[n]["case"], samples[n]["region"]) for n in range(len(samples))) == [("case_0", 0), ("case_1", 0)]
+    assert [samples_case.name for samples_case, _ in coarse(cases, task, train_trust="reference").items] == ["case_1"]
+    with pytest.raises(UserError, match=r"data\.train_trust=sure: no training case has such a region"):
+        fine(cases, task, train_trust="sure")

@@ -12,6 +12,7 @@ import pytest
 import medseg
 
 SCRIPT = """
+import os, sys
 import torch
 import torch.distributed as dist
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
@@ -36,6 +37,8 @@ def use(workers):
     workers.dismiss()
 
 with process_group():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] < sys.argv[1]:
+        sys.exit(dist.get_rank())  # all have joined; one that ends with a failure makes torchrun restart them
     if dist.get_rank() > 0:
         serve_tiles(run)
     else:
@@ -44,11 +47,20 @@ with process_group():
 
 
 @pytest.mark.slow
-def test_tile_workers_answer_rank_0_in_order_and_errors_reach_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_restarts", [0, 1])
+def test_tile_workers_answer_rank_0_in_order_and_errors_reach_it(tmp_path: Path, num_restarts: int) -> None:
     (tmp_path / "workers.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(tmp_path / "workers.py")]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=3",
+        f"--max-restarts={num_restarts}",
+    ]
+    torchrun = [*launch, str(tmp_path / "workers.py"), str(num_restarts)]
     paths = [str(Path(medseg.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    result = subprocess.run(torchrun, env=environment, capture_output=True, encoding="utf-8", check=False)
+    result = subprocess.run(torchrun, env=environment, capture_output=True, encoding="utf-8", check=False, timeout=180)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines() == ["[11.0, 112.0, 213.0]", "[14.0]", "[15.0, 116.0]", "full", "full", "100.0"]

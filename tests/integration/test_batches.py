@@ -100,7 +100,7 @@ def test_two_predictions_may_write_into_one_folder(tiny_table: Path, tmp_path: P
     make_scans(tmp_path, tiny_table, 6)
     for code, _, said in map(ended, [start(tmp_path), start(tmp_path)]):
         assert code == 0, said
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".gz"] * 6 + [".json"] * 6
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".csv"] + [".gz"] * 6 + [".json"] * 6
     assert_whole(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_disk_without_room_leaves_nothing_half_written(tiny_table: Path, tmp_p
 
 LIMITED = """
 import resource, sys
-from medseg.commands.predict import main
+from medseg.commands.entry import run_command
 from medseg.prediction import batch as app
 
 def vm_bytes():
@@ -142,7 +142,7 @@ def limited(step, case, room):
 # Less by far than they need: threads that end meanwhile give some room back.
 app.read_case = limited(app.read_case, "b", 2**26)
 app.segment_case = limited(app.segment_case, "c", 2**26)
-main()
+run_command("predict")
 """
 
 
@@ -170,5 +170,11 @@ def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Pat
     for name in ("b", "c"):
         assert f"medseg: {name}: out of memory (" in done.stderr
     assert "medseg: 2 of 4 cases failed" in done.stderr
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.json", "a.nii.gz", "d.json", "d.nii.gz"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "a.json",
+        "a.nii.gz",
+        "d.json",
+        "d.nii.gz",
+        "summary.csv",
+    ]
     assert_whole(tmp_path)

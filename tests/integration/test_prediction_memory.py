@@ -22,8 +22,8 @@ COMMAND = [sys.executable, "-m", "medseg.commands.cli"]
 # The coarse stage finds both sides everywhere, and the fine weights are noise: about every second voxel is lung, in very many parts.
 ABSURD = """
 import dataclasses, sys, torch
+from medseg.commands.entry import run_command
 from medseg.cascade import cascade as cascade_module
-from medseg.commands import predict
 from medseg.prediction import batch
 from medseg.geometry.grid import VoxelBox
 
@@ -40,7 +40,7 @@ def with_noise(*arguments, load=batch.load_cascade, **options):
     return cascade
 
 cascade_module.localise, batch.load_cascade = everywhere, with_noise
-predict.main()
+run_command("predict")
 """
 
 

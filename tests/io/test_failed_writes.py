@@ -135,7 +135,6 @@ def test_an_interrupt(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPat
 WRITE_SLOWLY = """
 import sys, time
 from pathlib import Path
-from medseg.commands import entry
 from medseg.commands import predict
 from medseg.io.atomic import replace_path
 
@@ -145,8 +144,8 @@ def slowly(*_):
         print("writing", flush=True)
         time.sleep(60)
 
-entry.run = slowly
-predict.main()
+with predict.sigterm_exits():
+    slowly()
 """
 
 

@@ -162,7 +162,7 @@ HTML = b"<html>404 not found</html>\n" * 50
 OTHER_CONTENT = {
     ".nii": "expected a NIfTI file, but it does not start with a NIfTI header; check the file.",
     ".nii.gz": "expected a NIfTI file, but it does not start with a NIfTI header; check the file.",
-    ".nrrd": "expected a NRRD file, but it does not start with 'NRRD' and a version; check the file.",
+    ".nrrd": "expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
     ".mha": "expected a MetaImage file, but its header does not say where the voxels are (ElementDataFile); check the file.",
 }
 

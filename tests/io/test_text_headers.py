@@ -381,7 +381,7 @@ def test_a_line_that_is_no_field(tmp_path: Path) -> None:
     )
     (tmp_path / "a.nrrd").write_bytes(b"NRRX0004\n")
     assert told(tmp_path / "a.nrrd") == (
-        "a.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version; check the file."
+        "a.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file."
     )
 
 

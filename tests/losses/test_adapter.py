@@ -31,8 +31,8 @@ def adapted(target: type, ignore_value: int | None = None, **given: Any) -> Trai
     import inspect
 
     known = inspect.signature(target).parameters
-    arguments = given | default_arguments(known, given)
-    return TrainingLoss([Term(1.0, target(**arguments), find_target_form(target, known, arguments))], ignore_value=ignore_value)
+    arguments = given | default_arguments(target, known, given)
+    return TrainingLoss([Term(1.0, target(**arguments), find_target_form(target, arguments))], ignore_value=ignore_value)
 
 
 def loss_and_gradient(loss: nn.Module, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,8 +135,8 @@ def test_forms_of_the_target() -> None:
     ],
 )
 def test_what_the_user_says_stays(given: dict[str, Any], added: dict[str, Any]) -> None:
-    assert default_arguments(["softmax", "sigmoid", "to_onehot_y"], given) == added
-    assert default_arguments(["weight"], given) == {}
+    assert default_arguments(nn.Module, ["softmax", "sigmoid", "to_onehot_y"], given) == added
+    assert default_arguments(nn.Module, ["weight"], given) == {}
 
 
 class Vector(nn.Module):

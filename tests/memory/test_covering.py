@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,16 +10,15 @@ import hydra
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import Row, allowed_pairs, covering_rows, pairs_of
 from torch import Tensor, nn
 
-from medseg.build import loss, switches
+from medseg.build import extensions, switches
 from medseg.build import network as networks
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
-
-Row = dict[str, str]
 
 # The first values go together with every other single value that is possible at all.
 SWITCHES: dict[str, Sequence[str]] = {
@@ -74,36 +72,7 @@ def is_allowed(row: Mapping[str, str]) -> bool:
     return not any(values.items() <= whole.items() for values, _ in REFUSED)
 
 
-def allowed_pairs() -> list[frozenset[tuple[str, str]]]:
-    """The pairs of values of two switches that some run may have."""
-    return [
-        frozenset({(one, a), (other, b)})
-        for one, other in itertools.combinations(SWITCHES, 2)
-        for a, b in itertools.product(SWITCHES[one], SWITCHES[other])
-        if is_allowed({one: a, other: b})
-    ]
-
-
-def covering_rows() -> list[Row]:
-    """Rows that together hold every allowed pair, made greedily: each begins with a pair that is missing, and takes on the value that
-    brings the most missing pairs."""
-    missing = dict.fromkeys(allowed_pairs())  # in order
-    rows: list[Row] = []
-    while missing:
-        row = dict(next(iter(missing)))
-        for switch in SWITCHES:
-            if switch not in row:
-                row[switch] = max(
-                    (value for value in SWITCHES[switch] if is_allowed({**row, switch: value})),
-                    key=lambda value: sum(frozenset({(switch, value), pair}) in missing for pair in row.items()),
-                )
-        for pair in itertools.combinations(row.items(), 2):
-            missing.pop(frozenset(pair), None)
-        rows.append({switch: row[switch] for switch in SWITCHES})
-    return rows
-
-
-ROWS = covering_rows()
+ROWS = covering_rows(SWITCHES, is_allowed)
 SMALL = ["stage=fine", "model.width=8", "model.depth=1", "model.blocks_per_level=[1,1]", "stage.batch_size=2", "steps=2"]
 
 
@@ -123,8 +92,8 @@ def make_network(config: TrainConfig) -> nn.Module:
 
 
 def test_the_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> None:
-    held = {frozenset(pair) for row in ROWS for pair in itertools.combinations(row.items(), 2)}
-    assert held == set(allowed_pairs())
+    held = set().union(*map(pairs_of, ROWS))
+    assert held == set(allowed_pairs(SWITCHES, is_allowed))
     assert all(row.keys() == SWITCHES.keys() and is_allowed(row) for row in ROWS)
     assert len(ROWS) < 40
     # A value that appears in no allowed pair is one that this machine refuses whatever the others are.
@@ -196,7 +165,7 @@ def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeyp
     # The first loss is that of the network without any switch of `memory`.
     config = compose({**row, "memory.checkpointing": "none", "memory.compile": "false"})
     plain, first = make_network(config), batches[0]
-    expected = loss.make_loss(config.loss)(plain(first["image"], first["region"]), first["target"])
+    expected = extensions.make_loss(config)(plain(first["image"], first["region"]), first["target"])
     assert watcher.losses[0] == pytest.approx(float(expected), rel=2e-2 if row["memory.precision"] == "bf16" else 1e-4)
 
 

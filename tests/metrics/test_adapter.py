@@ -60,5 +60,5 @@ def test_distances_are_in_mm_and_a_missing_class_has_no_score() -> None:
 
 
 def test_torchmetrics_learns_the_number_of_classes() -> None:
-    assert default_arguments(["num_classes", "input_format"], [], 4) == {"num_classes": 4, "input_format": "index"}
-    assert default_arguments(["num_classes"], ["num_classes"], 4) == {}
+    assert default_arguments(object, ["num_classes", "input_format"], [], 4) == {"num_classes": 4, "input_format": "index"}
+    assert default_arguments(object, ["num_classes"], ["num_classes"], 4) == {}

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from medseg.build.loss import make_loss
+from medseg.build.extensions import make_loss
 from medseg.build.network import make_network
 from medseg.build.optimisation import make_optimizer, make_schedule
 from medseg.build.run import make_trainer
@@ -129,7 +129,7 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     network = make_network(config)
     module = SegmentationModule(
         switch_on(network, config.memory, "cpu"),
-        make_loss(config.loss),
+        make_loss(config),
         make_optimizer(config.optimizer, 1.0),
         make_schedule(config.schedule, 1.0, 0),
         seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, metadata={},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def test_a_file_of_another_format_is_refused_for_one_scan(scans: Path, tmp_path:
 
 def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any]) -> None:
     assert predict(scans, tmp_path / "a.b") == 0
-    assert {path.name for path in (tmp_path / "a.b").iterdir()} == {"a.nii.gz", "b.nii.gz"}
+    assert {path.name for path in (tmp_path / "a.b").iterdir()} == {"a.nii.gz", "b.nii.gz", "summary.csv"}
     assert predict(scans / "b.nrrd", tmp_path / "a.b") == 0, "the folder is there now"
     assert predict(scans / "b.nrrd", tmp_path / "O.NRRD") == 0
     with pytest.raises(UserError, match="has 2 cases"):
@@ -156,7 +157,7 @@ def test_a_bad_case_costs_the_others_nothing_and_each_is_told_in_its_turn(
     without_networks[step, bad] = error
     assert predict(scans, tmp_path / "out") == 1
     good = [name for name in "abc" if name != bad]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.nii.gz" for name in good]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*(f"{name}.nii.gz" for name in good), "summary.csv"]
     said = capsys.readouterr()
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     told = {name: f"medseg: {name}: {text if name == bad else f'look at {name}'}" for name in "abc"}
@@ -260,6 +261,24 @@ def test_a_missing_file_of_a_table_is_one_bad_case(
     assert predict(table, tmp_path / "out") == 1
     assert (tmp_path / "out" / "y.nii.gz").is_file()
     assert "nowhere.nii: this file or folder does not exist" in capsys.readouterr().err
+
+
+def test_sigterm_ends_the_command_and_is_given_back(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler belongs to the command: a program that calls it keeps its own."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def stopped(*_: object) -> None:
+        seen.append(signal.getsignal(signal.SIGTERM))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(batch, "segment_case", stopped)
+    with pytest.raises(SystemExit) as caught:
+        predict(scans, tmp_path / "out")
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert seen != [before]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("value", ["3", "[]", "[a,3]", "{a: b}"])

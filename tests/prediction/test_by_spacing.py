@@ -109,6 +109,6 @@ def test_processes_that_share_a_cascade_are_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_ranges_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medseg.io.read.read_grid", lambda *_: pytest.fail("the header was read for nothing"))
+    monkeypatch.setattr("medseg.prediction.cascades.read_grid", lambda *_: pytest.fail("the header was read for nothing"))
     only = RangeCascade(Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), {})
     assert pick_cascade(Scan("a", Path("nowhere")), [only]) == (only, [])

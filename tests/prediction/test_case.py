@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import PredictConfig
 from medseg.io.write import write_image
 from medseg.prediction import batch
+from medseg.prediction import case as case_module
+from medseg.prediction.case import checksums
 from medseg.prediction.scans import Scan
 
 
@@ -45,10 +50,14 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def predict(folder: Path, *overrides: str) -> int:
+def compose(folder: Path, *overrides: str) -> PredictConfig:
     given = [f"input='{folder / 'scans'}'", f"output='{folder / 'out'}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return app.predict(to_config(hydra.compose("predict", given), PredictConfig))
+        return to_config(hydra.compose("predict", given), PredictConfig)
+
+
+def predict(folder: Path, *overrides: str) -> int:
+    return app.predict(compose(folder, *overrides))
 
 
 @pytest.fixture
@@ -155,6 +164,50 @@ def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
     assert predict(folder) == 0
     assert predicted == ["a"]
     assert capsys.readouterr().out.splitlines()[-1] == f"{folder / 'out' / 'b.nii.gz'}: finished before, skipped"
+
+
+def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second begins to write while the first has written its label map and not yet its report; it waits, and is then refused."""
+    other_scan(folder)
+    output, write_labels, entered = folder / "one.nii.gz", case_module.write_labels, threading.Event()
+    codes: dict[str, int] = {}
+
+    configs = {name: compose(folder, f"input='{folder / 'scans' / name}.nii.gz'", f"output='{output}'") for name in ("a", "b")}
+
+    def predict_one(name: str) -> None:
+        codes[name] = app.predict(configs[name])
+
+    def slow_write(path: Path, labels: Any, *arguments: Any) -> None:
+        write_labels(path, labels, *arguments)
+        if not entered.is_set():
+            entered.set()
+            time.sleep(1.0)
+
+    barrier = threading.Barrier(2)
+    segment_case = batch.segment_case
+
+    def together(*arguments: Any) -> None:
+        segment_case(*arguments)
+        barrier.wait(60)
+
+    monkeypatch.setattr(case_module, "write_labels", slow_write)
+    monkeypatch.setattr(batch, "segment_case", together)
+    monkeypatch.setattr(app, "sigterm_exits", nullcontext)  # signals belong to the main thread
+    threads = [threading.Thread(target=predict_one, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report = json.loads((folder / "one.json").read_text())
+    assert report["results"] == checksums([output])
+    (winner,) = (name for name, code in codes.items() if code == 0)
+    (loser,) = (name for name, code in codes.items() if code == 2)
+    assert report["input"].endswith(f"{winner}.nii.gz")
+    said = f"{loser}: {output}: another prediction, of {folder / 'scans' / winner}.nii.gz, has written it while this one ran; give another"
+    assert said in capsys.readouterr().err
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:

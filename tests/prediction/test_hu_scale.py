@@ -19,6 +19,7 @@ from medseg.config.schema import EvaluateConfig, PredictConfig
 from medseg.data.case_table import read_case_table, write_case_table
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
+from medseg.report.tables import read_csv
 
 
 def compose(name: str, *overrides: str) -> Any:
@@ -62,6 +63,7 @@ def test_predict_says_that_values_are_no_hu_and_takes_an_offset(folder: Path, ca
     )
     assert any(warning.endswith(said) for warning in warned["warnings"])
     assert f"{said}\n" in capsys.readouterr().err
+    assert (warned["status"], report["status"] in ("ok", "warnings")) == ("not_hu", True)
     assert not np.array_equal(wrong, labels)
     right, corrected = predict(folder, "high", "hu_offset=-1024")
     assert np.array_equal(right, labels)
@@ -79,3 +81,27 @@ def test_a_case_table_says_it_for_each_case(folder: Path) -> None:
 
     copied = read_case_table(write_case_table(folder / "other" / "copy.csv", read_case_table(table)), None)
     assert [case.hu.offset for case in copied] == [0.0, -1024.0]
+
+
+def test_a_batch_script_can_tell_a_scan_without_hu_from_its_summary(folder: Path) -> None:
+    (folder / "scans").mkdir()
+    for name in ("hu", "high"):
+        (folder / f"{name}.nii.gz").rename(folder / "scans" / f"{name}.nii.gz")
+    (folder / "scans" / "bad.nii").write_bytes(b"no scan")
+    source, out = folder / "scans", folder / "out"
+    for _ in range(2):  # the second skips what is finished, and says the same
+        assert predict_app.predict(compose("predict", f"input='{source}'", f"output='{out}'")) == 1
+        rows = read_csv(out / "summary.csv")
+        assert [(row["case"], row["label"]) for row in rows] == [
+            ("bad", ""),
+            *((name, label) for name in ("high", "hu") for label in ("left_lung", "right_lung")),
+        ]
+        assert {row["case"]: row["status"] for row in rows} == {"bad": "failed", "high": "not_hu", "hu": rows[-1]["status"]}
+        assert rows[-1]["status"] in ("ok", "warnings")
+        assert "this is no CT in HU" in rows[1]["warnings"]
+        assert float(rows[-1]["ml"]) > 10
+    (source / "high.nii.gz").rename(folder / "high.nii.gz")
+    assert predict_app.predict(compose("predict", f"input='{source}'", f"output='{out}'")) == 1
+    assert sorted({row["case"] for row in read_csv(out / "summary.csv")}) == ["bad", "high", "hu"], (
+        "rows of other predictions stay"
+    )

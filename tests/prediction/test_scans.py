@@ -21,6 +21,7 @@ from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
+from medseg.report.tables import read_csv
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints; what the audit thinks of blocks is another test's."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
-    monkeypatch.setattr("medseg.data.audit.image.audit_image", lambda *_: [])
+    monkeypatch.setattr("medseg.prediction.case.audit_image", lambda *_: [])
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
@@ -94,7 +95,7 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
         "medseg: colours: colours.nii: expected one number per voxel, but the NIfTI header says RGB (colours, complex or very long "
         "numbers); export the scan as grey values.",
         "medseg: cut: cut.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again.",
-        "medseg: empty: empty.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version; check the file.",
+        "medseg: empty: empty.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
         "medseg: header: header.mhd: its voxels should be in 'header.zraw', which does not exist; copy both files.",
         "medseg: html: html.mha: expected a MetaImage file with a name, '=' and a value on each line of its header, got '<html>404 not "
         "found</html>'; check the file.",
@@ -104,7 +105,7 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
         ),
         "medseg: 8 of 9 cases failed",
     ]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["good.json", "good.nii.gz"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["good.json", "good.nii.gz", "summary.csv"]
     assert is_right(tmp_path / "out" / "good.nii.gz")
     # Alone each of them is the whole request.
     assert predict(scans / "cut.nii.gz", tmp_path / "alone") == 2
@@ -168,6 +169,8 @@ def test_a_disk_that_fills_up_costs_what_does_not_fit(
         "medseg: 1 of 2 cases failed",
     ]
     after = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    rows = {row["case"]: row["status"] for row in read_csv(tmp_path / "out" / "summary.csv")}
+    assert rows == {"good": "ok", "late": "failed"}
     assert sorted(after) == sorted(before)
     assert after[f"late{suffix}"] == before[f"late{suffix}"]
     assert after["late.nii.gz"] == before["late.nii.gz"], "equal labels give equal files"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from medseg.errors import UserError
 from medseg.report.tables import csv_text, markdown_table, print_table, read_csv, table_lines, write_csv
 
 ROWS = [
@@ -44,6 +45,16 @@ def test_a_printed_table_lines_up_and_keeps_every_character(capsys: pytest.Captu
     assert {len(line) for line in lines} == {300 + 2 + 2 + 2 + 6}, "numbers end where the headings end"
     assert lines[2].endswith(" 3       -")
     assert lines[3] == "x" * 300 + "   7  1.0000"
+
+
+def test_a_damaged_table_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"a,b\n" + b"x" * 200_000)
+    with pytest.raises(
+        UserError, match=r"a\.csv: expected a CSV file, but it is damaged \(field larger than field limit \(131072\)\)"
+    ):
+        read_csv(tmp_path / "a.csv")
+    with pytest.raises(UserError, match="got a folder, a pipe or a device"):
+        read_csv(Path("/dev/zero"))
 
 
 def test_no_text_becomes_a_formula_in_a_spreadsheet(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-from medseg.build.logger import make_logger
+from medseg.build.extensions import make_loggers
 from medseg.config.check import resolved, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -199,7 +199,7 @@ def test_a_secret_of_the_logger_is_kept_as_a_reference(tmp_path: Path, monkeypat
         config = resume(run_dir, *changes)
         assert "xyzzy" not in (run_dir / CONFIG_FILE).read_text()
         assert "xyzzy" not in str(config)
-    assert Path(make_logger(config.logger).log_dir).name == "xyzzy"  # type: ignore[union-attr, arg-type]
+    assert Path(make_loggers(config)[0].log_dir).name == "xyzzy"  # type: ignore[arg-type]
 
 
 def race(config: TrainConfig, is_named: bool, number: int = 8) -> list[Path | UserError]:

@@ -5,8 +5,8 @@ padding or clipping by software; spikes are set apart before the tissue is exami
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -127,6 +127,26 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     found = [*_audit_padding(facts), *_audit_clipping(facts)]
     if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(finding.code == "clipped" for finding in found):
         found.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
+    return found
+
+
+def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> list[Finding]:
+    """Check the values of all channels: those of a CT as `audit_image`, others only for holding more than one value.
+
+    Args:
+        channels: Histogram of each channel.
+        modalities: Modality of each.
+
+    Returns:
+        Findings; those of the channels after the first name it.
+    """
+    found = []
+    for number, (facts, modality) in enumerate(zip(channels, modalities, strict=True)):
+        if modality == "ct":
+            ours = audit_image(facts)
+        else:
+            ours = [find("hu_range:constant", low=facts.low_hu)] if facts.low_hu == facts.high_hu else []
+        found += [replace(one, message=f"image_{number}: {one.message}") if number else one for one in ours]
     return found
 
 

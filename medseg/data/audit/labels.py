@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medseg.data.audit.finding import Finding, find
-from medseg.data.task import Region, Task, is_side_pair
+from medseg.data.task import IGNORE, Region, Task, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.intensity import AIR_HU
 from medseg.preprocess.orient import FACES
@@ -113,7 +113,7 @@ def map_values(
     """
     present = sorted(set().union(*map(_values_of, labels)) - {0})
     found = []
-    if not present and not may_be_empty:
+    if not may_be_empty and all(label_values.get(value) == IGNORE for value in present):
         found.append(find("empty_labels", regions=", ".join(region.name for region in task.regions)))
     if unknown := [value for value in present if value not in label_values]:
         found.append(
@@ -125,7 +125,7 @@ def map_values(
                 known=", ".join(map(str, sorted(label_values))),
             )
         )
-    new_values = {value: task.labels.get(label_values.get(value, ""), 0) for value in present}
+    new_values = {value: task.values.get(label_values.get(value, ""), 0) for value in present}
     if labels.dtype == np.uint8 and all(old == new for old, new in new_values.items()):
         return labels, found
     mapped = np.zeros(labels.shape, dtype=np.uint8)

@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread, uid
 from pydicom.dataelem import RawDataElement
+from pydicom.filereader import _read_file_meta_info, read_preamble
 from pydicom.multival import MultiValue
 from pydicom.tag import Tag
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.volume import shown
+from medseg.io.volume import PACKED_BYTES, shown
 
 Item = TypeVar("Item")
 
@@ -25,6 +27,9 @@ MAX_PLAIN = 100
 
 MAX_SLICE_PIXELS = 2**26
 """A header with more pixels per slice (8192 × 8192) is damaged."""
+
+MAX_INFLATED_BYTES = 2**29
+"""A deflated file is held in memory as a whole; this is an enhanced CT of 1000 slices."""
 
 NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
 """Modalities whose objects are not images of a scanner."""
@@ -235,6 +240,7 @@ def read_frames(path: Path) -> list[Frame | NoSlice]:
     series = Series()
     try:
         with path.open("rb") as file, config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+            _check_inflated(file)
             # Forced, because `is_dicom_file` also finds files without preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
             # First of all: access to a value replaces its raw bytes.
@@ -266,6 +272,25 @@ def read_frames(path: Path) -> list[Frame | NoSlice]:
         if not isinstance(error, UserError):
             why = f"the DICOM file cannot be read ({plain(why)}); it is damaged, copy or export it again."
         return [NoSlice(path, series, why, is_unreadable=True)]
+
+
+def _check_inflated(file: BinaryIO) -> None:
+    """Refuse a deflated file that would become larger than any image: pydicom inflates it as a whole.
+
+    Raises:
+        UserError: If it would; without the path.
+    """
+    read_preamble(file, force=True)
+    if _read_file_meta_info(file).get("TransferSyntaxUID") == uid.DeflatedExplicitVRLittleEndian:
+        decoder, num_bytes = zlib.decompressobj(-zlib.MAX_WBITS), 0
+        while not decoder.eof and (packed := decoder.unconsumed_tail or file.read(PACKED_BYTES)):
+            num_bytes += len(decoder.decompress(packed, PACKED_BYTES))
+            require(
+                num_bytes <= MAX_INFLATED_BYTES,
+                f"expected a deflated DICOM file of at most {MAX_INFLATED_BYTES >> 20} MiB, but it is larger; it is damaged, or export "
+                "it without compression.",
+            )
+    file.seek(0)
 
 
 def _other_kind(header: FileDataset) -> str:

@@ -43,6 +43,9 @@ MAX_GAP_MM = 10.0
 MAX_FILLED_SHARE = 0.1
 """Largest share of missing slices that are interpolated."""
 
+MAX_LISTED = 20
+"""More series are counted in a message."""
+
 MAX_TILT_DEG = 45.0
 """Gantries tilt by 30° at most."""
 
@@ -203,7 +206,7 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
         left_out += alone
     stacks.sort(key=lambda stack: (natural(stack.frames[0].series.number), stack.frames[0].series.uid, stack.part))
     in_file = [stack for stack in stacks if only_file is None or any(frame.path == only_file for frame in stack.frames)]
-    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part)]
+    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part or 1)]
     require(
         len(chosen) <= 1,
         f"{path}: expected one CT series, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
@@ -220,13 +223,13 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
         raise UserError(f"{some([image.path for image in broken])}: {broken[0].reason}")
     is_any = wanted is None and only_file is None
     listed = Counter((str(image.series), image.reason) for image in left_out if is_any or image.series.uid in uids)
-    summary = ", ".join(f"{count} x {reason} ({series})" for (series, reason), count in listed.items())
+    summary = _first([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], ", ")
     require(
         bool(in_file),
         f"{path}: expected a CT series of at least two slices, but found only {summary or 'no image'}; give the folder of a CT "
         "series.",
     )
-    require(bool(chosen), f"{path}: there is no series={wanted} among {_list(in_file, stacks)}; give one of them.")
+    require(bool(chosen), f"{path}: there is no series={plain(str(wanted))} among {_list(in_file, stacks)}; give one of them.")
     num_patients = len({frame.patient for frame in chosen[0].frames} - {""})
     require(
         num_patients <= 1,
@@ -241,7 +244,7 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
 
 
 def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
-    """Whether `series=` names a series, and this part where it names one; `part` 0 means all parts."""
+    """Whether `series=` names a series, and this part where it names one; `part` 0 stands for any part."""
     uid_or_number, _, wanted_part = wanted.partition("/")
     return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
 
@@ -255,6 +258,11 @@ def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoS
         return image.series.uid in uids
     near = {neighbour.series.uid for neighbour in neighbours} - {""}
     return not near or not near.isdisjoint(uids) or "" in uids
+
+
+def _first(texts: list[str], separator: str) -> str:
+    """Join the first texts, and count the others."""
+    return separator.join(texts[:MAX_LISTED]) + (f"{separator}and {len(texts) - MAX_LISTED} more" if texts[MAX_LISTED:] else "")
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
@@ -271,7 +279,7 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
         step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
         spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *first.spacing_mm))
         names.append(f"series={key} {about + ' ' if about else ''}({len(stack.frames)} slices, {spacing} mm)")
-    return "; ".join(names)
+    return _first(names, "; ")
 
 
 def open_dicom(path: Path, series: str | None = None) -> LazyVolume:

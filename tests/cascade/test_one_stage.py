@@ -1,0 +1,96 @@
+"""Tasks without regions: one stage segments all labels of the whole scan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from oracle import TASK, CoarseOracle, FineOracle, dice, scan, stage
+from torch import Tensor, nn
+
+from medseg.cascade.cascade import Cascade
+from medseg.cascade.stage import CascadeOptions, flips
+from medseg.data.task import Task
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.volume import Volume
+from medseg.preprocess.orient import Orientation
+
+WHOLE = replace(TASK, regions=())
+STORED = Orientation((2, 0, 1), (False, True, False))
+
+
+@pytest.mark.parametrize("tile_size", [None, (24, 32, 40)])
+def test_one_stage_segments_all_labels_on_the_grid_of_the_scan(tile_size: tuple[int, int, int] | None) -> None:
+    class Sided(CoarseOracle):
+        """Label by the sign of a ramp that the tile keeps, so that tiles agree."""
+
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            return (
+                super().forward(image, region)
+                if tile_size is None
+                else torch.cat([image * 0, 10 * (image - 0.01), image - 30], 1)
+            )
+
+    volume, target = scan(STORED)
+    result = Cascade(stage(Sided(), "coarse", WHOLE, spacing_mm=(1.0, 1.0, 1.0), tile_size=tile_size)).segment(volume)
+    assert result.labels.shape == volume.array.shape
+    if tile_size is None:
+        assert all(dice(result.labels == value, target == value) > 0.95 for value in (1, 2))
+        assert result.volumes_ml["left_lung"] == pytest.approx(
+            np.sum(target == 1) * np.prod(volume.grid.spacing_mm) / 1000, rel=0.05
+        )
+    else:
+        assert dice(result.labels == 1, target > 0) > 0.95
+    assert (result.boxes, result.agreements) == ({}, {})
+    assert set(result.durations_s) == {"segment", "join"}
+    assert result.tiling_plans == {"segment": "whole" if tile_size is None else "tiles of 24×32×40"}
+    assert result.warnings == []
+
+
+def test_small_parts_and_enclosed_ones_stay() -> None:
+    """A lesion is no splinter of an organ: nothing is removed or filled."""
+
+    class Lesions(nn.Module):
+        divisor = (8, 8, 8)
+
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            return torch.cat([torch.zeros_like(image), 10.0 * image], 1)
+
+    grid = VoxelGrid((40, 48, 56), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+    target = np.zeros(grid.shape, dtype=bool)
+    target[5:25, 5:25, 5:25] = True
+    target[12:16, 12:16, 12:16] = False
+    target[32:35, 40:43, 40:43] = True
+    image_hu = np.where(target, 0, -1000).astype(np.int16)
+    image_hu[:, [0, -1]] = -499  # the body
+    task = Task("t", {"lesion": 1}, (), WHOLE.channels)
+    trained = stage(Lesions(), "coarse", task, spacing_mm=(1.0, 1.0, 1.0))
+    labels = Cascade(trained).segment(Volume(image_hu, grid)).labels
+    np.testing.assert_array_equal(labels[:, 2:-2] == 1, target[:, 2:-2])
+
+
+def test_several_checkpoints_and_flips_give_a_disagreement() -> None:
+    volume, _ = scan()
+    trained = stage(CoarseOracle(), "coarse", WHOLE, others=(CoarseOracle(),))
+    result = Cascade(trained, options=CascadeOptions(tta=True)).segment(volume)
+    assert result.disagreement is not None
+    assert result.disagreement.shape == volume.array.shape
+    assert flips(WHOLE, tta=True) == [(), (-3,), (-2,), (-3, -2)], "the labels have sides"
+    assert len(flips(Task("t", {"liver": 1}, (), WHOLE.channels), tta=True)) == 8
+
+
+def test_a_missing_or_superfluous_stage_is_refused() -> None:
+    with pytest.raises(UserError, match="has regions, which a fine stage refines; give fine=<checkpoint>"):
+        Cascade(stage(CoarseOracle(), "coarse"))
+    with pytest.raises(UserError, match="has no regions; leave fine out"):
+        Cascade(stage(CoarseOracle(), "coarse", WHOLE), stage(FineOracle(), "fine", WHOLE))
+
+
+def test_an_empty_result_is_told() -> None:
+    volume, _ = scan()
+    trained = stage(CoarseOracle(), "coarse", WHOLE)
+    result = Cascade(trained).segment(replace(volume, array=np.full_like(volume.array, -990)))
+    assert [warning for warning in result.warnings if warning.startswith("no label found at all")]
