@@ -10,18 +10,18 @@ from isal.igzip_lib import IsalError
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
-from medseg.io.volume import LazyVolume, Volume, load_image, load_labels
+from medseg.io.volume import AIR_HU, LazyVolume, Volume, load_image, load_labels
 
 Result = TypeVar("Result")
 
 
-def _open(path: Path, series: str | None = None) -> LazyVolume:
+def _open(path: Path, series: str | None = None, modality: str = "ct") -> LazyVolume:
     """Read the header; the library of the format is imported only now."""
     kind = input_format(path)
     if kind == "dicom":
         from medseg.io.dicom.read import open_dicom
 
-        return open_dicom(path, series)
+        return open_dicom(path, series, modality)
     require(
         series is None,
         f"{path}: series={series} chooses among DICOM series, but this is a {kind} file; leave series out.",
@@ -61,21 +61,23 @@ def read_grid(path: Path, series: str | None = None) -> VoxelGrid:
     return _explained(path, lambda known: _open(known, series).grid)
 
 
-def read_image(path: Path, series: str | None = None) -> Volume:
+def read_image(path: Path, series: str | None = None, modality: str = "ct") -> Volume:
     """Read a scan in the storage order of its file.
 
     Args:
         path: Volume file, DICOM folder (searched to its bottom) or DICOMDIR, or one file of a DICOM series.
         series: Which DICOM series, where there are several: Series Instance UID or Series Number, with `/<part>` for a
             part of one; None for the only one.
+        modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, `pt`); other files do not name theirs.
 
     Returns:
-        HU (D, H, W), slope and intercept applied: int16 where that is exact, else float32.
+        HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where that is exact, else float32.
 
     Raises:
         UserError: If it cannot be read as one regular 3D volume of numbers.
     """
-    return _explained(path, lambda known: load_image(_open(known, series)))
+    air = AIR_HU if modality == "ct" else 0
+    return _explained(path, lambda known: load_image(_open(known, series, modality), air))
 
 
 def read_labels(path: Path) -> Volume:

@@ -323,7 +323,7 @@ def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
     return bool(values.min() >= limits.min and values.max() <= limits.max and (values == np.rint(values)).all())
 
 
-def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, int]:
+def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) -> tuple[np.ndarray, int]:
     """Read all voxels in the first of some types that holds them.
 
     Returns:
@@ -350,7 +350,7 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, 
             values = values.astype(np.float32, copy=False)
             gaps = ~np.isfinite(values)
             if gaps.any():
-                values, num_gaps = np.where(gaps, np.float32(AIR_HU), values), num_gaps + int(gaps.sum())
+                values, num_gaps = np.where(gaps, np.float32(air), values), num_gaps + int(gaps.sum())
         fitting = [dtype for dtype in dtypes if _is_exact(values, dtype)]
         if not fitting:
             strange = [*values[values != np.rint(values)][:1], values.flat[int(np.argmax(np.abs(values)))]]
@@ -365,17 +365,21 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]]) -> tuple[np.ndarray, 
     return array.reshape(volume.grid.shape), num_gaps
 
 
-def load_image(volume: LazyVolume) -> Volume:
-    """Read HU (D, H, W): int16 where that is exact, else float32. NaN and infinity become air, with a remark.
+def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
+    """Read an image (D, H, W): int16 where that is exact, else float32. NaN and infinity become air, with a remark.
+
+    Args:
+        volume: The image.
+        air: Value outside the patient: -1024 HU of CT, 0 of other modalities.
 
     Raises:
         UserError: If the file is too short or too long.
     """
-    image_hu, num_gaps = _load(volume, IMAGE_DTYPES)
+    image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
     require(num_gaps < image_hu.size, f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.")
     remarks = {
         f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
-        f"air, {AIR_HU} HU": num_gaps > 0,
+        + (f"air, {air} HU" if air else "0"): num_gaps > 0,
         f"the scan of {describe(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(image_hu.shape) == 1,
     }
     shown_remarks = (remark for remark, applies in remarks.items() if applies)

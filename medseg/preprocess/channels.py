@@ -55,7 +55,12 @@ def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside
 
 
 def read_channels(
-    paths: Sequence[Path | None], outside: Sequence[float], *, series: str | None = None, scales: Sequence[HuScale] = ()
+    paths: Sequence[Path | None],
+    outside: Sequence[float],
+    *,
+    series: str | None = None,
+    scales: Sequence[HuScale] = (),
+    modalities: Sequence[str] = (),
 ) -> tuple[np.ndarray, Volume]:
     """Read the channels of a case on the grid of the first.
 
@@ -64,6 +69,7 @@ def read_channels(
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.
+        modalities: Modality of each channel, such as `ct` or `mr`; DICOM series of another one are refused. Those beyond its end: `ct`.
 
     Returns:
         Channels (C, D, H, W) in the storage order of the first: its type where there is only one, else float32; and the first channel
@@ -83,9 +89,10 @@ def read_channels(
         )
     channels, remarks = [], []
     scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
-    for name, path, fill, scale in zip(names, paths, outside, scales, strict=True):
+    modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
+    for name, path, fill, scale, modality in zip(names, paths, outside, scales, modalities, strict=True):
         assert path is not None, "refused above"
-        volume = read_image(path, None if channels else series)
+        volume = read_image(path, None if channels else series, modality)
         image = scale.apply(volume.array)
         if not channels:
             first = replace(volume, array=image)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dicom_files import NATIVE, header, place, save, save_slice, save_stack
+from dicom_files import NATIVE, header, place, save, save_slice, save_stack, save_stored
 from io_volumes import make_grid, make_hu, save_itk
 from pydicom.uid import MediaStorageDirectoryStorage
 
@@ -280,3 +280,40 @@ def test_slices_of_two_patients_are_no_scan(tmp_path: Path) -> None:
     for index in (1, 4):
         (tmp_path / "d" / f"{index}").unlink()
     assert read_image(tmp_path / "d").grid.shape[0] == 4
+
+
+def test_a_series_of_another_modality_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Its values are no HU: nothing is taken for a negative number, padding is 0, and a missing rescale is no remark."""
+    stored = np.random.default_rng(3).integers(0, 65535, (5, 7, 9), dtype=np.uint16)
+    fields = {"Modality": "MR", "SOPClassUID": "1.2.840.10008.5.1.4.1.1.4", "SeriesNumber": 7}
+    save_stored(tmp_path / "d", stored, RescaleSlope=None, RescaleIntercept=None, **fields)
+    volume = read_image(tmp_path / "d", modality="mr")
+    assert np.array_equal(volume.array, stored)
+    assert volume.remarks == ()
+    assert said(tmp_path / "d") == ONLY.format("5 x MR image (series 7)")
+    save_stored(
+        tmp_path / "p",
+        stored,
+        RescaleSlope=2,
+        RescaleIntercept=0,
+        RescaleType="normalized",
+        PixelPaddingValue=int(stored[0, 0, 0]),
+        **fields,
+    )
+    expected = np.where(stored == stored[0, 0, 0], 0.0, 2.0 * stored)
+    assert np.array_equal(read_image(tmp_path / "p", modality="mr").array, expected)
+    save_stored(tmp_path / "p", stored, SeriesNumber=8, uid="1.2.3.8")
+    with pytest.raises(UserError, match="expected a MR series of at least two slices, but found only 5 x CT image"):
+        read_image(tmp_path / "p", modality="mr")
+
+
+def test_echoes_of_one_series_are_told_apart(tmp_path: Path) -> None:
+    for echo_ms in (10.0, 90.0):
+        save_stack(
+            tmp_path / f"d/{echo_ms}", make_hu(seed=int(echo_ms)), HEIGHTS, Modality="MR", SeriesNumber=2, EchoTime=echo_ms
+        )
+    with pytest.raises(
+        UserError, match=r"expected one MR series, but it holds 2: series=2/1 echo time 10 .*; series=2/2 echo time 90 "
+    ):
+        read_image(tmp_path / "d", modality="mr")
+    assert np.array_equal(read_image(tmp_path / "d", "2/2", "mr").array, make_hu(seed=90))

@@ -93,3 +93,12 @@ def test_a_missing_channel_is_one_sentence(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"c\.nrrd: this file or folder does not exist; check the path\."):
         read_channels([tmp_path / "a.nrrd", tmp_path / "c.nrrd"], [0, 0])
+
+
+def test_voxels_without_a_number_are_air_of_their_modality(tmp_path: Path) -> None:
+    image = np.full(GRID.shape, 5.5, np.float32)
+    image[0, 0, 0] = np.nan
+    write_image(tmp_path / "a.nrrd", image, GRID)
+    channels, volume = read_channels([tmp_path / "a.nrrd"] * 2, [-1024, 0], modalities=["ct", "mr"])
+    assert channels[:, 0, 0, 0].tolist() == [-1024, 0]
+    assert [remark.rpartition(" and ")[2] for remark in volume.remarks] == ["count as air, -1024 HU", "count as 0"]

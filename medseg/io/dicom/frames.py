@@ -18,7 +18,7 @@ from pydicom.tag import Tag
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.volume import PACKED_BYTES, shown
+from medseg.io.volume import AIR_HU, PACKED_BYTES, shown
 
 Item = TypeVar("Item")
 
@@ -30,6 +30,9 @@ MAX_SLICE_PIXELS = 2**26
 
 MAX_INFLATED_BYTES = 2**29
 """A deflated file is held in memory as a whole; this is an enhanced CT of 1000 slices."""
+
+MAX_RESCALE = 1e6
+"""Slopes and intercepts of CT, MR and PET are far below it."""
 
 NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
 """Modalities whose objects are not images of a scanner."""
@@ -50,6 +53,8 @@ MACROS = {
     "StackID": "FrameContentSequence",
     "ConvolutionKernel": "CTReconstructionSequence",
     "KVP": "CTXRayDetailsSequence",
+    "EffectiveEchoTime": "MREchoSequence",
+    "DiffusionBValue": "MRDiffusionSequence",
     "FrameAcquisitionDateTime": "FrameContentSequence",
 }
 """Fields of a frame in an enhanced (multi-frame) file, and the sequence that holds each."""
@@ -61,6 +66,8 @@ PHASES = (
     ("stack", "StackID", "StackID"),
     ("kernel", "ConvolutionKernel", "ConvolutionKernel"),
     ("kVp", "KVP", "KVP"),
+    ("echo time", "EchoTime", "EffectiveEchoTime"),
+    ("b value", "DiffusionBValue", "DiffusionBValue"),
     ("image type", "ImageType", "FrameType"),
     ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
@@ -131,8 +138,9 @@ class Frame:
         spacing_mm: Distance of rows, then of columns.
         position_xyz_mm: Centre of the first pixel, LPS.
         axes: LPS unit vectors (2, 3) along a row and along a column.
-        slope: Factor from stored value to HU.
-        intercept: Added after the slope, in HU.
+        is_hu: Whether the values are HU, as those of CT.
+        slope: Factor from stored value to HU, or to the intensity of another modality.
+        intercept: Added after the slope.
         has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
         patient: Patient ID, "" where there is none.
@@ -146,12 +154,18 @@ class Frame:
     spacing_mm: tuple[float, ...]
     position_xyz_mm: tuple[float, ...]
     axes: np.ndarray
+    is_hu: bool
     slope: float
     intercept: float
     has_rescale: bool
     phases: tuple[str, ...]
     patient: str
     remarks: tuple[str, ...]
+
+    @property
+    def air(self) -> int:
+        """Value of voxels outside the patient."""
+        return AIR_HU if self.is_hu else 0
 
     def __str__(self) -> str:
         return f"'{self.path.name}'" + (f" frame {self.index + 1}" if self.index else "")
@@ -223,16 +237,23 @@ def _numbers(places: tuple[Dataset, ...], keyword: str, count: int) -> tuple[flo
     value = _find(places, keyword)
     if value in (None, ""):
         return None
-    numbers = tuple(float(one) for one in (value if isinstance(value, MultiValue) else [value]))
-    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+    values = value if isinstance(value, MultiValue) else [value]
+    numbers = tuple(map(float, values))
+    # Python alone takes 1_000 and digits of other scripts for numbers.
+    is_plain = all(str(one).isascii() and "_" not in str(one) for one in values)
+    if len(numbers) != count or not is_plain or not all(map(math.isfinite, numbers)):
         raise ValueError(f"{keyword} should hold {count} numbers and holds {value}")
     return numbers
 
 
-def read_frames(path: Path) -> list[Frame | NoSlice]:
+def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
     """Read the header of a file.
 
     Values that break the form of the standard are accepted: those that are used are checked here.
+
+    Args:
+        path: The file.
+        modality: Modality of the slices that are wanted, as DICOM names it.
 
     Returns:
         Its slices, or the reasons why there are none; nothing for a table of contents (DICOMDIR).
@@ -255,7 +276,7 @@ def read_frames(path: Path) -> list[Frame | NoSlice]:
                     _text(header.get("SeriesInstanceUID")), number, "" if is_cut else _text(header.get("SeriesDescription"))
                 )
             require(not is_cut, "the DICOM file is truncated: it ends within its header; copy or export it again.")
-            if reason := _other_kind(header):
+            if reason := _other_kind(header, modality):
                 return [NoSlice(path, series, reason)]
             pixels = _pixel_format(file, header)
             shared = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
@@ -263,7 +284,7 @@ def read_frames(path: Path) -> list[Frame | NoSlice]:
             places = [(group, *shared, header) for group in groups] or [(*shared, header)]
             if len(places) != _whole(header, "NumberOfFrames", 1):
                 return [NoSlice(path, series, "multi-frame image without a position for each frame")]
-            return [_slice(path, index, one, series, pixels) for index, one in enumerate(places)]
+            return [_slice(path, index, one, series, pixels, is_hu=modality == "CT") for index, one in enumerate(places)]
     except MemoryError:
         raise
     except Exception as error:
@@ -293,11 +314,11 @@ def _check_inflated(file: BinaryIO) -> None:
     file.seek(0)
 
 
-def _other_kind(header: FileDataset) -> str:
-    """Name an object that holds no CT slice; "" for CT.
+def _other_kind(header: FileDataset, wanted: str) -> str:
+    """Name an object that holds no slice of the wanted modality; "" for one that does.
 
     Raises:
-        UserError: If no image is there, and the object is a CT image or of unknown kind; without the path.
+        UserError: If no image is there, and the object is an image of that modality or of unknown kind; without the path.
     """
     modality, sop_class = _text(header.get("Modality")), _text(header.get("SOPClassUID"))
     words = uid.UID(sop_class or _text(header.file_meta.get("MediaStorageSOPClassUID"))).name.split()
@@ -305,21 +326,23 @@ def _other_kind(header: FileDataset) -> str:
         f"{modality} object": modality in NO_IMAGES,
         "secondary capture": sop_class.startswith(uid.SecondaryCaptureImageStorage),
         NO_PIXELS: not _whole(header, "Rows", 0) or not _whole(header, "Columns", 0),
-        f"{plain(modality)} image": modality not in ("", "CT"),
-        "image of unknown modality": not modality and "CT" not in words,
+        f"{plain(modality)} image": modality not in ("", wanted),
+        "image of unknown modality": not modality and wanted not in words,
         "colour image": _whole(header, "SamplesPerPixel", 1) != 1
         or _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR",
     }
     kind = next((kind for kind, applies in kinds.items() if applies), "")
-    may_be_ct = not words or ("CT" in words and words[-2:] == ["Image", "Storage"])
+    may_be_wanted = not words or (wanted in words and words[-2:] == ["Image", "Storage"])
     require(
-        kind != NO_PIXELS or not may_be_ct,
+        kind != NO_PIXELS or not may_be_wanted,
         "the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.",
     )
     return kind
 
 
-def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, pixels: PixelFormat) -> Frame | NoSlice:
+def _slice(
+    path: Path, index: int, places: tuple[Dataset, ...], series: Series, pixels: PixelFormat, *, is_hu: bool
+) -> Frame | NoSlice:
     """Make one slice from the fields of its own group, of the group of all frames and of the file.
 
     Raises:
@@ -353,13 +376,15 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
     rescale_type = _text(_find(places, "RescaleType"))
     # US means unspecified.
     what = "a slope of 0" if slope == (0,) else "" if rescale_type.upper() in ("", "HU", "HU_MOD", "US") else plain(rescale_type)
-    what = "a table of values" if header.get("ModalityLUTSequence") else what
+    too_large = next((one for one in (*(slope or ()), *(intercept or ())) if abs(one) > MAX_RESCALE), None)
+    what = f"the number {too_large:g} in them" if too_large else what
+    what = "a table of values" if header.get("ModalityLUTSequence") else what if is_hu or slope == (0,) or too_large else ""
     require(
         not what, f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
     )
     lossy = _text(header.get("LossyImageCompression"))
     remarks = {
-        "slices without rescale slope and intercept: their values are assumed to be HU": slope is None or intercept is None,
+        "slices without rescale slope and intercept: their values are assumed to be HU": is_hu and None in (slope, intercept),
         "the slices were compressed with loss": lossy == "01"
         or pixels.transfer_syntax in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless),
         "the slices may have been compressed with loss: their encoding permits it, and the header does not say": (
@@ -374,6 +399,7 @@ def _slice(path: Path, index: int, places: tuple[Dataset, ...], series: Series, 
         spacing_mm,
         position,
         axes,
+        is_hu,
         slope[0] if slope else 1.0,
         intercept[0] if intercept else 0.0,
         slope is not None and intercept is not None,
@@ -402,14 +428,16 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         f"expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} bits with {stored} "
         f"used up to bit {high_bit}; export the DICOM series again.",
     )
+    # The encoding that the file names, which need not be the one that it has.
     is_implicit, is_little_endian = header.original_encoding
     syntax = uid.UID(
         header.file_meta.get("TransferSyntaxUID") or (uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian)
     )
     is_plain = syntax in (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
     num_bytes = rows * columns * num_frames * bits // 8
-    element = file.read(8 if is_implicit else 12)  # tag, length; explicit: tag, type, length
-    length = int.from_bytes(element[-4:], "little")
+    element = file.read(8)  # tag, length; explicit: tag, type, length
+    # These letters would be an odd length, which no element has.
+    length = int.from_bytes(file.read(4) if element[4:6] in (b"OB", b"OW", b"UN") else element[4:], "little")
     require(
         not is_plain or length != 2**32 - 1,  # the undefined length of compressed pixels
         "its pixels are compressed, but the header does not say how; export the series again.",
@@ -420,6 +448,11 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         is_there and (not is_plain or length >= num_bytes),
         f"the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of {bits} bits; copy or export it "
         "again.",
+    )
+    require(
+        not is_plain or length < num_bytes + min(rows, columns) * bits // 8,  # less than a row or a column: padding
+        f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits, but the DICOM file holds {length} bytes of them; it is damaged: "
+        "copy or export it again.",
     )
     require(
         not is_plain or os.fstat(file.fileno()).st_size >= file.tell() + num_bytes,

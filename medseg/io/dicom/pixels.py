@@ -83,7 +83,9 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
         ) from None
     dataset = read_file(frame.path)
     if syntax not in DECODERS:
-        # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed.
+        # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed. A damaged code that becomes
+        # longer than the slice causes a warning alone.
+        warnings.simplefilter("error", UserWarning)
         return decoder.as_array(dataset, index=frame.index, raw=True, decoding_plugin="pydicom", correct_unused_bits=False)[0]  # type: ignore[arg-type]
     offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
     code = get_frame(
@@ -114,7 +116,10 @@ def is_whole(frame: Frame) -> bool:
 
 
 def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
-    """Convert the stored values of a slice to HU: int32 where slope and intercept are whole numbers, else float32."""
+    """Convert the stored values of a slice to HU: int32 where slope and intercept are whole numbers, else float32.
+
+    Padding of another modality becomes 0.
+    """
     values = _with_sign(stored, frame)
     if is_whole(frame):
         hu = np.multiply(values, int(frame.slope), dtype=np.int32, casting="unsafe")
@@ -124,8 +129,8 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     if frame.pixels.padding:
         padding = _with_sign(np.array(frame.pixels.padding), frame).tolist()
         # Padding below air stays: every image is clipped later.
-        if max(value * frame.slope for value in padding) + frame.intercept > DENSEST_HU:
-            hu[(values >= min(padding)) & (values <= max(padding))] = AIR_HU
+        if not frame.is_hu or max(value * frame.slope for value in padding) + frame.intercept > DENSEST_HU:
+            hu[(values >= min(padding)) & (values <= max(padding))] = frame.air
     return hu
 
 
@@ -135,13 +140,17 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     * Unsigned values that can only be negative become so, such as padding of -2000 that was written as 63536. Such values extend
       into unused bits, or lie at the end of the range and beyond all HU. Other unused bits are overlays.
     * Signed values without sign bits (none is negative although the file stores HU) get them.
+
+    Of other modalities than CT only the overlays are cleared: their values are not expected to be negative.
     """
     pixels = frame.pixels
     stop, limit = 1 << 8 * pixels.dtype.itemsize, 1 << pixels.bits_stored
     highest = int(stored.max())
     if pixels.dtype.kind == "i":
         lacks_sign = limit < stop and frame.intercept > AIR_HU / 2 and stored.min() >= 0 and limit // 2 <= highest < limit
-        return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored) if lacks_sign else stored
+        return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored) if lacks_sign and frame.is_hu else stored
+    if not frame.is_hu:
+        return stored & (limit - 1)
     first_negative = stop - limit if limit < stop else max(limit // 2, stop - MAX_PADDING)
     if highest < min(limit, first_negative) or (limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16):
         return stored

@@ -1,4 +1,4 @@
-"""Reader of one CT series: its stack of slices on a regular grid, duplicates dropped, gaps filled, a tilted stack made rectangular.
+"""Reader of one series of CT or another modality: its stack of slices on a regular grid, duplicates dropped, gaps filled, a tilted stack made rectangular.
 
 The rules, which docs/dicom.md repeats:
 
@@ -43,7 +43,7 @@ MAX_GAP_MM = 10.0
 MAX_FILLED_SHARE = 0.1
 """Largest share of missing slices that are interpolated."""
 
-MAX_LISTED = 20
+MAX_LISTED = 10
 """More series are counted in a message."""
 
 MAX_TILT_DEG = 45.0
@@ -175,7 +175,7 @@ def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Itera
                 yield NoSlice(entry, Series(), reason, is_unreadable=True)
 
 
-def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
+def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, list[str]]:
     """Read the headers of all files and find the one stack that is meant.
 
     Unreadable files are refused with their series: other series stay readable beside them. A series of unreadable files alone is
@@ -184,6 +184,7 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
         wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
+        modality: Modality of the series, as DICOM names it.
 
     Returns:
         The stack, and remarks on what was left out.
@@ -193,7 +194,7 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
     """
     is_folder = path.is_dir() or is_dicomdir(path)
     files = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_folder))
-    images = [image for file in files for image in read_frames(file)]
+    images = [image for file in files for image in read_frames(file, modality)]
     images += _broken_copies(set(files), images)
     only_file = None if is_folder else path
     stacks: list[Stack] = []
@@ -209,7 +210,7 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
     chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part or 1)]
     require(
         len(chosen) <= 1,
-        f"{path}: expected one CT series, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
+        f"{path}: expected one {modality} series, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
         "column series of a case table.",
     )
     uids = {stack.frames[0].series.uid for stack in chosen} or {
@@ -226,8 +227,8 @@ def choose_stack(path: Path, wanted: str | None) -> tuple[Stack, list[str]]:
     summary = _first([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], ", ")
     require(
         bool(in_file),
-        f"{path}: expected a CT series of at least two slices, but found only {summary or 'no image'}; give the folder of a CT "
-        "series.",
+        f"{path}: expected a {modality} series of at least two slices, but found only {summary or 'no image'}; give the folder of a "
+        f"{modality} series.",
     )
     require(bool(chosen), f"{path}: there is no series={plain(str(wanted))} among {_list(in_file, stacks)}; give one of them.")
     num_patients = len({frame.patient for frame in chosen[0].frames} - {""})
@@ -282,18 +283,19 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
     return _first(names, "; ")
 
 
-def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
-    """Read the headers of a CT series and lay a regular grid over its slices.
+def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> LazyVolume:
+    """Read the headers of a series and lay a regular grid over its slices.
 
     Args:
         path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of a series, which stands for
             the series' files beside it.
         series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
+        modality: Modality of the series, as a task names it; that of CT gives HU.
 
     Raises:
-        UserError: If it is not exactly one stack of CT slices, or the slices do not make a regular volume by the rules above.
+        UserError: If it is not exactly one stack of slices, or the slices do not make a regular volume by the rules above.
     """
-    stack, remarks = choose_stack(path, series)
+    stack, remarks = choose_stack(path, series, modality.upper())
     without = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without) < len(stack.frames):
         raise UserError(
@@ -328,8 +330,8 @@ def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
         def placed(index: int) -> np.ndarray:
             """Read one slice and move it to its position on the grid."""
             # Padding far below air would blur into its neighbours.
-            image_hu = np.maximum(hu(frames[index]), AIR_HU).astype(np.float32)
-            return shifted(image_hu, shifts_px[index], shape[1:]) if tilt else image_hu
+            image_hu = np.maximum(hu(frames[index]), first.air).astype(np.float32)
+            return shifted(image_hu, shifts_px[index], shape[1:], first.air) if tilt else image_hu
 
         for below, weight in planes:
             image_hu = placed(below) if filled or tilt else hu(frames[below])
@@ -342,21 +344,22 @@ def open_dicom(path: Path, series: str | None = None) -> LazyVolume:
     return LazyVolume(path, grid, dtype, runs, remarks=(*remarks, *losses, *repairs, *filled, *tilt))
 
 
-def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...], air: int = AIR_HU) -> np.ndarray:
     """Move a slice on a larger canvas of air by linear interpolation.
 
     Args:
         image_hu: Values (H, W) float32.
         shift_px: Position of its first pixel on the canvas (y, x), each >= 0.
         shape: Size of the canvas.
+        air: Value of the canvas.
 
     Example:
         >>> shifted(np.array([[0.0, 100.0]], np.float32), np.array([0.0, 0.25]), (1, 3)).tolist()
         [[-256.0, 75.0, -743.0]]
     """
-    canvas = np.full(shape, AIR_HU, np.float32)
+    canvas = np.full(shape, air, np.float32)
     canvas[: image_hu.shape[0], : image_hu.shape[1]] = image_hu
-    return np.asarray(shift(canvas, shift_px, order=1, mode="grid-constant", cval=AIR_HU))
+    return np.asarray(shift(canvas, shift_px, order=1, mode="grid-constant", cval=air))
 
 
 def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np.ndarray, list[str]]:
