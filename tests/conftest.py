@@ -58,7 +58,7 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         module = make_module(config, network, {})
         if change is not None:
             change(module)
-        trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None))
+        trainer.fit(module, torch.utils.data.DataLoader([[stack] for stack in batches], batch_size=None))
         return module
 
     return run

@@ -82,7 +82,9 @@ def notes(config: TrainConfig) -> list[str]:
     """Name allowed combinations that may surprise; a run prints them when it begins."""
     stage, memory = config.stage, config.memory
     ranks = config.trainer.devices * config.trainer.num_nodes
-    micro_batch = stage.batch_size // (ranks * memory.accumulate)
+    # Samples of different shapes go through the network one by one.
+    has_one_shape = stage.patch_size is not None or config.spacing.size is not None
+    micro_batch = stage.batch_size // (ranks * memory.accumulate) if has_one_shape else 1
     seen = {}
     if is_batch_norm(config.model):
         seen["model.norm=batch"] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
@@ -91,7 +93,8 @@ def notes(config: TrainConfig) -> list[str]:
             seen[f"loss.{key}=true"] = micro_batch
     found = [
         f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of {stage.batch_size} "
-        f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}), so the result differs"
+        f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}"
+        f"{'' if has_one_shape else ', samples of different shapes'}), so the result differs"
         for key, samples in seen.items()
         if samples < stage.batch_size
     ]

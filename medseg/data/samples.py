@@ -338,26 +338,36 @@ def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple
     return z, y, x
 
 
-def collate_padded(samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1)) -> dict[str, Any]:
-    """Stack samples of different shapes, filled at their end as in prediction.
+def collate(
+    samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1), *, is_stacked: bool = True
+) -> list[dict[str, Any]]:
+    """Make a micro-batch: a list of stacks that the network sees one after the other.
+
+    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its own shape: filled to a common one it
+    would give another loss, since norms and means see the filling. The choice is fixed for a run, not made by the shapes that meet in a
+    micro-batch, so that all ranks call the network equally often.
 
     Args:
         samples: At least one sample.
-        multiple: The common shape is the smallest multiple of it that holds all samples, (z, y, x).
+        multiple: The shape of a sample is filled at its end to a multiple of it, as in prediction, (z, y, x).
+        is_stacked: Whether all samples of the run have one shape, and make one stack.
 
     Returns:
-        image (N, 1, D, H, W), target (N, D, H, W), inside (N, 3, 2), region (N,) int64; lists of N: case, spacing_mm.
+        Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region (n,) int64; lists of n: case, spacing_mm.
     """
-    largest = [max(sample["target"].shape[axis] for sample in samples) for axis in range(3)]
-    shape = filled((largest[0], largest[1], largest[2]), multiple)
-    return {
-        "image": torch.stack([pad_at_end(sample["image"], shape, AIR) for sample in samples]),
-        "target": torch.stack([pad_at_end(sample["target"], shape, 0) for sample in samples]),
-        "inside": torch.stack([sample["inside"] for sample in samples]),
-        "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
-        "case": [sample["case"] for sample in samples],
-        "spacing_mm": [sample["spacing_mm"] for sample in samples],
-    }
+    if not is_stacked:
+        return [part for sample in samples for part in collate([sample], multiple)]
+    shape = filled(samples[0]["target"].shape, multiple)
+    return [
+        {
+            "image": torch.stack([pad_at_end(sample["image"], shape, AIR) for sample in samples]),
+            "target": torch.stack([pad_at_end(sample["target"], shape, 0) for sample in samples]),
+            "inside": torch.stack([sample["inside"] for sample in samples]),
+            "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
+            "case": [sample["case"] for sample in samples],
+            "spacing_mm": [sample["spacing_mm"] for sample in samples],
+        }
+    ]
 
 
 @contextmanager

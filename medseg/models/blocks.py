@@ -75,7 +75,7 @@ def make_activation() -> nn.Module:
 
 
 class Conv3d(nn.Conv3d):
-    """Convolution in fp32 on a CPU where an axis has two voxels or fewer.
+    """Convolution in the format of its weights, fp32, on a CPU where an axis has two voxels or fewer.
 
     For such features, in bf16, the weight gradient of torch 2.13 reads uninitialised memory and may be NaN. They are small, so that fp32
     costs little.
@@ -85,7 +85,7 @@ class Conv3d(nn.Conv3d):
         """Convolve features (N, C, D, H, W)."""
         if features.device.type == "cpu" and min(features.shape[2:]) <= 2 and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
-                return super().forward(features.float())
+                return super().forward(features.to(self.weight.dtype))
         return super().forward(features)
 
 

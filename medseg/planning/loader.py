@@ -79,7 +79,8 @@ def time_batches(data: CasesDataModule, setting: Setting, num_batches: int, devi
         next(batches)
     start_s = time.perf_counter()
     for _ in range(num_batches):
-        next(batches)["image"].to(device, non_blocking=True)
+        for stack in next(batches):
+            stack["image"].to(device, non_blocking=True)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start_s

@@ -1,5 +1,6 @@
 """Monitoring callbacks: pictures of validation cases, and the distortion of crops of fixed size."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,23 +56,24 @@ class ValidationPictures(pl.Callback):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{trainer.global_step:06d}_{batch_idx}.png"
-        view = self.views[int(batch["region"][0])]
-        arrays = (batch["image"][0, 0].float(), outputs, batch["target"][0])
+        (shown,) = batch
+        view = self.views[int(shown["region"][0])]
+        arrays = (shown["image"][0, 0].float(), outputs, shown["target"][0])
         image, pred, target = ((array.flip(2) if view.is_mirrored else array).cpu().numpy() for array in arrays)
         try:
             overlay_montage(
                 image,
                 pred,
                 target,
-                batch["spacing_mm"][0],
+                shown["spacing_mm"][0],
                 path,
-                title=f"{batch['case'][0]}, step {trainer.global_step}",
+                title=f"{shown['case'][0]}, step {trainer.global_step}",
                 label_names=view.label_names,
                 window_hu=(-1.0, 1.0),
             )
         except Exception as error:
             # An error of the drawing library, or a full disk, must not end the training.
-            print(f"medseg: no picture of {batch['case'][0]} ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
+            print(f"medseg: no picture of {shown['case'][0]} ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
             return
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
@@ -102,7 +104,8 @@ class Distortions(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Print what a batch of training or validation shows first."""
-        for case, region, spacing_mm in zip(batch["case"], batch["region"].tolist(), batch["spacing_mm"], strict=True):
+        described = [zip(one["case"], one["region"].tolist(), one["spacing_mm"], strict=True) for one in batch]
+        for case, region, spacing_mm in itertools.chain.from_iterable(described):
             if (case, region) not in self.printed:
                 self.printed.add((case, region))
                 voxel = "×".join(f"{mm:.3g}" for mm in spacing_mm)

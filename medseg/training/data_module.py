@@ -21,7 +21,7 @@ from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, s
 from medseg.data.case_table import Case, CaseSource
 from medseg.data.crops import ScanSpacings, StageCrops
 from medseg.data.sampler import StepBatchSampler
-from medseg.data.samples import Samples, collate_padded, init_worker
+from medseg.data.samples import Samples, collate, init_worker
 from medseg.data.task import Task
 from medseg.data.transforms import Transforms
 from medseg.errors import UserError
@@ -182,12 +182,13 @@ class CasesDataModule(pl.LightningDataModule):
         sampler = StepBatchSampler(
             self.steps, self.batch_size, accumulate=self.accumulate, rank=rank, num_ranks=num_ranks, start_step=start_step
         )
-        samples = self.train_samples()
+        samples, given = self.train_samples(), self.stage_input
+        has_one_shape = given.patch_size is not None or given.rule.size is not None
         return TrainLoader(
             _FirstBatch(samples, self.batch_size) if self.overfit else samples,
             batch_sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=functools.partial(collate_padded, multiple=self.stage_input.divisor),
+            collate_fn=functools.partial(collate, multiple=given.divisor, is_stacked=has_one_shape),
             worker_init_fn=init_worker,
             persistent_workers=self.num_workers > 0,
             prefetch_factor=self.prefetch if self.num_workers > 0 else None,
@@ -222,8 +223,9 @@ class CasesDataModule(pl.LightningDataModule):
         num_samples = len(samples)
         rounds = math.ceil(num_samples / trainer.world_size)
         mine = [n % num_samples for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)]
-        collate = functools.partial(collate_padded, multiple=self.stage_input.divisor)
-        return DataLoader(samples, batch_size=1, sampler=mine, collate_fn=collate)
+        return DataLoader(
+            samples, batch_size=1, sampler=mine, collate_fn=functools.partial(collate, multiple=self.stage_input.divisor)
+        )
 
     def val_samples(self) -> Samples:
         """Make the data set of whole volumes, or of the crops that prediction would cut, neither augmented nor jittered."""

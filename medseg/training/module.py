@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
+from medseg.losses.adapter import sum_all
 from medseg.memory.sharding import gathered, shard_network
 from medseg.metrics.adapter import CaseMetric
 from medseg.metrics.scores import dice_per_label
 from medseg.training.averaging import WeightAverage
 from medseg.weights.files import PREFIX
 
-Batch = dict[str, Any]
+Stack = dict[str, Any]
+Batch = list[Stack]
+"""Stacks of samples of one shape, see `medseg.data.samples.collate`."""
 
 # Where a checkpoint keeps the weights that the next step starts from, when its network is their average.
 RAW_WEIGHTS = "raw_weights"
@@ -64,6 +67,7 @@ class SegmentationModule(pl.LightningModule):
         self.accumulate = accumulate
         self.tile_size = tile_size
         self.overlap = overlap
+        self.has_batch_loss = any(getattr(one, "batch_dice", False) or getattr(one, "batch", False) for one in loss.modules())
         self.average = WeightAverage(network, ema_decay) if ema_decay is not None else None
         self.metadata = metadata
         self.metrics = metrics or {}
@@ -90,11 +94,27 @@ class SegmentationModule(pl.LightningModule):
         torch.manual_seed(torch_seed(self.seed, self.global_step, part))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the mean loss of one micro-batch; Lightning divides it by the number of micro-batches."""
-        loss: Tensor = self.loss(self.network(batch["image"], batch["region"]), batch["target"])
+        """Compute the mean loss of the samples of one micro-batch; Lightning divides it by the number of micro-batches.
+
+        Each sample has its own loss at its own shape, and each counts the same: the gradient of a step does not depend on how its samples
+        are divided among micro-batches and ranks. A loss of a whole batch (batch Dice) is computed for each stack.
+        """
+        losses, counts = [], []
+        for stack in batch:
+            outputs, target = self.network(stack["image"], stack["region"]), stack["target"]
+            if self.has_batch_loss or len(target) == 1:
+                parts = [(outputs, target)]
+            elif isinstance(outputs, Tensor):
+                parts = list(zip(outputs.split(1), target.split(1), strict=True))
+            else:  # deep supervision
+                parts = list(zip(zip(*(output.split(1) for output in outputs), strict=True), target.split(1), strict=True))
+            losses += [self.loss(*part) for part in parts]
+            counts += [len(some) for _, some in parts]
+        # One alone stays as it is, to the bit.
+        loss: Tensor = sum_all(part * (count / sum(counts)) for part, count in zip(losses, counts, strict=True))
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()
-        self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, batch_size=len(batch["image"]))
+        self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, batch_size=sum(counts))
         return loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -120,8 +140,9 @@ class SegmentationModule(pl.LightningModule):
             )
         return most_probable(probs)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def validation_step(self, batches: Batch, batch_idx: int) -> Tensor:
         """Compute the Dice of each label of one whole case, inside the scan; a label absent from both sides scores 1."""
+        (batch,) = batches
         labels = self.predict_labels(batch["image"], batch["region"])
         # Prediction drops voxels beyond the scan when it pastes the crop back.
         inside = tuple(slice(int(start), int(stop)) for start, stop in batch["inside"][0])

@@ -14,7 +14,7 @@ from medseg.cascade.cascade import Cascade
 from medseg.data.cache import CachedCase, prepare_case
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import StageCrops
-from medseg.data.samples import Samples, collate_padded
+from medseg.data.samples import Samples, collate
 from medseg.data.task import Region
 from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
@@ -105,7 +105,7 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
         data.setup("fit")
         samples = sorted((data.val_samples()[n] for n in range(len(watched))), key=lambda sample: sample["region"])
         for sample, image in zip(samples, watched, strict=True):
-            batch = collate_padded([sample], (8, 8, 8))
+            (batch,) = collate([sample], (8, 8, 8))
             # The cache holds whole HU, which resampling mixes.
             torch.testing.assert_close(batch["image"][0], image, rtol=0, atol=ONE_HU)
         if one is fine:

@@ -12,7 +12,7 @@ from ct_effects import effects
 
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
-from medseg.data.samples import Sample, Samples, collate_padded
+from medseg.data.samples import Sample, Samples, collate
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop, GridRule, region_crop
@@ -115,7 +115,7 @@ def test_samples_from_elsewhere_lie_in_the_scan_whatever_the_grid(cached_cases: 
 
 def test_samples_of_one_size_stack_without_filling(cached_cases: list[CachedCase], task: Task) -> None:
     samples = fine(cached_cases, task, crops_of(GridRule(size=SIZE)), augmentation=AUGMENTATION, elsewhere_share=0.3)
-    batch = collate_padded([samples[n] for n in range(6)], (8, 8, 8))
+    (batch,) = collate([samples[n] for n in range(6)], (8, 8, 8))
     assert batch["image"].shape == (6, 1, *SIZE)
     assert batch["target"].shape == (6, *SIZE)
     assert len(set(batch["spacing_mm"])) > 3, "each region has a spacing of its own"

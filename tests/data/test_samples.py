@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import StepBatchSampler
-from medseg.data.samples import Sample, Samples, collate_padded, init_worker
+from medseg.data.samples import Sample, Samples, collate, init_worker
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
@@ -66,11 +66,11 @@ def test_any_number_of_workers_gives_the_same_batches(make: Maker, cached_cases:
             batch_sampler=StepBatchSampler(4, 2),
             num_workers=num_workers,
             worker_init_fn=init_worker,
-            collate_fn=partial(collate_padded, multiple=(8, 8, 8)),
+            collate_fn=partial(collate, multiple=(8, 8, 8), is_stacked=False),
         )
         batches.append(list(loader))
     assert len(batches[0]) == 4
-    for one, other in zip(*batches, strict=True):
+    for one, other in zip(*([part for batch in some for part in batch] for some in batches), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in ("image", "target", "region"))
         assert one["case"] == other["case"]
 
@@ -287,16 +287,15 @@ def test_collation_fills_at_the_end_as_prediction_does() -> None:
         }
         for n, shape in enumerate([(3, 9, 4), (5, 2, 4)])
     ]
-    batch = collate_padded(samples, (4, 1, 8))
-    assert batch["image"].shape == (2, 1, 8, 9, 8)
-    assert batch["target"].shape == (2, 8, 9, 8)
+    batch = collate(samples, (4, 1, 8), is_stacked=False)
+    assert [part["image"].shape for part in batch] == [(1, 1, 4, 9, 8), (1, 1, 8, 2, 8)], "each at its own shape"
     for n, shape in enumerate([(3, 9, 4), (5, 2, 4)]):
-        inside = torch.zeros(8, 9, 8, dtype=torch.bool)
+        inside = torch.zeros(batch[n]["target"].shape[1:], dtype=torch.bool)
         inside[:, : shape[1], : shape[2]] = True  # the last slice goes on
-        assert torch.equal(batch["image"][n, 0], torch.where(inside, 1.0, -1.0))
-        assert torch.equal(batch["target"][n], inside.to(torch.uint8))
-    assert batch["region"].tolist() == [0, 1]
-    assert batch["case"] == ["c0", "c1"]
+        assert torch.equal(batch[n]["image"][0, 0], torch.where(inside, 1.0, -1.0))
+        assert torch.equal(batch[n]["target"][0], inside.to(torch.uint8))
+        assert batch[n]["region"].tolist() == [n]
+        assert batch[n]["case"] == [f"c{n}"]
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]])

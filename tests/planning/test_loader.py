@@ -71,8 +71,8 @@ def test_a_setting_changes_no_batch(tiny_table: Path) -> None:
         data.num_workers, data.prefetch, data.pin_memory = setting
         loader = data.train_batches()
         assert loader.prefetch_factor == (setting.prefetch if setting.num_workers else None)
-        made.append([batch["image"] for batch in loader])
+        made.append([stack["image"] for batch in loader for stack in batch])
         assert time_batches(data, setting, 2, torch.device("cpu")) > 0
-    assert len(made[0]) == 6
+    assert len(made[0]) == 12
     for other in made[1:]:
         assert all(torch.equal(image, expected) for image, expected in zip(other, made[0], strict=True))

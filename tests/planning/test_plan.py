@@ -142,7 +142,7 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     peaks = Peaks(tracker)
     trainer = make_trainer(config, [peaks])
     with tracker:
-        trainer.fit(module, torch.utils.data.DataLoader([batch] * 3, batch_size=None))
+        trainer.fit(module, torch.utils.data.DataLoader([[batch]] * 3, batch_size=None))
     # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and backward pass.
     assert len(peaks.bytes) == 3
     assert peaks.bytes[2] == pytest.approx(planned.peak, rel=0.002)

@@ -19,7 +19,7 @@ from medseg.memory.accounting import MemoryTracker
 
 SMALL = [
     "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd", "optimizer.lr=0.1",
-    "schedule=poly", "trainer.gradient_clip=null", "steps=2", "stage.batch_size=4",
+    "schedule=poly", "trainer.gradient_clip=null", "steps=2", "stage.batch_size=4", "stage.patch_size=[12,16,20]",
 ]  # fmt: skip
 
 
@@ -82,6 +82,9 @@ def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
     (note,) = notes(compose(override, "memory.accumulate=2"))
     assert note == f"{said} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 rank), so the result differs"
     assert not notes(compose("memory.accumulate=2"))
+    (note,) = notes(compose(override, "stage.patch_size=null"))
+    assert "computes over 1 sample, not over the batch of 4" in note
+    assert "samples of different shapes" in note
 
 
 def test_norms_that_look_at_all_ranks_see_the_whole_batch_and_that_is_not_noted() -> None:

@@ -22,14 +22,14 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     batch = {"image": torch.zeros(1, 1, 6, 7, 8), "target": labels[None], "region": torch.tensor([0]), "case": ["Doe, John"]}
     batch["spacing_mm"] = [(2.0, 1.0, 1.5)]
     pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False)])
-    pictures.on_validation_batch_end(trainer, None, labels, batch, 0)  # type: ignore[arg-type]
+    pictures.on_validation_batch_end(trainer, None, labels, [batch], 0)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007_0.png"]
 
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("Invalid affine transformation matrix")
 
     monkeypatch.setattr(callbacks, "overlay_montage", fail)
-    pictures.on_validation_batch_end(trainer, None, labels, batch, 1)  # type: ignore[arg-type]
+    pictures.on_validation_batch_end(trainer, None, labels, [batch], 1)  # type: ignore[arg-type]
     said = "medseg: no picture of Doe, John (ValueError: Invalid affine transformation matrix)\n"
     assert capsys.readouterr().err == said
 
@@ -37,8 +37,8 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
 def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = Distortions(["left_lung", "right_lung"])
     batch = {"case": ["a", "b"], "region": torch.tensor([0, 1]), "spacing_mm": [(3.0, 1.5, 2.0), (1.0, 1.0, 1.0)]}
-    said.on_train_batch_end(None, None, None, batch, 0)  # type: ignore[arg-type]
-    said.on_validation_batch_end(None, None, None, batch, 0)  # type: ignore[arg-type]
+    said.on_train_batch_end(None, None, None, [batch], 0)  # type: ignore[arg-type]
+    said.on_validation_batch_end(None, None, None, [batch], 0)  # type: ignore[arg-type]
     assert capsys.readouterr().out.splitlines() == [
         "a, left_lung: distortion 2.00, voxels of 3×1.5×2 mm",
         "b, right_lung: distortion 1.00, voxels of 1×1×1 mm",

@@ -62,11 +62,11 @@ def test_loader_workers_make_the_same_batches_however_they_start(
 ) -> None:
     first, second, *_ = read_case_table(tiny_table)
     data = set_up(first, second, tmp_path, replace(INPUT, is_coarse=is_coarse, box_jitter_mm=5.0))
-    (expected,) = data.train_batches()
+    ((expected,),) = data.train_batches()
     data.num_workers = 1
     loader = data.train_batches()
     loader.multiprocessing_context = method
-    (batch,) = loader
+    ((batch,),) = loader
     assert torch.equal(batch["image"], expected["image"])
     assert batch["case"] == expected["case"]
 

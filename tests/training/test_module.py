@@ -41,7 +41,7 @@ def make_module(network: nn.Module, seed: int = 1, accumulate: int = 2) -> Segme
 
 def score(module: SegmentationModule, batch: dict[str, Any]) -> float:
     module.val_scores = {}
-    module.validation_step(batch, 0)
+    module.validation_step([batch], 0)
     return module.val_scores["a", 0, 1]
 
 
@@ -65,8 +65,8 @@ def test_a_case_that_is_scored_twice_counts_once() -> None:
     batch = {"image": image, "region": torch.tensor([0]), "inside": torch.tensor([[[0, 2]] * 3])}
     empty, full = torch.zeros(1, 2, 2, 2, dtype=torch.uint8), torch.ones(1, 2, 2, 2, dtype=torch.uint8)
     for case, target in (("a", full), ("b", empty), ("a", full)):
-        module.validation_step({**batch, "case": [case], "target": target}, 0)
-    module.validation_step({**batch, "case": ["b"], "target": full, "region": torch.tensor([1])}, 0)
+        module.validation_step([{**batch, "case": [case], "target": target}], 0)
+    module.validation_step([{**batch, "case": ["b"], "target": full, "region": torch.tensor([1])}], 0)
     logged: dict[str, float] = {}
     module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
     module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
