@@ -176,6 +176,10 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
         return make()
     except UserError:
         raise
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{key}: a package is missing ({first_line(error)}); install it (the file of a preset names the extra of medseg)"
+        ) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"{key}: {kind}{first_line(error)}") from error

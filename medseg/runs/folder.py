@@ -255,9 +255,7 @@ def _existing_run(resume: str) -> Path:
 def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
     """Let a run, and its loggers, write to a folder, in place."""
     for node in (config.logger, *(one for one in config.logger.values() if isinstance(one, dict))):
-        place = str(node.get("save_dir", ""))
-        if place == config.run_dir or place.startswith(f"{config.run_dir}/"):
-            node["save_dir"] = f"{run_dir}{place.removeprefix(config.run_dir)}"
+        node.update({key: value.replace(config.run_dir, str(run_dir)) for key, value in node.items() if isinstance(value, str)})
     config.run_dir = str(run_dir)
 
 

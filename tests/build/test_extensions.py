@@ -1,0 +1,183 @@
+"""Extension points of training: what is made, what is said, what is refused before data is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning.pytorch.loggers.wandb
+import monai.losses
+import pytest
+import torch
+from monai.transforms import RandGaussianNoised
+
+from medseg.build import extensions
+from medseg.build.run import make_data_module
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
+from medseg.config.targets import targets_first
+from medseg.data.augment import Affine, Noise
+from medseg.errors import UserError
+
+
+def compose(*overrides: str) -> TrainConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("train", targets_first([*overrides, "run_dir=none"])), TrainConfig)
+
+
+def test_a_loss_of_monai_gets_what_logits_need_and_the_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose("loss._target_=monai.losses.DiceCELoss", "loss.include_background=false")
+    extensions.check_loss(config)
+    assert "loss: DiceCELoss also gets softmax=true to_onehot_y=true" in capsys.readouterr().err
+    (loss,) = extensions.make_loss(config).losses
+    assert isinstance(loss, monai.losses.DiceCELoss)
+    extensions.check_loss(compose())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
+    terms = "[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}, {_target_: monai.losses.TverskyLoss}]"
+    config = compose("loss=sum", f"loss.terms={terms}", "loss.output_weights=[2,1]", "task.ignore_label=9")
+    loss = extensions.make_loss(config)
+    assert [term.weight for term in loss.terms] == [0.5, 1.0]
+    assert (loss.output_weights, loss.ignore_value) == ([2, 1], 9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss._target_=monai.losses.DiceLoss", "loss.softmx=true"], "did you mean softmax"),
+        (["loss._target_=monai.losses.DiceLoss", "loss.sigmoid=true", "loss.softmax=true"], "loss: Incompatible values"),
+        (
+            ["loss._target_=monai.losses.SSIMLoss", "loss.spatial_dims=3", "task.ignore_label=255"],
+            "SSIMLoss is no sum over voxels",
+        ),
+        (["loss=hausdorff_dt", "task.ignore_label=255"], "HausdorffDTLoss is no sum over voxels"),
+        (["loss=sum", "loss.terms=[{_target_: os.system}]"], "loss.terms[0]._target_: os.system is not on the white list"),
+        (["loss=sum", "loss.terms=[3]"], "loss.terms[0]._target_: the name of a class is needed"),
+    ],
+)
+def test_a_loss_that_cannot_work_is_one_sentence(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        extensions.check_loss(compose(*overrides))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+MIXED = (
+    "augment.transforms=[effects, {_target_: monai.transforms.RandGaussianNoised, prob: 0.5}, "
+    "{_target_: monai.transforms.RandAffined, prob: 0.8, rotate_range: [0.1, 0.1, 0.1]}, {_target_: medseg.data.augment.Noise, "
+    "probability: 0.5, sd: [0.01, 0.1]}]"
+)
+
+
+def test_transforms_of_ours_and_of_monai_come_in_their_order() -> None:
+    made = extensions.make_transforms(compose(MIXED))
+    assert made is not None
+    assert isinstance(made.transforms[1], Affine)
+    assert isinstance(made.transforms[-3], RandGaussianNoised)
+    assert made.transforms[-1] == Noise(0.5, [0.01, 0.1])  # type: ignore[arg-type]
+    assert extensions.make_transforms(compose("augment=none")) is None
+
+
+@pytest.mark.parametrize(
+    ("transform", "said"),
+    [
+        ("{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}", "mirrors left and right"),
+        ("{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axs: 2}", "augment.transforms[0]: "),
+        ("{_target_: monai.transforms.RandAffined, keys: [image, label]}", "mode is missing beside keys"),
+        ("{_target_: builtins.eval}", "augment.transforms[0]._target_: builtins.eval is not on the white list"),
+        ("effect", "augment.transforms[0]._target_: the name of a class is needed"),
+        ("{_target_: medseg.data.augment.Noise, probability: 0.5}", "missing a required argument: 'sd'"),
+    ],
+)
+def test_a_transform_that_cannot_work_is_one_sentence(transform: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        extensions.make_transforms(compose(f"augment.transforms=[{transform}]"))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sides_may_be_mirrored_when_that_is_said() -> None:
+    flip = "augment.transforms=[{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}]"
+    assert extensions.make_transforms(compose(flip, "augment.allow_mirroring=true")) is not None
+
+
+def batches(table: Path, num_workers: int, start_step: int = 0, start_method: str | None = None) -> list[dict[str, Any]]:
+    config = compose(
+        MIXED, f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", f"data.num_workers={num_workers}",
+        "spacing=isotropic_4mm", "trainer.accelerator=cpu", "logger=none", "steps=4", "stage.batch_size=2",
+    )  # fmt: skip
+    data = make_data_module(config)
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.train_batches(start_step=start_step)
+    if start_method is not None:
+        loader.multiprocessing_context = start_method
+    return list(loader)
+
+
+def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table: Path) -> None:
+    """With 0, 1 and 2 workers, with workers that start by spawn, and after an interruption."""
+    whole = batches(tiny_table, 0)
+    assert not torch.equal(whole[0]["image"], whole[1]["image"])
+    others = [batches(tiny_table, 1), batches(tiny_table, 2), batches(tiny_table, 2, start_method="spawn")]
+    for other in others:
+        assert len(other) == len(whole)
+    for steps, first in [*((other, 0) for other in others), (batches(tiny_table, 2, start_step=2), 2)]:
+        for one, same in zip(steps, whole[first:], strict=True):
+            assert torch.equal(one["image"], same["image"])
+            assert torch.equal(one["target"], same["target"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["metrics.iou._target_=torchmetrics.classification.MulticlassJaccardIndx"],
+            "did you mean torchmetrics.classification.MulticlassJaccard",
+        ),
+        (
+            ["metrics.iou._target_=torchmetrics.segmentation.MeanIoU", "metrics.iou.input_format=one-hot"],
+            "metrics.iou: it cannot score label maps",
+        ),
+        (["callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"], "missing a required argument: 'monitor'"),
+        (["callbacks.mine._target_=mine.Callback"], "trusted_targets=[mine.]"),
+    ],
+)
+def test_a_metric_or_callback_that_cannot_work_is_one_sentence(overrides: list[str], said: str) -> None:
+    def make() -> None:
+        config = compose(*overrides)
+        extensions.make_metrics(config.metrics, 3)
+        extensions.make_callbacks(config)
+
+    with pytest.raises(UserError) as caught:
+        make()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_callbacks_metrics_and_loggers_are_added_by_name_with_and_without_a_plus() -> None:
+    config = compose(
+        "callbacks.timer._target_=lightning.pytorch.callbacks.Timer", "callbacks.timer.duration='00:01:00:00'",
+        "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "metrics.iou._target_=monai.metrics.MeanIoU",
+        "logger=many", "logger.more._target_=lightning.pytorch.loggers.CSVLogger", "logger.more.save_dir=logs",
+    )  # fmt: skip
+    assert [type(one).__name__ for one in extensions.make_callbacks(config)] == ["Timer", "LearningRateMonitor"]
+    assert list(extensions.make_metrics(config.metrics, 3)) == ["iou"]
+    assert [type(one).__name__ for one in extensions.make_loggers(config)] == ["CSVLogger", "TensorBoardLogger", "CSVLogger"]
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        def __bool__(self) -> bool:
+            return False
+
+        def __str__(self) -> str:
+            return "Requirement 'wandb' not met"
+
+    monkeypatch.setattr(lightning.pytorch.loggers.wandb, "_WANDB_AVAILABLE", Missing())
+    with pytest.raises(UserError, match=r"logger: a package is missing \(Requirement 'wandb' not met\)"):
+        extensions.make_loggers(compose("logger=wandb", "tags=[a,b]"))
