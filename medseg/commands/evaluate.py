@@ -20,7 +20,7 @@ def evaluate(config: EvaluateConfig) -> int:
         Path(config.ref),
         Path(config.output),
         make_task(config.task),
-        file_values(config.data.label_values),
+        file_values(config.data.label_values or {}),
         config.data.labels_column,
         config.split,
         config.pictures,

@@ -80,7 +80,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
-    reference = [label_values_argument(config.data.label_values), *(one for one in given if one.startswith("task"))]
+    reference = [label_values_argument(config.data.label_values or {}), *(one for one in given if one.startswith("task"))]
     failed: dict[Path, str] = {}
     strategies = []
     for number, (name, stages) in enumerate(rows.items(), start=1):

@@ -52,8 +52,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
     output, table = Path(config.output), Path(config.cases).absolute()
     cases = read_case_table(Path(config.cases), config.data.labels_column)
     check_writable(output)
-    task, values = make_task(config.task), file_values(config.data.label_values)
-    label_values = label_values_argument(config.data.label_values)
+    task, values = make_task(config.task), file_values(config.data.label_values or {})
+    label_values = label_values_argument(config.data.label_values or {})
     scored: dict[str, tuple[int, Case]] = {}
     steps: list[Step] = []
     for fold in range(config.num_folds):
