@@ -28,6 +28,7 @@ from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.recipes import (
     Step,
+    check_names,
     compose_train,
     folder_name,
     label_values_argument,
@@ -70,11 +71,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     rows = {
         name: stages_of(name, config, given, output / "runs") for name in config.rows
     }  # all are checked before the first runs
-    are_distinct = len({"runs", *map(folder_name, rows)}) == len(rows) + 1
-    require(
-        bool(rows) and are_distinct,
-        f"rows: expected at least one row, with names that differ in more than punctuation and are not 'runs', but got {list(rows)}",
-    )
+    check_names(list(rows), "runs")
     cases = [case for case in find_sources(config.data)[0].split.test if case.labels is not None]
     require(bool(cases), "data.test_patients: no case with labels is held out; name patients of the case table")
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}

@@ -21,7 +21,7 @@ from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.switches import switch_on
 from medseg.build.task import make_task
 from medseg.config.schema import LadderConfig, TrainConfig
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.pictures.plots import Panel, draw_panels
@@ -30,7 +30,15 @@ from medseg.report.tables import print_table, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
-from medseg.studies.recipes import compose_train, folder_name, merge_arguments, run_steps, train_arguments, train_steps
+from medseg.studies.recipes import (
+    check_names,
+    compose_train,
+    folder_name,
+    merge_arguments,
+    run_steps,
+    train_arguments,
+    train_steps,
+)
 
 # Printed column to its heading, and to its format.
 HEADINGS = {
@@ -109,12 +117,7 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
     Raises:
         UserError: If there is no row, or two rows would share a folder.
     """
-    names = [*config.networks, *config.rows]
-    require(bool(names), "rows: at least one row, or one of networks, is needed")
-    require(
-        len({*map(folder_name, names), *BASELINES}) == len(names) + len(BASELINES),
-        f"rows: expected names that differ in more than punctuation and are none of {', '.join(BASELINES)}, but got {names}",
-    )
+    check_names([*config.networks, *config.rows], *BASELINES)
     # `train` has another default stage than `ladder`.
     arguments = merge_arguments([f"stage={config.stage.name.value}"], given)
     yield from (Row(name, merge_arguments(arguments, own), tuple(own)) for name, own in config.networks.items())

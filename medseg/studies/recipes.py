@@ -18,7 +18,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
 from medseg.config.targets import targets_first
 from medseg.data.case_table import read_case_table
-from medseg.errors import EXIT_FAILED, UserError
+from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.io.atomic import check_writable, replace_text
 from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status, status_of
@@ -157,6 +157,20 @@ def folder_name(name: str) -> str:
         'isotropic_1_mm'
     """
     return re.sub(r"\W+", "_", name)
+
+
+def check_names(rows: Sequence[str], *taken: str) -> None:
+    """Refuse a study without rows, and names of rows that would share a folder with each other or with a taken name.
+
+    Raises:
+        UserError: With the names.
+    """
+    names = [*map(folder_name, rows), *taken]
+    others = f" and are none of {', '.join(taken)}" if taken else ""
+    require(
+        bool(rows) and len(set(names)) == len(names),
+        f"rows: expected at least one row, with names that differ in more than punctuation{others}, but got {list(rows)}",
+    )
 
 
 def demo(config: DemoConfig) -> int:

@@ -10,14 +10,14 @@ from hydra.core.hydra_config import HydraConfig
 from medseg.build.run import make_data_module
 from medseg.config.overrides import text_of
 from medseg.config.schema import TimeToDiceConfig, TrainConfig
-from medseg.errors import EXIT_FAILED, EXIT_RESUME, require
+from medseg.errors import EXIT_FAILED, EXIT_RESUME
 from medseg.io.atomic import check_writable, replace_text
 from medseg.report.tables import markdown_table, read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, status_of_run
 from medseg.runs.processes import run_in_process
 from medseg.runs.results import HISTORY_FILE, read_history
 from medseg.runs.status import Status, status_of
-from medseg.studies.recipes import compose_train, folder_name, merge_arguments, train_arguments
+from medseg.studies.recipes import check_names, compose_train, folder_name, merge_arguments, train_arguments
 
 # Column of time_to_dice.csv to its heading in time_to_dice.md.
 COLUMNS = {
@@ -41,10 +41,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         0; 1 if a row failed; `EXIT_RESUME` if the system stopped a training.
     """
     output, rows = Path(config.output).absolute(), config.rows
-    require(
-        bool(rows) and len({*map(folder_name, rows)}) == len(rows),
-        f"rows: expected at least one row, with names that differ in more than punctuation, but got {list(rows)}",
-    )
+    check_names(list(rows))
     # `train` has other defaults than this study.
     common = [f"stage={config.stage.name.value}", f"steps={config.steps}", f"stage.validate_every={config.stage.validate_every}"]
     given = train_arguments(HydraConfig.get().overrides.task, TimeToDiceConfig)
