@@ -235,7 +235,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
             return cast(Tensor, stage.network(tiles, torch.zeros(len(tiles), dtype=torch.int64)))
 
     def run() -> None:
-        resampled = resample_image(image_hu, grid, grid.resampled(ONE_MM), stage.air_hu, limits=HU_LIMITS)
+        resampled = resample_image(image_hu, grid, grid.resampled(ONE_MM), stage.outside[0], limits=HU_LIMITS)
         image = normalise_hu(resampled, stage.task.window_hu)
         sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
 

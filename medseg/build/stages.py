@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 
 from medseg.build.network import make_described_network, to_tuples
 from medseg.cascade.stage import TrainedStage
@@ -21,6 +22,14 @@ from medseg.memory.switches import use_channels_last
 from medseg.preprocess.resample import ANTIALIASED
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights
+
+
+class WithoutDraws(TorchFunctionMode):
+    """Leaves tensors as they are where they would be drawn: on the meta device torch loads its compiler for that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, unless it draws in place."""
+        return args[0] if func in (Tensor.normal_, Tensor.uniform_) else func(*args, **(kwargs or {}))
 
 
 def load_stage(
@@ -46,7 +55,6 @@ def load_stage(
     """
     metadata, weights = read_weights(path, stage, stage)
     try:
-        check_ranges(metadata, len(weights))
         metadata = to_tuples(metadata)
         check_target("model", f"{stage}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted)
     except (KeyError, TypeError) as error:
@@ -54,9 +62,10 @@ def load_stage(
             f"{stage}={path}: its metadata are damaged or of another version ({error!r}); take another copy"
         ) from error
     try:
+        check_ranges(metadata, len(weights))
         task = Task.from_dict(metadata["task"])
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutDraws():
             shapes = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
         shapes.load_state_dict(weights, assign=True)
         network = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)

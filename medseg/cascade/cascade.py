@@ -1,7 +1,7 @@
 """Cascade: the trained stages of a task, which segment a scan together."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from medseg.cascade.join import RegionResult, join, paste_std
-from medseg.cascade.localise import Localisation, localise, predict_body
+from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.plausibility import agreement, distortion_warnings, volume_warnings, voxel_ml
 from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
 from medseg.data.task import Region, Task
@@ -20,7 +20,7 @@ from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.volume import Volume
 from medseg.preprocess.crop import resample_crop
-from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
+from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient
 
 
@@ -117,28 +117,34 @@ class Cascade:
         """The stage that makes the final labels."""
         return self.stages[-1]
 
-    def segment(self, volume: Volume) -> Segmentation:
+    def segment(self, volume: Volume, more_channels: Sequence[np.ndarray] = ()) -> Segmentation:
         """Segment one scan: orient, localise, refine each region, join, restore the storage order.
 
         Regions are refined one after the other; only the probabilities of their crops are kept.
 
         Args:
-            volume: Scan in HU.
+            volume: First channel; a CT in HU.
+            more_channels: The other channels of the task, (D, H, W) each, on the grid of the first.
+
+        Raises:
+            UserError: If the task has another number of channels.
         """
         task, options = self.coarse.task, self.options
-        image_hu, grid, orientation = orient(volume.array, volume.grid)
+        require_channels(task, 1 + len(more_channels))
+        first, grid, orientation = orient(volume.array, volume.grid)
+        images = [first, *map(orientation.to_lps, more_channels)]
         result = Segmentation(np.empty(0), warnings=[warning for stage in self.stages for warning in stage.warnings])
         found: Localisation | None = None
         if self.fine is None:
-            parts, stds = _segment_whole(image_hu, grid, self.coarse, options, result)
+            parts, stds = _segment_whole(images, grid, self.coarse, options, result)
         else:
             with _timed(result.durations_s, "localise"):
-                found = localise(image_hu, grid, self.coarse, options)
+                found = localise(images, grid, self.coarse, options)
             result.warnings += found.warnings
             _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
-            parts, stds = _refine_regions(image_hu, grid, found, self.fine, options, result)
+            parts, stds = _refine_regions(images, grid, found, self.fine, options, result)
         with _timed(result.durations_s, "join"):
-            labels = join(parts, grid, task, options, image_hu)
+            labels = join(parts, grid, task, options, first)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
@@ -175,14 +181,28 @@ class Cascade:
             serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
 
 
+def require_channels(task: Task, num_given: int) -> None:
+    """Refuse a scan of another number of channels than that of the task.
+
+    Raises:
+        UserError: With both numbers.
+    """
+    kinds = ", ".join(channel.modality for channel in task.channels)
+    require(
+        num_given == len(task.channels),
+        f"the task {task.name} has {len(task.channels)} channels ({kinds}), but the scan has {num_given}; give input=[a,b,…] with a file of "
+        "each, or a case table with the columns image, image_1, …",
+    )
+
+
 def _segment_whole(
-    image_hu: np.ndarray, grid: VoxelGrid, stage: TrainedStage, options: CascadeOptions, result: Segmentation
+    images: Sequence[np.ndarray], grid: VoxelGrid, stage: TrainedStage, options: CascadeOptions, result: Segmentation
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
     """Segment all labels at once, for a task without regions.
 
     Args:
-        image_hu: Oriented volume (D, H, W).
-        grid: Its grid, oriented.
+        images: Oriented volume (D, H, W) of each channel.
+        grid: Their grid, oriented.
         stage: The only stage.
         options: How the networks run.
         result: Takes durations, tiling plan and remarks.
@@ -191,7 +211,7 @@ def _segment_whole(
         The probabilities for `join`, as of one region with all labels, and their standard deviation for `paste_std`.
     """
     with _timed(result.durations_s, "segment"):
-        prediction, crop, *_ = predict_body(image_hu, grid, stage, options)
+        prediction, crop, *_ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
     result.warnings += prediction.remarks
     whole = Region(stage.task.name, tuple(stage.task.labels))
@@ -200,13 +220,18 @@ def _segment_whole(
 
 
 def _refine_regions(
-    image_hu: np.ndarray, grid: VoxelGrid, found: Localisation, fine: TrainedStage, options: CascadeOptions, result: Segmentation
+    images: Sequence[np.ndarray],
+    grid: VoxelGrid,
+    found: Localisation,
+    fine: TrainedStage,
+    options: CascadeOptions,
+    result: Segmentation,
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
     """Refine the regions that were found, one after the other.
 
     Args:
-        image_hu: Oriented volume (D, H, W).
-        grid: Its grid, oriented.
+        images: Oriented volume (D, H, W) of each channel.
+        grid: Their grid, oriented.
         found: Boxes of the coarse stage.
         fine: The fine stage.
         options: How the networks run.
@@ -216,6 +241,7 @@ def _refine_regions(
         The probabilities of the regions for `join`, and their standard deviations for `paste_std`.
     """
     lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
+    intensities = fine.intensities(images)
     parts: list[RegionResult] = []
     stds: list[tuple[Tensor, VoxelGrid]] = []
     for region in (one for one in fine.task.regions if one.name in found.boxes):
@@ -223,7 +249,7 @@ def _refine_regions(
         with _timed(result.durations_s, step):
             tight_box = found.boxes[region.name]
             crop = region_crop(tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule)
-            prediction = refine(image_hu, grid, crop, region, fine, options)
+            prediction = refine(images, grid, crop, region, fine, options, intensities)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]
@@ -284,31 +310,38 @@ def _timed(durations_s: dict[str, float], step: str) -> Iterator[None]:
 
 
 def refine(
-    image_hu: np.ndarray,
+    images: Sequence[np.ndarray],
     grid: VoxelGrid,
     crop: Crop,
     region: Region,
     stage: TrainedStage,
     options: CascadeOptions | None = None,
+    intensities: Sequence[Intensity] | None = None,
 ) -> Prediction:
     """Segment one region; only its crop is resampled.
 
     Args:
-        image_hu: Oriented volume (D, H, W) in HU.
-        grid: Its grid, oriented.
+        images: Oriented volume (D, H, W) of each channel; a CT in HU.
+        grid: Their grid, oriented.
         crop: Crop of the region, see `region_crop`; may reach outside.
         region: The region, one of the stage's task.
         stage: The fine stage.
         options: How the networks run; the defaults where None.
+        intensities: Map of each channel to the range of the network; None = by its values.
 
     Returns:
         Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are left out and so count as background.
     """
+    lattice = grid.resampled(stage.spacing_mm)
     # One name for the image at all times: a second name would keep a second crop in memory while the network runs.
-    image = resample_crop(
-        image_hu, grid, grid.resampled(stage.spacing_mm), crop, stage.air_hu, stage.resampling, limits=HU_LIMITS
+    image = stacked(
+        [
+            normalise(resample_crop(one, grid, lattice, crop, outside, stage.resampling, limits=limits), intensity)
+            for one, outside, limits, intensity in zip(
+                images, stage.outside, stage.limits, intensities or stage.intensities(images), strict=True
+            )
+        ]
     )
-    image = normalise_hu(image, stage.task.window_hu)
     # In the mode `mirrored` right sides look like left ones to the network.
     flipped = [X_AXIS] if stage.region_mode == "mirrored" and region.side == "right" else []
     if flipped:

@@ -1,8 +1,10 @@
 """Localisation: the coarse stage finds the regions in the whole volume and puts a tight box around each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from scipy import ndimage
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from medseg.geometry.grid_rule import Crop
 from medseg.inference.postprocess import remove_small_components
 from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut
-from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
+from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.resample import resample_image
 
 # Below this share of the larger side a component is not mixed: a few voxels beyond the middle cast no doubt on the sides.
@@ -52,69 +54,85 @@ class Localisation:
 
 
 def predict_body(
-    image_hu: np.ndarray,
+    images: Sequence[np.ndarray],
     grid: VoxelGrid,
     stage: TrainedStage,
     options: CascadeOptions,
     scan_spacing_mm: tuple[float, float, float] | None = None,
+    intensities: Sequence[Intensity] | None = None,
 ) -> tuple[Prediction, Crop, Tensor, VoxelGrid]:
     """Run a stage on the body: everything denser than air, with a margin.
 
     Args:
-        image_hu: Oriented volume (D, H, W) in HU.
-        grid: Its grid, oriented.
+        images: Oriented volume (D, H, W) of each channel.
+        grid: Their grid, oriented.
         stage: A stage that sees the whole volume.
         options: How the networks run.
         scan_spacing_mm: See `localise`.
+        intensities: See `localise`.
 
     Returns:
-        The probabilities and their crop; the volume at the stage's spacing, and its grid.
+        The probabilities and their crop; the first channel at the stage's spacing, and its grid.
     """
+    intensities = intensities or stage.intensities(images)
     lattice = grid.resampled(stage.spacing_mm)
-    resampled = resample_image(image_hu, grid, lattice, stage.air_hu, resampling=stage.resampling, limits=HU_LIMITS)
+    resampled = [
+        resample_image(image, grid, lattice, outside, resampling=stage.resampling, limits=limits)
+        for image, outside, limits in zip(images, stage.outside, stage.limits, strict=True)
+    ]
     scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
-    body = scaled.box_from(lattice, body_box(resampled.numpy(), lattice.spacing_mm))
+    body = scaled.box_from(lattice, body_box(resampled[0].numpy(), lattice.spacing_mm, stage.task.channels[0].modality))
     # No patch size: the network pads the body at its end, so the box of the body does not grow.
     crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
-    seen = cut(resampled, lattice, crop, stage.air_hu, stage.resampling)
-    return stage.predict_probs(normalise_hu(seen, stage.task.window_hu), 0, options), crop, resampled, lattice
+    seen = [
+        normalise(cut(one, lattice, crop, outside, stage.resampling), intensity)
+        for one, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
+    ]
+    return stage.predict_probs(stacked(seen), 0, options), crop, resampled[0], lattice
+
+
+def stacked(channels: Sequence[Tensor]) -> Tensor:
+    """Stack channels (D, H, W) to (C, D, H, W); a view where there is one."""
+    return torch.stack(list(channels)) if len(channels) > 1 else channels[0][None]
 
 
 def localise(
-    image_hu: np.ndarray,
+    images: Sequence[np.ndarray],
     grid: VoxelGrid,
     stage: TrainedStage,
     options: CascadeOptions | None = None,
     scan_spacing_mm: tuple[float, float, float] | None = None,
+    intensities: Sequence[Intensity] | None = None,
 ) -> Localisation:
     """Segment the whole volume coarsely and find the box of each region.
 
     Args:
-        image_hu: Oriented volume (D, H, W) in HU.
-        grid: Its grid, oriented.
+        images: Oriented volume (D, H, W) of each channel; a CT in HU.
+        grid: Their grid, oriented.
         stage: The coarse stage.
         options: Thresholds; the defaults where None.
         scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled one.
+        intensities: Map of each channel to the range of the network, where the volume is a resampled one; None = by its values.
 
     Returns:
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.
     """
     options = options or CascadeOptions()
-    prediction, crop, resampled, lattice = predict_body(image_hu, grid, stage, options, scan_spacing_mm)
+    prediction, crop, resampled, lattice = predict_body(images, grid, stage, options, scan_spacing_mm, intensities)
     # Keep the labels of voxels inside the scan only: the crop may reach beyond it.
     scanned = crop.lattice.centres_within(lattice)
     coarse_grid, part = crop.lattice.crop(scanned), crop.box.intersect(scanned)
     inner, in_crop = (part.shifted([-start for start in box.start]).slices() for box in (scanned, crop.box))
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
-    coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.air_hu, stage.resampling).numpy()
+    coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
     gas = _remove_gas(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
     warnings = [
         *prediction.remarks,
         *gas,
         *found.warnings,
-        *position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task),
+        *(position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task) if stage.task.is_ct else []),
     ]
     return replace(found, warnings=warnings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)
 

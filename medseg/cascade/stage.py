@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -23,6 +24,7 @@ from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, inference_precision, set_tf32
 from medseg.models.blocks import InstanceNorm
+from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
 
 # Counted from the end, so that the axes fit images (D, H, W) and probabilities (K, D, H, W) alike.
@@ -83,7 +85,7 @@ class TrainedStage:
     """Networks of a stage and what their checkpoints say about the input.
 
     Attributes:
-        network: Called as `network(image, region)`; image (N, 1, D, H, W), region (N,) long; has a `divisor`.
+        network: Called as `network(image, region)`; image (N, C, D, H, W), region (N,) long; has a `divisor`.
         name: `coarse` or `fine`.
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
@@ -124,9 +126,21 @@ class TrainedStage:
         return self.network.divisor  # type: ignore[return-value]
 
     @property
-    def air_hu(self) -> float:
-        """Value of voxels outside of a volume: the lower end of the window."""
-        return self.task.window_hu[0]
+    def outside(self) -> list[float]:
+        """Value of each channel outside of a volume: the lower end of its window, or what its modality has there."""
+        return [channel.window_hu[0] if channel.window_hu else channel.outside for channel in self.task.channels]
+
+    @property
+    def limits(self) -> list[tuple[float, float] | None]:
+        """Values to which each channel is clipped while it is resampled."""
+        return [HU_LIMITS if channel.modality == "ct" else None for channel in self.task.channels]
+
+    def intensities(self, images: Sequence[np.ndarray]) -> list[Intensity]:
+        """Choose the map of each channel to the range of the network, for whole images (D, H, W) of one case."""
+        return [
+            intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
+            for image, channel in zip(images, self.task.channels, strict=True)
+        ]
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
@@ -160,7 +174,7 @@ class TrainedStage:
         keep their size: a norm that sees the field of view would change the labels.
 
         Args:
-            image: Normalised image (D, H, W).
+            image: Normalised image (C, D, H, W).
             region_index: Index of the region in the task; 0 for a stage that sees the whole volume.
             options: Overlap of tiles, memory, flips.
 
@@ -173,7 +187,7 @@ class TrainedStage:
             stage: TrainedStage = self
             try:
                 plan = plan_tiling(
-                    (image.shape[0], image.shape[1], image.shape[2]),
+                    (image.shape[1], image.shape[2], image.shape[3]),
                     self.divisor,
                     self.bytes_per_voxel,
                     options.budget_gib * 2**30,
@@ -199,7 +213,7 @@ class TrainedStage:
                 remarks.append(f"the {self.name} stage ran out of memory on the GPU and went on with {way}")
 
     def serve(self, network_index: int, images: Tensor, region_index: int) -> Tensor:
-        """Run one of the networks, as a tile worker, on images (N, 1, d, h, w); returns logits."""
+        """Run one of the networks, as a tile worker, on images (N, C, d, h, w); returns logits."""
         return self._call(self.networks[network_index], images.to(self.device), region_index)
 
     def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
@@ -221,11 +235,12 @@ class TrainedStage:
             for axes in flips(self.task, options.tta):
                 probs = predict_probs(
                     call,
-                    (image.flip(axes) if axes else image)[None, None],
+                    (image.flip(axes) if axes else image)[None],
                     tile_size=plan.tile_size,
                     overlap=options.overlap,
                     divisor=self.divisor,
                     batch_size=plan.batch_size,
+                    skips_air=all(channel.window_hu for channel in self.task.channels),
                     **parallel,
                 )
                 if not self.has_views(options):

@@ -42,7 +42,7 @@ def predict(config: PredictConfig) -> int:
             progress.advance(bar)
 
         cases = predict_scans(
-            Path(config.input),
+            [Path(path) for path in config.input] if isinstance(config.input, list) else Path(config.input),
             Path(config.output),
             checkpoints or {"": (config.coarse, config.fine, EVERY_SPACING_MM)},
             inference=vars(config.inference),

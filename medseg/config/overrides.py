@@ -35,7 +35,7 @@ PATH_KEYS = frozenset(
 # Hydra's parser takes seconds for an argument of this length, and grows faster than it.
 MAX_LENGTH, MAX_ARGUMENTS = 20_000, 2_000
 # Path keys that also take a list of paths, `[a,b]`.
-LIST_KEYS = frozenset({"coarse", "fine"})
+LIST_KEYS = frozenset({"coarse", "fine", "input"})
 
 
 def check_arguments(arguments: Sequence[str]) -> None:

@@ -65,6 +65,11 @@ def check_rules(config: Any) -> None:
             _size_rules(config) + _rank_rules(config) + _device_rules(config) + _optimisation_rules(config) + _stage_rules(config)
         )
     if isinstance(config, PredictConfig):
+        paths = config.input if isinstance(config.input, list) else [config.input]
+        require(
+            bool(paths) and all(isinstance(path, str) for path in paths),
+            f"input: expected a path, or a list of the channels of one case, but got {config.input!r}",
+        )
         for key in ("coarse", "fine"):
             setattr(config, key, _path_list(key, getattr(config, key)))
         _check_by_spacing(config)

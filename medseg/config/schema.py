@@ -569,7 +569,9 @@ class RangeConfig:
 class PredictConfig:
     """Keys of `predict`."""
 
-    input: Annotated[str, Knob("NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table.")]
+    input: Annotated[
+        Any, Knob("NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table; [a,b]: channels of one case.")
+    ]
     output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
     coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
     fine: Annotated[Any, Knob("The same for the fine stage; several checkpoints also write their disagreement.")]

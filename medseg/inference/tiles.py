@@ -30,12 +30,13 @@ def predict_probs(
     batch_size: int = 1,
     run_batches: Callable[[list[Tensor]], list[Tensor]] | None = None,
     num_parallel: int = 1,
+    skips_air: bool = True,
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
     An axis that is shorter than a tile, or no multiple of the divisor, is padded at its end, as in training, and cut back.
     Tiles are blended with Gaussian weights that sum to one. Beside the image and the result, memory holds the float32 sums of one
-    layer of tiles and the tiles of one batch. A tile of pure air is background and does not go through the network.
+    layer of tiles and the tiles of one batch. A tile of pure air may count as background without going through the network.
 
     Args:
         network: Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
@@ -46,6 +47,7 @@ def predict_probs(
         batch_size: Number of tiles that go through the network together.
         run_batches: Runs the network on several batches at once, in several processes; None runs them here, one by one.
         num_parallel: Largest number of batches that `run_batches` takes.
+        skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in the body.
 
     Returns:
         Probabilities (K, D, H, W), float16, on the image's device.
@@ -58,7 +60,7 @@ def predict_probs(
         padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_size, strict=True)), AIR)
         run = run_batches or (lambda batches: [network(batch) for batch in batches])
         depth, height, width = shape
-        return _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel)[:, :depth, :height, :width]
+        return _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel, skips_air)[:, :depth, :height, :width]
 
 
 def most_probable(probs: Tensor) -> Tensor:
@@ -94,6 +96,7 @@ def _blend_tiles(
     overlap: float,
     batch_size: int,
     num_parallel: int,
+    skips_air: bool,
 ) -> Tensor:
     """Sum weighted tiles in a fixed order, so that the number of processes changes no bit; (K, D, H, W).
 
@@ -110,6 +113,7 @@ def _blend_tiles(
     boxes = tile_boxes(shape, tile_size, overlap)
     # One transfer for all tiles: each would wait for the GPU.
     has_air_only = torch.stack([(image[(..., *box.slices())] > AIR).any() for box in boxes]).logical_not().tolist()
+    has_air_only = [is_air and skips_air for is_air in has_air_only]
     # At least one tile must go through the network: its result has the number of classes.
     has_air_only[0] &= not all(has_air_only)
     seen = [box for box, is_air in zip(boxes, has_air_only, strict=True) if not is_air]

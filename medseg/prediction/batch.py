@@ -1,6 +1,5 @@
 """Batch prediction: every scan of an input read, segmented and written in an overlapping pipeline, with an outcome for each case."""
 
-import csv
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from medseg.cascade.cascade import require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.io.atomic import check_writable
@@ -65,7 +65,7 @@ class BatchCase:
 
 
 def predict_scans(
-    source: Path,
+    source: Path | Sequence[Path],
     output: Path,
     checkpoints: Mapping[str, Checkpoints],
     *,
@@ -86,7 +86,7 @@ def predict_scans(
     Under torchrun rank 0 does this, and the other processes run networks for it and return an empty list.
 
     Args:
-        source: Scan, DICOM folder, folder of scans, or case table.
+        source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         output: File or folder of the label maps.
         checkpoints: By the name of the range of `by_spacing`; a single one with an empty name serves all scans.
         inference: `tile_size` and `half_weights`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
@@ -117,10 +117,12 @@ def predict_scans(
         chosen.cascade.serve_tiles()
         return []
     scans, protected = find_scans(source, split, series, hu)
-    is_one_scan = len(scans) == 1 and scans[0].path == source
+    is_one_scan = not isinstance(source, Path) or (len(scans) == 1 and scans[0].path == source)
     outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
     check_outputs(outputs, protected)
     cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
+    if not isinstance(source, Path):
+        require_channels(cascades[0].cascade.coarse.task, len(source))
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
@@ -154,7 +156,7 @@ def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
     with locked_folder(folder):
         try:
             known = read_csv(path)
-        except (OSError, ValueError, csv.Error):  # none yet, or a damaged one
+        except UserError:  # none yet, or a damaged one
             known = []
         own = {case.scan.name for case in cases}
         write_csv(path, [*(row for row in known if row.keys() == set(SUMMARY) and row["case"] not in own), *rows], SUMMARY)
@@ -220,7 +222,11 @@ class Batch:
             case.known = read_report(case.output)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            return None if is_ahead and not is_small(case.scan, self.budget_gib) else read_case(case.scan)
+            return (
+                None
+                if is_ahead and not is_small(case.scan, self.budget_gib)
+                else read_case(case.scan, case.chosen.cascade.coarse.task)
+            )
         except Exception as error:
             return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
 

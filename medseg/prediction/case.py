@@ -5,26 +5,30 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from medseg import __version__
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.data.audit.finding import Severity
-from medseg.data.audit.image import audit_image, measure_image
+from medseg.data.audit.image import audit_channels, measure_image
 from medseg.data.source_files import fingerprint, is_same_source
+from medseg.data.task import Task
 from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name
-from medseg.io.read import read_grid, read_image
+from medseg.io.read import read_grid
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.scans import Scan
+from medseg.preprocess.channels import read_channels
 from medseg.preprocess.scale import HuScale
 
 # Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
@@ -38,16 +42,18 @@ class CaseData:
     """Data of a case on its way from the scan to the result files.
 
     Attributes:
-        volume: The scan, set by `read_case`; its grid and its labels once it is segmented.
+        volume: The first channel, set by `read_case`; its grid and its labels once it is segmented.
+        more_channels: The other channels on its grid, (D, H, W) each.
         result: The segmentation, set by `segment_case`.
-        source: Fingerprint of the scan's files when they were read; None where they could not be read.
+        sources: Fingerprint of the files of each channel when they were read; None where they could not be read.
         durations_s: Seconds by step; the time between the steps belongs to other cases.
         memory_gb_s: Area under the curve of the process' memory during the steps.
     """
 
     volume: Volume = field(init=False)
     result: Segmentation = field(init=False)
-    source: dict[str, Any] | None = None
+    more_channels: list[np.ndarray] = field(default_factory=list)
+    sources: list[dict[str, Any] | None] = field(default_factory=list)
     durations_s: dict[str, float] = field(default_factory=dict)
     memory_gb_s: float = 0.0
 
@@ -67,21 +73,43 @@ def is_small(scan: Scan, budget_gib: float) -> bool:
     Raises:
         UserError: If its header cannot be read.
     """
-    return BYTES_PER_VOXEL * math.prod(read_grid(scan.path, scan.series).shape) <= budget_gib * 2**30
+    num_bytes = BYTES_PER_VOXEL * (1 + len(scan.more_paths)) * math.prod(read_grid(scan.path, scan.series).shape)
+    return num_bytes <= budget_gib * 2**30
 
 
-def read_case(scan: Scan) -> CaseData:
-    """Read a scan and the fingerprint of its files.
+def read_case(scan: Scan, task: Task) -> CaseData:
+    """Read the channels of a scan and the fingerprint of their files.
 
     Raises:
-        UserError: If it cannot be read.
+        UserError: If one is missing or cannot be read.
     """
-    case = CaseData()
+    case, paths = CaseData(), scan.paths(len(task.channels))
     with case.measured("read"):
-        with suppress(OSError):  # the reader reports it in a sentence
-            case.source = fingerprint(scan.path)
-        case.volume = read_image(scan.path, scan.series)
+        for path in paths:
+            case.sources.append(None)
+            with suppress(OSError):  # the reader reports it in a sentence
+                case.sources[-1] = fingerprint(path) if path else None
+        case.volume, case.more_channels = read_scan(paths, task, scan.series, scan.hu)
     return case
+
+
+def read_scan(paths: Sequence[Path | None], task: Task, series: str | None, hu: HuScale) -> tuple[Volume, list[np.ndarray]]:
+    """Read the channels of a scan on the grid of the first.
+
+    Args:
+        paths: File of each channel.
+        task: Its channels.
+        series: DICOM series of the first.
+        hu: Scale that turns the values of the first into HU.
+
+    Returns:
+        The first channel, and the arrays (D, H, W) of the others.
+
+    Raises:
+        UserError: If one is missing or cannot be read.
+    """
+    channels, volume = read_channels(paths, [channel.outside for channel in task.channels], series=series, scales=[hu])
+    return volume, list(channels[1:])
 
 
 def segment_case(scan: Scan, cascade: Cascade, case: CaseData) -> None:
@@ -91,18 +119,18 @@ def segment_case(scan: Scan, cascade: Cascade, case: CaseData) -> None:
         UserError: If all its voxels have one value.
     """
     with case.measured("segment"):
-        case.result = segment_scan(case.volume, scan.path, scan.hu, cascade)
-    case.volume = replace(case.volume, array=case.result.labels)
+        case.result = segment_scan(case.volume, scan.path, cascade, case.more_channels)
+    case.volume, case.more_channels = replace(case.volume, array=case.result.labels), []
 
 
-def segment_scan(volume: Volume, name: str | Path, hu: HuScale, cascade: Cascade) -> Segmentation:
+def segment_scan(volume: Volume, name: str | Path, cascade: Cascade, more_channels: Sequence[np.ndarray] = ()) -> Segmentation:
     """Segment a scan that has just been read, after a check of its values.
 
     Args:
-        volume: Scan with the values of its file.
+        volume: First channel; a CT in HU.
         name: Its name in messages.
-        hu: Scale that turns the values into HU.
         cascade: The trained stages.
+        more_channels: The other channels on its grid, (D, H, W) each.
 
     Returns:
         Labels in the scan's storage order; the warnings include those of the reader and of the audit of its values.
@@ -112,9 +140,11 @@ def segment_scan(volume: Volume, name: str | Path, hu: HuScale, cascade: Cascade
     """
     is_constant = volume.array.min() == volume.array.max()
     require(not is_constant, f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
-    volume = replace(volume, array=hu.apply(volume.array))
-    findings = [one for one in audit_image(measure_image(volume.array)) if one.severity is not Severity.note]
-    result = cascade.segment(volume)
+    arrays = [volume.array, *more_channels]
+    modalities = [channel.modality for channel in cascade.coarse.task.channels]
+    findings = audit_channels([measure_image(array) for array in arrays], modalities) if len(arrays) == len(modalities) else []
+    findings = [one for one in findings if one.severity is not Severity.note]
+    result = cascade.segment(volume, more_channels)
     result.warnings[:0] = [*volume.remarks, *map(str, findings)]
     is_doubtful = any(one.severity is Severity.error for one in findings)
     result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
@@ -178,7 +208,8 @@ def _write_report(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData
         "by_spacing": {"name": chosen.name, "range_mm": chosen.range_mm} if chosen.name else None,
         "version": __version__,
         "settings": {**chosen.settings, **scan.reading()},
-        "source": case.source,
+        "source": case.sources[0],
+        **({"more_sources": case.sources[1:]} if len(case.sources) > 1 else {}),
         "results": checksums(outputs),
     }
     replace_text(report_path(output), json.dumps(report, indent=1, ensure_ascii=False))
@@ -198,9 +229,16 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade) -> bool:
             # Through JSON, which turns tuples into lists.
             and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
             and known["results"] == checksums(result_paths(output, chosen.cascade))
-            and is_same_source(scan.path, known["source"])
+            and all(
+                path is not None and is_same_source(path, source)
+                for path, source in zip(
+                    scan.paths(len(chosen.cascade.coarse.task.channels)),
+                    [known["source"], *known.get("more_sources", [])],
+                    strict=True,
+                )
+            )
         )
-    except (OSError, KeyError, TypeError, AttributeError, UserError):
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, UserError):
         return False  # missing, damaged, of another version or not readable, which the prediction will report
 
 

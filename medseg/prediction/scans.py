@@ -1,13 +1,13 @@
 """Scans of an input, and the paths of their results."""
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from medseg.data.case_table import named_files, read_case_table
 from medseg.errors import UserError, require
-from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, list_inputs, volume_suffix
+from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, input_format, list_inputs, volume_suffix
 from medseg.preprocess.scale import AS_STORED, HuScale
 
 
@@ -19,25 +19,32 @@ class Scan(NamedTuple):
         path: Path of the file or folder.
         series: Which DICOM series, where the path holds several.
         hu: Scale that turns its values into HU.
+        more_paths: Files of the channels after the first; None where a case table leaves one empty.
     """
 
     name: str
     path: Path
     series: str | None = None
     hu: HuScale = AS_STORED
+    more_paths: tuple[Path | None, ...] = ()
 
     def reading(self) -> dict[str, Any]:
         """How the file is read, in plain types."""
         return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
 
+    def paths(self, num_channels: int) -> list[Path | None]:
+        """List the file of each channel; None where there is none."""
+        found = [self.path, *self.more_paths[: num_channels - 1]]
+        return [*found, *[None] * (num_channels - len(found))]
+
 
 def find_scans(
-    source: Path, split: str | None, series: str | None = None, hu: HuScale = AS_STORED
+    source: Path | Sequence[Path], split: str | None, series: str | None = None, hu: HuScale = AS_STORED
 ) -> tuple[list[Scan], dict[Path, str]]:
     """Find every scan of an input.
 
     Args:
-        source: Scan, DICOM folder, folder of scans, or case table.
+        source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         split: Only this split of a case table.
         series: Which DICOM series the input is: a folder is then searched with all its subfolders and is one scan.
         hu: HU scale of the cases that have none of their own in the table.
@@ -48,6 +55,12 @@ def find_scans(
     Raises:
         UserError: If there is nothing to predict.
     """
+    if not isinstance(source, Path):
+        require(split is None, f"split={split}: input={list(map(str, source))} is not a case table; leave split out")
+        for path in source:
+            input_format(path)
+        scan = Scan(case_name(source[0]), source[0], series, hu, tuple(source[1:]))
+        return [scan], dict.fromkeys(source, f"a channel of the case {scan.name}")
     if source.suffix.lower() != ".csv":
         require(split is None, f"split={split}: input={source} is not a case table; leave split out")
         paths = list_inputs(source) if series is None else [(case_name(source), source)]
@@ -55,7 +68,11 @@ def find_scans(
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
     require(series is None, f"series={series}: a case table has a column series for that; fill it in input={source}")
     table = read_case_table(source, None, hu=hu)
-    chosen = [Scan(case.name, case.image, case.series, case.hu) for case in table if split is None or case.split == split]
+    chosen = [
+        Scan(case.name, case.image, case.series, case.hu, case.more_images)
+        for case in table
+        if split is None or case.split == split
+    ]
     require(bool(chosen), f"input={source}: no case of the table is marked split={split}; give a split of the table")
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}

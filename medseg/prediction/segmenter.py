@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from medseg.cascade.cascade import Segmentation
+from medseg.cascade.cascade import Segmentation, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.io.read import read_image
 from medseg.io.volume import Volume
 from medseg.prediction.cascades import load_cascade
-from medseg.prediction.case import segment_scan
+from medseg.prediction.case import read_scan, segment_scan
+from medseg.preprocess.channels import resample_to
 from medseg.preprocess.scale import AS_STORED, HuScale
 
 
@@ -51,7 +52,8 @@ class Segmenter:
         """Segment one scan.
 
         Args:
-            scan: Path of a volume file or a DICOM series, a `Volume` in HU, or a `SimpleITK.Image` in HU.
+            scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT in HU; for a task of several channels
+                a list of them, of which the others are resampled to the grid of the first.
             hu: Scale that turns the values into HU, where they are none.
 
         Returns:
@@ -59,25 +61,44 @@ class Segmenter:
             `Volume` in the storage order of the scan, whose array is uint8 (D, H, W); `durations_s` also has `read` and `total`.
 
         Raises:
-            UserError: If the scan cannot be read as one regular 3D volume, or all its voxels have one value.
+            UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one value, or a channel is missing.
         """
         # A thread that starts while another one resamples may inherit a limit of one thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
-        is_image = not isinstance(scan, (str, Path, Volume))
-        if isinstance(scan, (str, Path)):
-            name, volume = str(scan), read_image(Path(scan))
-        elif isinstance(scan, Volume):
-            name, volume = "Volume", scan
+        scans, task = list(scan) if isinstance(scan, (list, tuple)) else [scan], self.cascade.coarse.task
+        require_channels(task, len(scans))
+        is_image = not isinstance(scans[0], (str, Path, Volume))
+        name = str(scans[0]) if isinstance(scans[0], (str, Path)) else "SimpleITK image" if is_image else "Volume"
+        if all(isinstance(one, (str, Path)) for one in scans):
+            volume, more_channels = read_scan([Path(one) for one in scans], task, None, hu)
         else:
-            from medseg.io.simpleitk import from_simpleitk, to_simpleitk  # SimpleITK takes 50 MiB
-
-            name, volume = "SimpleITK image", from_simpleitk(scan)
+            volume, *others = map(_to_volume, scans)
+            volume = replace(volume, array=hu.apply(volume.array))
+            more_channels = [
+                resample_to(other.array, other.grid, volume.grid, channel.outside)
+                for other, channel in zip(others, task.channels[1:], strict=True)
+            ]
         read_s = time.perf_counter() - start_s
-        result = segment_scan(volume, name, hu, self.cascade)
-        labels: Any = to_simpleitk(result.labels, scan) if is_image else Volume(result.labels, volume.grid, volume.header)
+        result = segment_scan(volume, name, self.cascade, more_channels)
+        labels: Any = Volume(result.labels, volume.grid, volume.header)
+        if is_image:
+            from medseg.io.simpleitk import to_simpleitk
+
+            labels = to_simpleitk(result.labels, scans[0])
         durations_s = {"read": read_s, **result.durations_s, "total": time.perf_counter() - start_s}
         return replace(result, labels=labels, durations_s=durations_s)
+
+
+def _to_volume(scan: str | Path | Volume | Any) -> Volume:
+    """Read a path, convert a `SimpleITK.Image`; a `Volume` is returned as it is."""
+    if isinstance(scan, Volume):
+        return scan
+    if isinstance(scan, (str, Path)):
+        return read_image(Path(scan))
+    from medseg.io.simpleitk import from_simpleitk  # SimpleITK takes 50 MiB
+
+    return from_simpleitk(scan)
 
 
 class LungSegmenter(Segmenter):

@@ -106,6 +106,20 @@ def percentile(image: np.ndarray, modality: str) -> Intensity:
     return Intensity(low, high, 2.0 / (high - low) if high > low else 0.0, AIR)
 
 
+def intensity_of(image: np.ndarray, modality: str, kind: str, window_hu: tuple[float, float] | None) -> Intensity:
+    """Choose the map of a channel.
+
+    Args:
+        image: Whole image (D, H, W) of the case.
+        modality: As for `foreground`.
+        kind: `window`, `zscore` or `percentile`.
+        window_hu: Range of HU; None with another kind than `window`.
+    """
+    if window_hu is not None:
+        return window(window_hu)
+    return {"zscore": zscore, "percentile": percentile}[kind](image, modality)
+
+
 def normalise(image: ImageT, intensity: Intensity) -> ImageT:
     """Apply a map to an image of one channel.
 

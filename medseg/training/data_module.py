@@ -27,6 +27,7 @@ from medseg.data.transforms import Transforms
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule
+from medseg.preprocess.intensity import intensity_of
 from medseg.training.preemption import SIGNALS
 
 T = TypeVar("T")
@@ -289,5 +290,10 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:
         case: Case in the cache of the fine stage.
         coarse: Trained coarse stage.
     """
-    found = localise(np.asarray(case.image_hu), case.grid, coarse, CascadeOptions(), case.audit.grid.spacing_mm)
+    intensities = [
+        own or intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
+        for own, image, channel in zip(case.intensities, case.images, coarse.task.channels, strict=True)
+    ]
+    images = [np.asarray(image) for image in case.images]
+    found = localise(images, case.grid, coarse, CascadeOptions(), case.audit.grid.spacing_mm, intensities)
     return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}

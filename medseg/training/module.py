@@ -137,6 +137,7 @@ class SegmentationModule(pl.LightningModule):
                 tile_size=self.tile_size,
                 overlap=self.overlap,
                 divisor=self.network.divisor,  # type: ignore[arg-type]
+                skips_air=all(channel["window_hu"] for channel in self.metadata.get("task", {}).get("channels", ())),
             )
         return most_probable(probs)
 

@@ -32,7 +32,7 @@ def test_prediction_loads_neither_lightning_nor_monai() -> None:
 def test_prediction_does_without_the_compiler() -> None:
     """Torch imports it by itself, with sympy: a second and a tenth of a gigabyte."""
     load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
-    network = f"import torch; {load}.predict_probs(torch.zeros(32, 32, 32), 0, CascadeOptions())"
+    network = f"import torch; {load}.predict_probs(torch.zeros(1, 32, 32, 32), 0, CascadeOptions())"
     imports = "from medseg.build.stages import load_stage; from medseg.weights.files import shipped_weights"
     loaded = loaded_modules(f"{imports}; from medseg.cascade.stage import CascadeOptions; {network}")
     assert "torch" in loaded

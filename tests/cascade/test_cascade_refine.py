@@ -47,7 +47,7 @@ FINE = GRID.resampled((1.0, 1.0, 1.0))
 def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tuple[bool, bool]) -> None:
     volume, _ = scan()
     for region, low in zip(TASK.regions, is_low, strict=True):
-        probs = refine(volume.array, volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine", region_mode=mode)).probs
+        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine", region_mode=mode)).probs
         assert probs.shape == (1, *BOX.shape)
         halves = probs[0, :, :, :20] > 0.5, probs[0, :, :, 20:] > 0.5
         assert [bool(half.all()) for half in halves] == [low, not low]
@@ -61,7 +61,7 @@ def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
     expected = whole[inner.slices()]
     for number, region in enumerate(TASK.regions):
         network = Watching()
-        refine(image_hu, GRID, Crop(FINE, inner), region, stage(network, "fine"))
+        refine([image_hu], GRID, Crop(FINE, inner), region, stage(network, "fine"))
         ((image, indices),) = network.seen
         assert indices == [number]
         seen = image[0, 0].flip(-1) if region.side == "right" else image[0, 0]
@@ -70,7 +70,7 @@ def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
 
 def test_beyond_the_volume_the_network_sees_air() -> None:
     network = Watching()
-    refine(np.full(GRID.shape, 0, dtype=np.int16), GRID, Crop(FINE, BOX), TASK.regions[0], stage(network, "fine"))
+    refine([np.full(GRID.shape, 0, dtype=np.int16)], GRID, Crop(FINE, BOX), TASK.regions[0], stage(network, "fine"))
     image = network.seen[0][0][0, 0]
     assert (image[:, :3] == -1).all()
     assert (image[:, 3:] == 1).all()
@@ -89,7 +89,7 @@ def test_only_the_classes_of_the_region_are_kept(mode: str) -> None:
     task = Task("t", {"a": 1, "b": 2, "c": 3, "d": 4}, (two, four), TASK.channels)
     expected = torch.softmax(torch.arange(5.0), 0)
     for region in (two, four):
-        probs = refine(volume.array, volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task, region_mode=mode)).probs
+        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task, region_mode=mode)).probs
         assert probs.shape == (len(region.labels), *BOX.shape)
         assert probs.untyped_storage().nbytes() == probs.numel() * probs.itemsize, "nothing else is kept alive"
         for prob, value in zip(probs, expected[1:], strict=False):
@@ -114,6 +114,6 @@ def test_a_network_runs_in_the_stages_precision_and_its_probabilities_are_kept_i
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         network = Conv().train()
         fine = stage(network, "fine", precision=precision)
-        probs = refine(volume.array, volume.grid, Crop(FINE, BOX), TASK.regions[0], fine).probs
+        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), TASK.regions[0], fine).probs
         assert network.dtypes == [dtype]
         assert probs.dtype == torch.float16

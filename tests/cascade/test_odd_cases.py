@@ -77,7 +77,7 @@ def shares_inside(found: Localisation, labels: np.ndarray, grid: VoxelGrid, fine
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_every_lung_lies_in_its_crop(odd: dict[str, Any], stages: list[TrainedStage]) -> None:
     image_hu, labels, grid = phantom(**odd)
-    found = localise(image_hu, grid, stages[0])
+    found = localise([image_hu], grid, stages[0])
     shares = shares_inside(found, labels, grid, stages[1])
     assert shares
     assert set(shares.values()) == {1.0}, found.warnings
@@ -90,11 +90,11 @@ def test_every_lung_lies_in_its_crop(odd: dict[str, Any], stages: list[TrainedSt
 @pytest.mark.parametrize("axes", TURNED.values(), ids=TURNED)
 def test_a_patient_who_lies_otherwise_than_the_header_says_is_reported(axes: tuple[int, int], stages: list[TrainedStage]) -> None:
     image_hu, _, grid = phantom(lambda array: np.flip(array, axes))
-    found = localise(image_hu, grid, stages[0])
+    found = localise([image_hu], grid, stages[0])
     assert any("exchanged" in warning for warning in found.warnings), found.warnings
 
 
 @pytest.mark.slow
 def test_a_patient_on_the_side_is_reported(stages: list[TrainedStage]) -> None:
     image_hu, _, grid = phantom(lambda array: np.rot90(array, 1, (1, 2)))
-    assert localise(image_hu, grid, stages[0]).warnings
+    assert localise([image_hu], grid, stages[0]).warnings

@@ -42,7 +42,7 @@ class Sloped(FineOracle):
 
 
 def image() -> Tensor:
-    return torch.rand(SHAPE, generator=torch.Generator().manual_seed(0))
+    return torch.rand((1, *SHAPE), generator=torch.Generator().manual_seed(0))
 
 
 def test_a_wanted_tile_gives_the_same_where_the_network_sees_one_voxel_at_a_time() -> None:
@@ -115,7 +115,7 @@ def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_full_gpu_is_left_with_tiles_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, large = OutOfMemory(limit=0), torch.rand(160, 128, 96)
+    network, large = OutOfMemory(limit=0), torch.rand(1, 160, 128, 96)
     result = on_meta(network, monkeypatch).predict_probs(large, 0, CascadeOptions())
     assert network.shapes == [(1, 1, 160, 128, 96)]
     assert result.remarks == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
@@ -131,12 +131,12 @@ def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPat
         plans.append(f"{trained.device.type}: {plan}")
         if trained.device.type == "meta":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return torch.zeros(2, *image.shape), None
+        return torch.zeros(2, *image.shape[1:]), None
 
     monkeypatch.setattr(TrainedStage, "_run", run)
     trained = on_meta(OutOfMemory(0), monkeypatch)
     trained.tile_size = (64, 64, 64)
-    result = trained.predict_probs(torch.rand(160, 128, 96), 0, CascadeOptions())
+    result = trained.predict_probs(torch.rand(1, 160, 128, 96), 0, CascadeOptions())
     assert plans == ["meta: tiles of 64×64×64, 8 at a time", "meta: tiles of 64×64×64", "cpu: tiles of 64×64×64"]
     assert [remark.split("went on with ")[1] for remark in result.remarks] == ["one tile at a time", "the CPU"]
 
@@ -179,12 +179,12 @@ def test_flips_leave_the_sides_where_they_count() -> None:
     # A slope along a flipped axis cancels in the logits; one along x stays.
     options = CascadeOptions(tta=True)
     for slopes, is_even in (((3.0, 0.0, 0.0), True), ((0.0, 3.0, 0.0), True), ((0.0, 0.0, 3.0), False)):
-        probs = stage(Sloped(slopes), "fine").predict_probs(torch.zeros(SHAPE), 0, options).probs[1]
+        probs = stage(Sloped(slopes), "fine").predict_probs(torch.zeros(1, *SHAPE), 0, options).probs[1]
         assert bool(torch.allclose(probs.float(), torch.full(SHAPE, 0.5), atol=1e-5)) is is_even
     # The image is turned back: its own detail stays in place.
     bright = torch.zeros(SHAPE)
     bright[10:20, 30:50, 60:70] = 1.0
-    probs = stage(Sloped(gain=5.0), "fine").predict_probs(bright, 0, options).probs[1]
+    probs = stage(Sloped(gain=5.0), "fine").predict_probs(bright[None], 0, options).probs[1]
     assert torch.equal(probs > 0.9, bright > 0)
 
 

@@ -58,7 +58,7 @@ def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], A
         if (step, scan.name) in raises:
             raise raises[step, scan.name]
 
-    def read(scan: Scan) -> CaseData:
+    def read(scan: Scan, *_: Any) -> CaseData:
         input_format(scan.path)
         fail("read", scan)
         return CaseData()
@@ -171,7 +171,7 @@ def test_memory_that_is_short_ahead_of_its_turn_is_asked_for_again(
     tries: list[str] = []
     read = batch.read_case
 
-    def once(scan: Scan) -> CaseData:
+    def once(scan: Scan, *_: Any) -> CaseData:
         tries.append(scan.name)
         if scan.name == "b" and tries.count("b") == 1:
             raise MemoryError("while the other case is there")
@@ -216,7 +216,7 @@ def test_a_large_scan_waits_for_its_turn(
     threads: list[str] = []
     read = batch.read_case
 
-    def noted(scan: Scan) -> CaseData:
+    def noted(scan: Scan, *_: Any) -> CaseData:
         threads.append("own" if threading.current_thread() is threading.main_thread() else "ahead")
         return read(scan)
 
@@ -318,6 +318,6 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
     stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, "whole", precision, torch.device("cpu"))
     for flag in tf32_flags:
         flag.allow_tf32 = before
-    stage.predict_probs(torch.zeros(2, 3, 4), 0, CascadeOptions())
+    stage.predict_probs(torch.zeros(1, 2, 3, 4), 0, CascadeOptions())
     assert seen == [False, False]
     assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]

@@ -1,0 +1,163 @@
+"""Tasks of several channels: from the command line, a case table and Python, each channel on the grid of the first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import pytest
+import torch
+from oracle import GRID, TASK, dice, scan, stage
+from torch import Tensor, nn
+
+from medseg import Segmenter
+from medseg.commands import predict as app
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PredictConfig
+from medseg.data.task import Channel
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelBox
+from medseg.io.read import read_labels
+from medseg.io.volume import Volume
+from medseg.io.write import write_image
+
+CT = Channel("ct", (-1000.0, 0.0))
+MR = Channel("mr", None, "zscore")
+TWO = replace(TASK, channels=(CT, MR))
+ONE_STAGE = replace(TWO, regions=())
+FOUR = replace(TASK, regions=(), labels={"tumour": 1}, channels=(MR, MR, replace(MR, normalise="percentile"), MR))
+
+
+class Both(nn.Module):
+    """Foreground is where all channels are bright; left and right as in `CoarseOracle` where there are two labels."""
+
+    divisor = (8, 8, 8)
+
+    def __init__(self, num_channels: int, num_labels: int) -> None:
+        super().__init__()
+        self.num_channels, self.num_labels = num_channels, num_labels
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        assert image.shape[1] == self.num_channels
+        bright = 10.0 * (image.amin(1, keepdim=True) - 0.01)
+        if self.num_labels == 1:
+            return torch.cat([torch.zeros_like(bright), bright], 1)
+        is_left = torch.arange(image.shape[-1]) >= image.shape[-1] / 2
+        sides = [torch.where(is_here, bright, -30.0) for is_here in (is_left, ~is_left)]
+        return torch.cat([torch.zeros_like(bright), *sides], 1)
+
+
+def mr_of(labels: np.ndarray, rng_seed: int = 0) -> np.ndarray:
+    """A second channel: bright in the labels, dark in the body around, 0 outside."""
+    noise = np.random.default_rng(rng_seed).random(labels.shape)
+    image = np.where(labels > 0, 900 + 10 * noise, 100 + 10 * noise)
+    image[:, :3] = 0
+    return image.astype(np.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A CT and, on a grid of its own that is shifted and finer, a second channel of the same blocks."""
+    volume, labels = scan()
+    write_image(tmp_path / "ct.nii.gz", volume.array, volume.grid)
+    fine = GRID.resampled((2.0, 0.9, 0.8)).crop(VoxelBox((2, 3, 4), (38, 86, 126)))
+    centres = np.stack(np.meshgrid(*map(np.arange, fine.shape), indexing="ij"), -1).reshape(-1, 3)
+    index = np.rint(GRID.world_to_index_zyx(fine.index_to_world_xyz_mm(centres))).astype(int)
+    nearest = labels[tuple(np.clip(index, 0, np.array(GRID.shape) - 1).T)].reshape(fine.shape)
+    write_image(tmp_path / "mr.nrrd", mr_of(nearest), fine)
+    np.save(tmp_path / "labels.npy", labels)
+    return tmp_path
+
+
+def use(monkeypatch: pytest.MonkeyPatch, task: Any) -> None:
+    networks = {"coarse": Both(len(task.channels), len(task.labels)), "fine": Both(len(task.channels), 1)}
+    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name, task))
+
+
+def predict(source: str, output: Path, *overrides: str) -> int:
+    stages = ["coarse=c", "accelerator=cpu"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("predict", [f"input={source}", f"output='{output}'", *stages, *overrides])
+    return app.predict(to_config(composed, PredictConfig))
+
+
+@pytest.mark.parametrize("task", [TWO, ONE_STAGE], ids=["two stages", "one stage"])
+def test_two_channels_from_files_from_a_table_and_from_python_agree(
+    task: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, task)
+    given = ["fine=f"] if task.regions else []
+    source = f"['{folder / 'ct.nii.gz'}','{folder / 'mr.nrrd'}']"
+    assert predict(source, folder / "out.nii.gz", *given) == 0
+    labels, target = read_labels(folder / "out.nii.gz").array, np.load(folder / "labels.npy")
+    assert all(dice(labels == value, target == value) > 0.9 for value in task.labels.values())
+    report = json.loads((folder / "out.json").read_text())
+    assert [Path(source["path"]).name for source in (report["source"], *report["more_sources"])] == ["ct.nii.gz", "mr.nrrd"]
+
+    (folder / "table.csv").write_text("case,image,image_1\nx,ct.nii.gz,mr.nrrd\n")
+    assert predict(str(folder / "table.csv"), folder / "out", *given) == 0
+    assert np.array_equal(read_labels(folder / "out" / "x.nii.gz").array, labels)
+
+    segmenter = Segmenter(["c"], ["f"] if task.regions else [], accelerator="cpu")
+    result = segmenter.segment([folder / "ct.nii.gz", folder / "mr.nrrd"])
+    assert np.array_equal(result.labels.array, labels)
+    volume, _ = scan()
+    second = Volume(mr_of(target), volume.grid)
+    from_arrays = segmenter.segment([volume, second]).labels.array
+    assert all(dice(from_arrays == value, target == value) > 0.9 for value in task.labels.values())
+
+
+def test_a_changed_channel_makes_another_result(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, ONE_STAGE)
+    source = f"['{folder / 'ct.nii.gz'}','{folder / 'mr.nrrd'}']"
+    for changes, expected in ((False, "ml"), (False, "finished before"), (True, "ml")):
+        if changes:
+            volume, labels = scan()
+            write_image(folder / "mr.nrrd", mr_of(labels, 1), volume.grid)
+        assert predict(source, folder / "out.nii.gz") == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_a_missing_channel_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, ONE_STAGE)
+    said = "the task blocks has 2 channels (ct, mr), but the scan has {}; give input=[a,b,…]"
+    with pytest.raises(UserError) as caught:
+        predict(f"['{folder / 'ct.nii.gz'}']", folder / "out.nii.gz")
+    assert said.format(1) in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        predict(f"['{folder / 'ct.nii.gz'}','{folder / 'mr.nrrd'}','{folder / 'mr.nrrd'}']", folder / "out.nii.gz")
+    assert said.format(3) in str(caught.value)
+    with pytest.raises(UserError, match="the scan has 1"):
+        Segmenter(["c"], [], accelerator="cpu").segment(folder / "ct.nii.gz")
+    (folder / "table.csv").write_text("case,image,image_1\nx,ct.nii.gz,\ny,ct.nii.gz,mr.nrrd\n")
+    assert predict(str(folder / "table.csv"), folder / "out") == 1
+    assert "medseg: x: " in (said_by := capsys.readouterr().err)
+    assert "image_1 is missing; give a file for each" in said_by
+    assert (folder / "out" / "y.nii.gz").is_file()
+    with pytest.raises(UserError, match="input: expected a path, or a list of the channels of one case"):
+        predict("[1,2]", folder / "out.nii.gz")
+
+
+def test_four_channels_without_hu_are_segmented_without_findings_of_a_ct(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, FOUR)
+    volume, labels = scan()
+    for number in range(4):
+        write_image(folder / f"{number}.nii.gz", mr_of(labels, number) * (1 + number), volume.grid)
+    source = ",".join(f"'{folder / str(number)}.nii.gz'" for number in range(4))
+    assert predict(f"[{source}]", folder / "out.nii.gz") == 0
+    found = read_labels(folder / "out.nii.gz").array
+    assert dice(found == 1, labels > 0) > 0.9
+    report = json.loads((folder / "out.json").read_text())
+    assert (report["status"], report["warnings"]) == ("ok", [])
+    assert "HU" not in capsys.readouterr().err
