@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from medseg.build.network import make_described_network, to_tuples
+from medseg.build.task import with_known_volumes
 from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import UNET, Precision, Resampling
 from medseg.config.targets import TARGET, check_target
@@ -63,7 +64,7 @@ def load_stage(
         ) from error
     try:
         check_ranges(metadata, len(weights))
-        task = Task.from_dict(metadata["task"])
+        task = with_known_volumes(Task.from_dict(metadata["task"]))
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
         with torch.device("meta"), WithoutDraws():
             shapes = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)

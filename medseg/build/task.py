@@ -1,5 +1,11 @@
 """Task of a run: labels, regions, channels and plausible volumes."""
 
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from medseg.config.folder import conf_dir
 from medseg.config.schema import StageName, TaskConfig, TrainConfig
 from medseg.data.task import Channel, Region, Task
 
@@ -20,6 +26,17 @@ def make_task(config: TaskConfig) -> Task:
         config.ignore_label,
         {name: (low_ml, high_ml) for name, (low_ml, high_ml) in (config.volume_ml or {}).items()},
     )
+
+
+def with_known_volumes(task: Task) -> Task:
+    """Complete the task of a checkpoint that predates plausible volumes by those of `conf/task/<name>.yaml`, if its labels are the same."""
+    path = conf_dir() / "task" / f"{task.name}.yaml"
+    if task.volume_ml or not task.name.isidentifier() or not path.is_file():
+        return task
+    found: Any = OmegaConf.to_container(OmegaConf.load(path))
+    known = found.get("task", found)
+    ranges_ml = {name: (float(low_ml), float(high_ml)) for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()}
+    return replace(task, volume_ml=ranges_ml) if known["labels"] == task.labels else task
 
 
 def count_classes(config: TrainConfig) -> int:

@@ -10,11 +10,16 @@ from medseg.evaluation.scoring import evaluate_folder
 
 
 def evaluate(config: EvaluateConfig) -> int:
-    """Score the folder of a configuration.
+    """Score the folder of a configuration; further metrics see each region as one class beside the background.
 
     Returns:
         0, or 1 when a case could not be scored.
     """
+    metrics = {}
+    if config.metrics:
+        from medseg.build.extensions import make_metrics  # loads torch, which our own metrics do without
+
+        metrics = make_metrics(config.metrics, 2, config.trusted_targets)
     summary = evaluate_folder(
         Path(config.pred),
         Path(config.ref),
@@ -24,5 +29,6 @@ def evaluate(config: EvaluateConfig) -> int:
         config.data.labels_column,
         config.split,
         config.pictures,
+        metrics=metrics,
     )
     return EXIT_FAILED if summary.failed else 0

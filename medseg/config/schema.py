@@ -601,6 +601,12 @@ class EvaluateConfig:
     output: Annotated[str, Knob("Folder of the scores.")]
     split: Annotated[Text, Knob("With a case table: this part only (train, val, test).")]
     pictures: Annotated[bool, Knob("Draw overlays.")]
+    metrics: Annotated[
+        dict[str, Any], Knob("Name: metric of monai.metrics or torchmetrics (_target_), scored for each region beside ours.")
+    ]
+    trusted_targets: Annotated[
+        list[str], Knob("Prefixes of classes that metrics may name beyond the white list, such as my_package.")
+    ]
     task: TaskConfig
     data: LabelsConfig
 

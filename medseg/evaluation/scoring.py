@@ -99,6 +99,8 @@ def evaluate_folder(
     Raises:
         UserError: If an input is missing or no case has both a prediction and a reference.
     """
+    taken = sorted({"case", "region", "trust", *METRICS} & set(metrics or {}))
+    require(not taken, f"metrics.{', '.join(taken)}: a column of metrics.csv has this name already; choose another one")
     regions = _scored_regions(task, label_values)
     predictions = find_predictions(pred_dir)
     references, elsewhere = find_references(ref, labels_column, split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from medseg.build.network import load_initial_weights, make_network
 from medseg.build.run import make_metadata
 from medseg.build.stages import load_stage, load_stages
+from medseg.build.task import make_task, with_known_volumes
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -19,7 +21,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.models.unet import RegionalNetwork
 from medseg.runs.signature import plain
-from medseg.weights.files import write_weights
+from medseg.weights.files import shipped_weights, write_weights
 
 CPU = torch.device("cpu")
 
@@ -62,6 +64,15 @@ def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(tm
         assert torch.equal(full.serve(0, image, 0), half.serve(0, image, 0))
     with pytest.raises(UserError, match=r"inference\.half_weights=true: the fine stage runs in fp32; give precision=bf16"):
         load_stage(path, "fine", CPU, "fp32", (), True)
+
+
+def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
+    stage = load_stages([shipped_weights("lungs", "coarse")], "coarse", CPU)
+    assert stage.task.volume_ml == make_task(compose().task).volume_ml
+    assert set(stage.task.volume_ml) == {"left_lung", "right_lung"}
+    other = replace(stage.task, labels={"lung": 1}, regions=(), volume_ml={})
+    assert with_known_volumes(other) == other
+    assert with_known_volumes(replace(other, name="../lungs")).volume_ml == {}
 
 
 def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) -> None:

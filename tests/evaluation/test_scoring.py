@@ -5,11 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import hydra
 import numpy as np
 import pytest
 
+from medseg.commands.evaluate import evaluate
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import EvaluateConfig
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.evaluation.scoring import evaluate_folder
@@ -304,4 +310,74 @@ def test_mistakes_of_the_user(world: World, change: dict[str, object], says: str
             split=arguments["split"],  # type: ignore[arg-type]
             progress=_say_nothing,
         )
+    assert not world.output.exists()
+
+
+def test_ignored_voxels_count_nowhere(world: World) -> None:
+    """Half of the left lung is ignored: what the prediction says there changes no score, and the volumes are those of the rest."""
+    task = replace(TASK, ignore_label=255)
+    for name, fill in (("right", 1), ("wrong", 0), ("other", 2)):
+        target, pred = _labels(), _labels()
+        target[3:7, 4:14, 15:23] = 9
+        pred[3:7, 4:14, 15:23] = fill
+        world.add(name, pred, target)
+    evaluate_folder(world.pred, world.table, world.output, task, {**VALUES, 9: "ignore"}, progress=_say_nothing, pictures=False)
+    rows = [row | {"case": ""} for row in world.read("metrics.csv")]
+    assert rows[:2] == rows[2:4] == rows[4:]
+    assert [float(rows[0][key]) for key in ("dice", "hd95_mm")] == [1.0, 0.0]
+    assert float(rows[0]["volume_ref_ml"]) == pytest.approx(4 * 10 * 8 * 9 / 1000)
+
+
+def test_a_task_without_regions_is_scored_by_label(world: World) -> None:
+    task = replace(TASK, regions=(), channels=(Channel("mr", None, "zscore"),))
+    world.add("a", _labels(2), _labels())
+    summary = evaluate_folder(world.pred, world.table, world.output, task, VALUES, progress=_say_nothing)
+    assert list(world.metrics()) == [("a", "left_lung"), ("a", "right_lung")]
+    assert (world.output / "overlays" / "a.png").stat().st_size > 5000
+    assert not summary.warnings
+    evaluate_folder(
+        world.pred, world.table, world.output, task, {1: "left_lung", 2: "other"}, progress=_say_nothing, pictures=False
+    )
+    assert list(world.metrics()) == [("a", "left_lung")]
+
+
+def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
+    """MONAI's and torchmetrics' Dice of each region are ours; a distance takes the voxel spacing."""
+    for shift in range(3):
+        world.add(f"case {shift}", _labels(shift), _labels())
+    nodes: dict[str, object] = {
+        "monai_dice": {"_target_": "monai.metrics.DiceMetric", "include_background": False},
+        "tm_dice": {"_target_": "torchmetrics.segmentation.DiceScore", "include_background": False},
+        "hausdorff_mm": {"_target_": "monai.metrics.HausdorffDistanceMetric", "include_background": False},
+    }
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        given = [f"pred='{world.pred}'", f"ref='{world.table}'", f"output='{world.output}'", "pictures=false"]
+        given += [f"+metrics.{name}={json.dumps(node).replace(chr(34), '')}" for name, node in nodes.items()]
+        config = to_config(hydra.compose("evaluate", given), EvaluateConfig)
+    assert evaluate(config) == 0
+    for (_, region), row in world.metrics().items():
+        assert float(row["monai_dice"]) == pytest.approx(float(row["dice"]), abs=1e-6)
+        assert float(row["tm_dice"]) == pytest.approx(float(row["dice"]), abs=1e-6)
+        assert float(row["hausdorff_mm"]) == pytest.approx(float(row["hd95_mm"]), abs=1e-6), region
+    (row,) = (row for row in world.read("summary.csv") if (row["region"], row["metric"]) == ("left_lung", "monai_dice"))
+    assert float(row["mean"]) == pytest.approx(0.9)
+    assert row["worst_case"] == "", "nobody has said which way is worse"
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ("metrics.x={_target_: os.system}", "metrics.x"),
+        ("metrics.x={_target_: monai.metrics.DiceMetrik}", "DiceMetric"),
+        ("metrics.dice={_target_: monai.metrics.DiceMetric}", "metrics.dice: a column of metrics.csv has this name already"),
+    ],
+)
+def test_metrics_that_are_refused(world: World, node: str, says: str) -> None:
+    world.add("a", _labels(), _labels())
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        given = [f"pred='{world.pred}'", f"ref='{world.table}'", f"output='{world.output}'", f"+{node}"]
+        composed = hydra.compose("evaluate", given)
+    with pytest.raises(UserError) as caught:
+        evaluate(to_config(composed, EvaluateConfig))
+    assert says in str(caught.value)
     assert not world.output.exists()
