@@ -108,7 +108,8 @@ def read_scan(paths: Sequence[Path | None], task: Task, series: str | None, hu: 
     Raises:
         UserError: If one is missing or cannot be read.
     """
-    channels, volume = read_channels(paths, [channel.outside for channel in task.channels], series=series, scales=[hu])
+    outside, modalities = ([getattr(one, name) for one in task.channels] for name in ("outside", "modality"))
+    channels, volume = read_channels(paths, outside, series=series, scales=[hu], modalities=modalities)
     return volume, list(channels[1:])
 
 

@@ -352,7 +352,7 @@ def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
     }
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         given = [f"pred='{world.pred}'", f"ref='{world.table}'", f"output='{world.output}'", "pictures=false"]
-        given += [f"+metrics.{name}={json.dumps(node).replace(chr(34), '')}" for name, node in nodes.items()]
+        given += [f"metrics.{name}={json.dumps(node).replace(chr(34), '')}" for name, node in nodes.items()]
         config = to_config(hydra.compose("evaluate", given), EvaluateConfig)
     assert evaluate(config) == 0
     for (_, region), row in world.metrics().items():
@@ -367,15 +367,15 @@ def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
 @pytest.mark.parametrize(
     ("node", "says"),
     [
-        ("metrics.x={_target_: os.system}", "metrics.x"),
-        ("metrics.x={_target_: monai.metrics.DiceMetrik}", "DiceMetric"),
+        ("metrics.x._target_=os.system", "metrics.x"),
+        ("metrics.x._target_=monai.metrics.DiceMetrik", "DiceMetric"),
         ("metrics.dice={_target_: monai.metrics.DiceMetric}", "metrics.dice: a column of metrics.csv has this name already"),
     ],
 )
 def test_metrics_that_are_refused(world: World, node: str, says: str) -> None:
     world.add("a", _labels(), _labels())
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        given = [f"pred='{world.pred}'", f"ref='{world.table}'", f"output='{world.output}'", f"+{node}"]
+        given = [f"pred='{world.pred}'", f"ref='{world.table}'", f"output='{world.output}'", node]
         composed = hydra.compose("evaluate", given)
     with pytest.raises(UserError) as caught:
         evaluate(to_config(composed, EvaluateConfig))
