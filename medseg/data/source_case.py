@@ -72,7 +72,8 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
     # Before reading: a file that changes while it is read then makes the entry stale.
     sources = {role: fingerprint(path) for role, path in sources_of(case, task).items()}
     paths = case.images(len(task.channels))
-    stacked, volume = read_channels(paths, [one.outside for one in task.channels], series=case.series, scales=[case.hu])
+    outside, modalities = [one.outside for one in task.channels], [one.modality for one in task.channels]
+    stacked, volume = read_channels(paths, outside, series=case.series, scales=[case.hu], modalities=modalities)
     image_hu, grid, orientation = orient(stacked[0], volume.grid)
     images = [image_hu, *map(orientation.to_lps, stacked[1:])]
     facts = [measure_image(image) for image in images]

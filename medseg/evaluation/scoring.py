@@ -240,7 +240,7 @@ def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, tas
     Raises:
         UserError: If the image cannot be read or has another grid.
     """
-    volume = read_image(case.image, case.series)
+    volume = read_image(case.image, case.series, task.channels[0].modality)
     image_hu, image_grid, _ = orient(case.hu.apply(volume.array), volume.grid)
     low, high = task.channels[0].window_hu or np.percentile(image_hu, PERCENTILES)
     check_grid("image's", image_grid, "labels'", grid)

@@ -68,7 +68,7 @@ def read_image(path: Path, series: str | None = None, modality: str = "ct") -> V
         path: Volume file, DICOM folder (searched to its bottom) or DICOMDIR, or one file of a DICOM series.
         series: Which DICOM series, where there are several: Series Instance UID or Series Number, with `/<part>` for a
             part of one; None for the only one.
-        modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, `pt`); other files do not name theirs.
+        modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, or `other` for any); other files do not name theirs.
 
     Returns:
         HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where that is exact, else float32.

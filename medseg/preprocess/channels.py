@@ -69,7 +69,7 @@ def read_channels(
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.
-        modalities: Modality of each channel, such as `ct` or `mr`; DICOM series of another one are refused. Those beyond its end: `ct`.
+        modalities: Modality of each channel, `ct`, `mr` or `other`; DICOM series of another one are refused. Those beyond its end: `ct`.
 
     Returns:
         Channels (C, D, H, W) in the storage order of the first: its type where there is only one, else float32; and the first channel

@@ -317,3 +317,14 @@ def test_echoes_of_one_series_are_told_apart(tmp_path: Path) -> None:
     ):
         read_image(tmp_path / "d", modality="mr")
     assert np.array_equal(read_image(tmp_path / "d", "2/2", "mr").array, make_hu(seed=90))
+
+
+def test_any_modality_but_no_object_without_an_image(tmp_path: Path) -> None:
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, Modality="PT", SeriesNumber=2)
+    other(tmp_path / "d" / "dose", uid="1.2.3.9", SeriesNumber=9, Modality="RTDOSE")
+    volume = read_image(tmp_path / "d", modality="other")
+    assert np.array_equal(volume.array, make_hu())
+    assert volume.remarks == (LEFT_OUT + "1 x RTDOSE object (series 9)",)
+    (tmp_path / "d" / "dose").rename(tmp_path / "dose")
+    with pytest.raises(UserError, match="expected a scan series of at least two slices, but found only 1 x RTDOSE object"):
+        read_image(tmp_path / "dose", modality="other")

@@ -253,7 +253,7 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
 
     Args:
         path: The file.
-        modality: Modality of the slices that are wanted, as DICOM names it.
+        modality: Modality of the slices that are wanted, as DICOM names it; "" takes any.
 
     Returns:
         Its slices, or the reasons why there are none; nothing for a table of contents (DICOMDIR).
@@ -326,13 +326,13 @@ def _other_kind(header: FileDataset, wanted: str) -> str:
         f"{modality} object": modality in NO_IMAGES,
         "secondary capture": sop_class.startswith(uid.SecondaryCaptureImageStorage),
         NO_PIXELS: not _whole(header, "Rows", 0) or not _whole(header, "Columns", 0),
-        f"{plain(modality)} image": modality not in ("", wanted),
-        "image of unknown modality": not modality and wanted not in words,
+        f"{plain(modality)} image": bool(wanted) and modality not in ("", wanted),
+        "image of unknown modality": bool(wanted) and not modality and wanted not in words,
         "colour image": _whole(header, "SamplesPerPixel", 1) != 1
         or _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR",
     }
     kind = next((kind for kind, applies in kinds.items() if applies), "")
-    may_be_wanted = not words or (wanted in words and words[-2:] == ["Image", "Storage"])
+    may_be_wanted = not words or ((not wanted or wanted in words) and words[-2:] == ["Image", "Storage"])
     require(
         kind != NO_PIXELS or not may_be_wanted,
         "the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.",

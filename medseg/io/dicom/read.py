@@ -184,7 +184,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
         wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
-        modality: Modality of the series, as DICOM names it.
+        modality: Modality of the series, as DICOM names it; "" takes any.
 
     Returns:
         The stack, and remarks on what was left out.
@@ -197,6 +197,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
     images = [image for file in files for image in read_frames(file, modality)]
     images += _broken_copies(set(files), images)
     only_file = None if is_folder else path
+    kind = f"{modality or 'scan'} series"
     stacks: list[Stack] = []
     left_out = [image for image in images if isinstance(image, NoSlice) and not image.is_unreadable]
     unreadable = [image for image in images if isinstance(image, NoSlice) and image.is_unreadable]
@@ -210,7 +211,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
     chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part or 1)]
     require(
         len(chosen) <= 1,
-        f"{path}: expected one {modality} series, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
+        f"{path}: expected one {kind}, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
         "column series of a case table.",
     )
     uids = {stack.frames[0].series.uid for stack in chosen} or {
@@ -227,8 +228,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
     summary = _first([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], ", ")
     require(
         bool(in_file),
-        f"{path}: expected a {modality} series of at least two slices, but found only {summary or 'no image'}; give the folder of a "
-        f"{modality} series.",
+        f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
     )
     require(bool(chosen), f"{path}: there is no series={plain(str(wanted))} among {_list(in_file, stacks)}; give one of them.")
     num_patients = len({frame.patient for frame in chosen[0].frames} - {""})
@@ -290,12 +290,12 @@ def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> L
         path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of a series, which stands for
             the series' files beside it.
         series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
-        modality: Modality of the series, as a task names it; that of CT gives HU.
+        modality: Modality of the series, as a task names it: `ct` (in HU), `mr`, or `other` for any.
 
     Raises:
         UserError: If it is not exactly one stack of slices, or the slices do not make a regular volume by the rules above.
     """
-    stack, remarks = choose_stack(path, series, modality.upper())
+    stack, remarks = choose_stack(path, series, "" if modality == "other" else modality.upper())
     without = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without) < len(stack.frames):
         raise UserError(
