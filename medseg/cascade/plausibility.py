@@ -8,7 +8,7 @@ import numpy as np
 from scipy import ndimage
 
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.audit.position import is_upside_down, turned_pairs
+from medseg.data.audit.position import apex_excess, turned_pairs
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import distortion
@@ -93,7 +93,7 @@ def position_warnings(
         "round than the header says, left and right are exchanged"
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
-    if is_upside_down(image_hu, labels, boxes, grid, task):
+    if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         warnings.append(
             "the lower ends of the lungs look like their apices: if the patient lay the other way round than the header says, left and "
             "right are exchanged"

@@ -60,6 +60,7 @@ class CachedCase:
         label_boxes: The same for each label.
         intensities: Map of each channel to the range of the network, by the values of this case; None where the channel has a window.
         trust: Region name to the trust in its reference.
+        content: Digest of what the case was made from: the content of its files, their scale and label values; not their places.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.
@@ -75,6 +76,7 @@ class CachedCase:
     label_boxes: dict[str, VoxelBox] = field(default_factory=dict)
     intensities: tuple[Intensity | None, ...] = (None,)
     trust: dict[str, str] = field(default_factory=dict)
+    content: str = ""
 
     @property
     def images(self) -> list[np.ndarray]:
@@ -341,6 +343,13 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         label_boxes={name: VoxelBox(**box) for name, box in record["label_boxes"].items()},
         intensities=tuple(one and Intensity(*one) for one in record["intensities"]),
         trust=case.trust,
+        content=_digest(
+            {
+                "files": {role: source["sha256"] for role, source in record["sources"].items()},
+                "read_as": record["read_as"],
+                "configuration": record["configuration"],
+            }
+        ),
         audit=audit,
         ignore_findings=case.ignore_findings,
         resampling=resampling,

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Severity, find
-from medseg.data.audit.image import audit_channels, hash_voxels, measure_image
-from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, audit_placement, map_values, measure_volumes
+from medseg.data.audit.image import audit_channels, hash_voxels, make_thumbnail, measure_image
+from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, audit_placement, audit_shift, map_values, measure_volumes
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
 from medseg.data.task import Task
@@ -96,9 +96,12 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
             findings += odd
             if not any(finding.code == "empty_labels" for finding in odd):
                 findings += audit_labels(image_hu if is_hu else None, labels, grid, task, case.trust)
-                findings += audit_placement(image_hu, labels, grid) if is_hu else []
+                if is_hu:
+                    findings += audit_placement(image_hu, labels, grid) or audit_shift(image_hu, labels, grid)
     volumes_ml = {} if labels is None else measure_volumes(labels, grid, task)
-    audit = CaseAudit(grid, facts[0].summary(), hash_voxels(image_hu), volumes_ml, tuple(findings))
+    audit = CaseAudit(
+        grid, facts[0].summary(), hash_voxels(image_hu), volumes_ml, tuple(findings), make_thumbnail(image_hu) if is_hu else ()
+    )
     source = SourceCase(sources, images, labels, grid, audit)
     if audit.heeded(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit, source)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from medseg.build.spacing import find_spacing
-from medseg.config.check import to_config
+from medseg.config.check import to_config, to_typed
 from medseg.config.schema import TrainConfig
 from medseg.config.targets import EXTENSION_KEYS, TARGET
 from medseg.console import say
@@ -195,7 +195,9 @@ def write_end(run_dir: Path, status: Status, message: str) -> None:
 
 
 def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
-    """Read and check the configuration of a run folder, which may have been moved.
+    """Read the configuration of a run folder, which may have been moved, and check its names, types and ranges.
+
+    Files that it names may be gone: whoever trains with it checks the rules between keys.
 
     Args:
         run_dir: The run folder.
@@ -204,7 +206,7 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
     Raises:
         UserError: If it is damaged or not right.
     """
-    config = to_config(OmegaConf.create({**read_config(run_dir), "trusted_targets": list(trusted)}), TrainConfig)
+    config = to_typed(OmegaConf.create({**read_config(run_dir), "trusted_targets": list(trusted)}), TrainConfig)
     _set_run_dir(config, run_dir)
     return config
 
@@ -261,7 +263,9 @@ def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
 
 def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse a change of the result. More steps are allowed where the schedule does not depend on their number."""
-    differing = [key for key in sorted(saved.keys() | given.keys()) if saved.get(key) != given.get(key)]
+    # A moved table is the same data set; the cases themselves are compared with those of the checkpoint.
+    keys = sorted((saved.keys() | given.keys()) - {"data.cases"})
+    differing = [key for key in keys if saved.get(key) != given.get(key)]
     if not differing:
         return
     begin, steps = f"resume={resume}: ", saved["steps"]

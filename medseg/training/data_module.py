@@ -172,6 +172,33 @@ class CasesDataModule(pl.LightningDataModule):
             coarse_boxes=boxes,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the cases in their order, for the checkpoint: a resumed run must have the same."""
+        sides = {"train": self.train_cases, "val": self.val_cases}
+        return {side: [[case.name, case.content] for case in cases] for side, cases in sides.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare the cases with those of the checkpoint.
+
+        Raises:
+            UserError: If they differ: the samples of the resumed run would be those of another data set.
+        """
+        for side, cases in self.state_dict().items():
+            then, now = dict(state_dict[side]), dict(cases)
+            changes = {
+                "added": [name for name in now if name not in then],
+                "removed": [name for name in then if name not in now],
+                "changed": [name for name in now if name in then and now[name] != then[name]],
+                "in another order": [] if list(then) == list(now) or then.keys() != now.keys() else list(now),
+            }
+            found = [f"{', '.join(names[:5])}{', …' * (len(names) > 5)} {how}" for how, names in changes.items() if names]
+            if found:
+                raise UserError(
+                    f"The {'training' if side == 'train' else 'validation'} cases are not those that the run began with ({'; '.join(found)}), so "
+                    "two data sets would be mixed; restore the case table and its files (data.cases=<table> where it was moved), or start a "
+                    "new run, with init_from=<checkpoint> to go on from its weights."
+                )
+
     def train_dataloader(self) -> DataLoader[Any]:
         """Make the loader of micro-batches from the trainer's step on."""
         trainer = self.trainer

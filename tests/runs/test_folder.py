@@ -269,3 +269,13 @@ def test_a_run_that_an_earlier_version_made_with_start_false_is_resumed(run_dir:
     path.write_text(path.read_text(encoding="utf-8") + "start: false\n", encoding="utf-8")
     resume(run_dir)
     assert "start:" not in path.read_text(encoding="utf-8")
+
+
+def test_a_moved_table_is_given_on_resume(run_dir: Path, tmp_path: Path) -> None:
+    path, there, here = run_dir / CONFIG_FILE, tmp_path / "there.csv", tmp_path / "here.csv"
+    path.write_text(path.read_text(encoding="utf-8").replace("cases: null", f"cases: {there}"), encoding="utf-8")
+    here.write_text("case,image,labels\na,a.nii.gz,a_l.nii.gz\n")
+    with pytest.raises(UserError, match=r"there\.csv: there is no such file"):
+        resume(run_dir)
+    assert resume(run_dir, f"data.cases={here}").data.cases == str(here)
+    assert load_config(run_dir).data.cases == str(here)

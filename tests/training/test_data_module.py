@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -17,6 +20,9 @@ from medseg.data.samples import init_worker
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.geometry.grid_rule import PLAIN
+from medseg.io.read import read_labels
+from medseg.io.write import write_labels
+from medseg.preprocess.scale import HuScale
 from medseg.runs.status import end_of
 from medseg.training.data_module import CasesDataModule, StageInput, TrainLoader
 from medseg.training.preemption import SIGNALS
@@ -113,3 +119,33 @@ def test_a_loader_worker_that_cannot_hand_a_sample_over_ends_the_run_in_one_sent
     said = capfd.readouterr().err
     assert "a loader worker cannot hand over a sample: MemoryError: no room" in said
     assert "Traceback" not in said
+
+
+def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lies(tiny_table: Path, tmp_path: Path) -> None:
+    first, second, third, *_ = read_case_table(tiny_table)
+    state = set_up(first, second, tmp_path).state_dict()
+    assert json.loads(json.dumps(state)) == state, "plain types"
+
+    def moved(case: Case) -> Case:
+        assert case.labels is not None
+        (tmp_path / "moved").mkdir(exist_ok=True)
+        image, labels = (Path(shutil.copy(path, tmp_path / "moved")) for path in (case.image, case.labels))
+        return replace(case, image=image, labels=labels)
+
+    def changed(case: Case) -> Case:
+        assert case.labels is not None
+        volume = read_labels(case.labels)
+        labels = np.array(volume.array)
+        labels[:8] = 0
+        write_labels(tmp_path / "changed.nii.gz", labels, volume.grid)
+        return replace(case, labels=tmp_path / "changed.nii.gz")
+
+    set_up(moved(first), moved(second), tmp_path).load_state_dict(state)
+    for train, val, said in (
+        (third, second, f"training cases are not those that the run began with ({third.name} added; {first.name} removed)"),
+        (first, changed(second), f"validation cases are not those that the run began with ({second.name} changed)"),
+        (replace(first, hu=HuScale(1.0, 5.0)), second, f"({first.name} changed)"),
+    ):
+        with pytest.raises(UserError) as refused:
+            set_up(train, val, tmp_path).load_state_dict(state)
+        assert said in str(refused.value)

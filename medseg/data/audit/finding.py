@@ -104,6 +104,11 @@ KINDS = {
         "another order of voxels",
         "look at the picture and write them again in the order of the image",
     ),
+    "misplaced_labels:shifted": Kind(
+        ERROR,
+        "the edges of the image lie {shifts} beside those of the labels: the label map was shifted",
+        "look at the picture; correct the origin in the header of the label map, or write it again",
+    ),
     "unknown_values": Kind(
         ERROR,
         "the label map holds the value{s} {few}, which data.label_values does not name (it names {known})",
@@ -123,7 +128,30 @@ KINDS = {
         ERROR,
         "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS): the "
         "labels are swapped",
-        "correct data.label_values or the file",
+        "look at the picture: if the labels are exchanged, correct data.label_values or the file; if the body itself lies otherwise than the "
+        "header says, correct the headers, since with exchanged values the network would learn swapped sides",
+    ),
+    "swapped_sides:position": Kind(
+        ERROR,
+        "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS), and the "
+        "body itself seems to be {position} against the header",
+        "look at the picture; correct the headers of the image and the label map, and leave data.label_values as they are: with exchanged "
+        "values the network would learn swapped sides",
+    ),
+    "body_position": Kind(
+        WARNING,
+        "the body seems to be {position} against the header: {sign}; left and right would be exchanged",
+        "look at the picture; correct the headers of the image and the label map if the patient lay otherwise",
+    ),
+    "implausible_volume": Kind(
+        WARNING,
+        "{name} has {volume_ml:.4g} ml, expected {low:g} to {high:g} ml",
+        "check the spacing in the header and the labels; task.volume_ml.{name} holds the range",
+    ),
+    "implausible_volume:far": Kind(
+        ERROR,
+        "{name} has {volume_ml:.4g} ml, far from {low:g} to {high:g} ml",
+        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, null for none",
     ),
     "doubtful_side": Kind(
         WARNING,
@@ -158,6 +186,12 @@ KINDS = {
         ERROR,
         "its image has the same voxels as the case {twin!r}, but the patient is {patient!r} here and {twin_patient!r} there: one could be "
         "used for training and the other for validation",
+        "remove one of them, or give both the same patient in the case table",
+    ),
+    "near_copy": Kind(
+        ERROR,
+        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart), but the patient is {patient!r} here and {twin_patient!r} "
+        "there: one could be used for training and the other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
 }
@@ -198,6 +232,7 @@ class CaseAudit:
         hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU.
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
+        thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if it is no CT.
         findings: All findings, those that the case ignores included.
     """
 
@@ -206,6 +241,7 @@ class CaseAudit:
     voxels_sha256: str
     volumes_ml: dict[str, float]
     findings: tuple[Finding, ...]
+    thumbnail: tuple[int, ...] = ()
 
     def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
         """List the findings of these severities that are not ignored."""
@@ -219,7 +255,7 @@ class CaseAudit:
     def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
         findings = tuple(Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"])
-        return cls(**{**data, "grid": VoxelGrid(**data["grid"]), "findings": findings})
+        return cls(**{**data, "grid": VoxelGrid(**data["grid"]), "findings": findings, "thumbnail": tuple(data["thumbnail"])})
 
 
 def find(kind: str, **values: Any) -> Finding:

@@ -38,6 +38,9 @@ MAX_WINDOWED_RANGE = 256
 FLOOR_HU = -1010
 HARMLESS_CLIP_HU = -1000
 LOW_CEILING_HU = 1500
+# Blocks of a thumbnail along each axis, and the range of its values: metal and padding would outweigh the rest.
+THUMBNAIL_SIZE = 8
+THUMBNAIL_HU = (-1024, 400)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,18 @@ def hash_voxels(image: np.ndarray) -> str:
     for plane in image:
         total.update(np.ascontiguousarray(plane).data)
     return total.hexdigest()
+
+
+def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
+    """Average an image (D, H, W), clipped to the range of air and tissue, in blocks; scans with fewer voxels along an axis have none."""
+    if min(image_hu.shape) < THUMBNAIL_SIZE:
+        return ()
+    # Slab by slab: a clipped copy of the scan would be a second one.
+    slabs = np.array_split(image_hu, THUMBNAIL_SIZE)
+    means = np.stack([np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32) for slab in slabs])
+    for axis in (1, 2):
+        means = np.stack([part.mean(axis=axis) for part in np.array_split(means, THUMBNAIL_SIZE, axis)], axis)
+    return tuple(np.rint(means).astype(int).ravel().tolist())
 
 
 def audit_image(facts: ImageFacts) -> list[Finding]:

@@ -9,13 +9,14 @@ more than across the same boundary moved aside.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
 from medseg.data.audit.finding import Finding, find
+from medseg.data.audit.position import apex_excess, turned_pairs
 from medseg.data.task import IGNORE, Region, Task, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.intensity import AIR_HU
@@ -49,6 +50,15 @@ SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
 MIN_FACES = 200
+# Edges are looked for within this distance of those of the labels. A shift is told from this one on; labels of real scans lie within 1.
+SHIFT_REACH = 12
+MIN_SHIFT = 3
+MIN_SHIFT_MM = 2.0
+SHIFT_GAIN = 1.3
+# Upside down: see `apex_excess`; the ends of symmetric organs differ by less.
+UPSIDE_DOWN_EXCESS = -0.05
+# Volumes that are wrong by this factor come from a wrong header, not from an unusual patient.
+FAR_FACTOR = 2.0
 _AXES = ("upside down", "back to front", "left to right")
 
 
@@ -200,11 +210,16 @@ def audit_labels(
     regions = measure_regions(labels, grid, task)
     missing = [one.name for one in task.regions if one.name not in regions and trust.get(one.name) != ABSENT]
     found = [find("missing_region", region=name) for name in missing]
+    position, sign = ("", "") if image_hu is None else _position(image_hu, labels, grid, task, regions)
+    is_swapped = False
     lefts, rights = ([one for one in regions.values() if one.region.side == side] for side in ("left", "right"))
     for left, right in itertools.product(lefts, rights):
         names = {"left": left.region.name, "right": right.region.name}
         if left.centre_x_mm <= right.centre_x_mm:
-            found.append(find("swapped_sides", **names, left_mm=left.centre_x_mm, right_mm=right.centre_x_mm))
+            is_swapped = True
+            sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
+            kind = "swapped_sides:position" if position else "swapped_sides"
+            found.append(find(kind, **names, **sides_mm, position=position))
         if is_side_pair(left.region, right.region):
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
@@ -214,10 +229,41 @@ def audit_labels(
         if off_mm > SIDE_SHARE * width_mm:
             found.append(find("doubtful_side", region=one.region.name, off_mm=off_mm))
     cuts = {one.region.name: _cut_ends(image_hu, labels, grid, task, one) for one in regions.values()}
+    if position and not is_swapped:
+        found.append(find("body_position", position=position, sign=sign))
+    found += _audit_volumes(labels, grid, task, {name for name, ends in cuts.items() if ends})
     if any(cuts.values()):
         found.append(
             find("cut_region", regions=" and ".join(f"{name} ({'; '.join(ends)})" for name, ends in cuts.items() if ends))
         )
+    return found
+
+
+def _position(
+    image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, regions: Mapping[str, RegionFacts]
+) -> tuple[str, str]:
+    """Describe how the body seems to lie against the header, and the sign of it; empty where it lies as it should."""
+    boxes = {name: one.box for name, one in regions.items()}
+    if turned_pairs(image_hu, boxes, grid, task):
+        return "turned by 180 degrees about its long axis", "the spine lies at the front"
+    if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
+        return "upside down", "the lower ends of the lungs look like their apices"
+    return "", ""
+
+
+def _audit_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task, cut: Collection[str]) -> list[Finding]:
+    """Compare volumes with the plausible ones of the task; a region that is cut, or absent, may be smaller."""
+    volumes_ml = measure_volumes(labels, grid, task)
+    volumes_ml |= {region.name: sum(volumes_ml[name] for name in region.labels) for region in task.regions}
+    regions_of = {label: region.name for region in task.regions for label in region.labels}
+    found = []
+    for name, (low, high) in task.volume_ml.items():
+        volume_ml = volumes_ml[name]
+        is_small = 0 < volume_ml < low and regions_of.get(name, name) not in cut
+        if is_small or volume_ml > high:
+            is_far = volume_ml < low / FAR_FACTOR or volume_ml > high * FAR_FACTOR
+            values = {"name": name, "volume_ml": volume_ml, "low": low, "high": high}
+            found.append(find("implausible_volume:far" if is_far else "implausible_volume", **values))
     return found
 
 
@@ -338,6 +384,55 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
     if fits[best] < max(LEAST_FIT, LEAST_GAIN * fit):
         return []
     return [find("misplaced_labels", way=best, best=fits[best], fit=fit)]
+
+
+def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
+    """Find labels that lie beside the edges of the image, by whole voxels along an axis.
+
+    Where lines along an axis enter and leave the labels, the image must change. If it changes more some voxels further, in the same
+    direction for entering and leaving, the labels are shifted; if in opposite directions, they are only larger or smaller.
+
+    Args:
+        image_hu: Oriented image in HU, (D, H, W).
+        labels: Label map on the same grid.
+        grid: Grid of both.
+    """
+    shifts = []
+    for axis in range(3):
+        steps = [1 if other == axis else max(1, round(STEP_MM / step_mm)) for other, step_mm in enumerate(grid.spacing_mm)]
+        part = tuple(slice(None, None, step) for step in steps)
+        lines = np.moveaxis(image_hu[part], axis, -1)
+        inside = np.moveaxis(labels[part] != 0, axis, -1)
+        found = [
+            _edge_shift(lines, faces) for faces in (inside[..., 1:] & ~inside[..., :-1], inside[..., :-1] & ~inside[..., 1:])
+        ]
+        is_same_way = found[0] * found[1] > 0 and abs(found[0] - found[1]) <= MIN_SHIFT
+        voxels = round(sum(found) / 2)
+        if is_same_way and abs(voxels) >= MIN_SHIFT and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM:
+            shifts.append(f"{abs(voxels)} voxels towards the {FACES[axis][voxels > 0]} end")
+    return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))] if shifts else []
+
+
+def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
+    """Find where the image changes most beside faces of the labels.
+
+    Args:
+        lines: Image, its last axis is the one that is searched.
+        faces: Whether the labels change between a voxel and the next one of that axis.
+
+    Returns:
+        Distance in voxels; 0 where the faces are too few, or the image changes as much at the faces themselves.
+    """
+    *places, index = np.nonzero(faces)
+    if len(index) < MIN_FACES:
+        return 0
+    change = []
+    for offset in range(-SHIFT_REACH, SHIFT_REACH + 1):
+        around = (np.clip(index + offset + step, 0, lines.shape[-1] - 1) for step in (-1, 2))
+        before, after = (np.clip(lines[(*places, at)].astype(np.float32), AIR_HU, MAX_HU) for at in around)
+        change.append(float(np.abs(after - before).mean()))
+    best = int(np.argmax(change))
+    return best - SHIFT_REACH if change[best] > SHIFT_GAIN * change[SHIFT_REACH] else 0
 
 
 def _edge(labels: np.ndarray, image: np.ndarray) -> tuple[float, int]:

@@ -1,8 +1,11 @@
 """Audit of a data set: comparison of its cases, and the table of all findings."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+
+import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Finding, Severity, find
 from medseg.data.case_table import Case
@@ -14,6 +17,8 @@ READY, REFUSED, FAILED = "ready", "refused", "failed"
 # Fewer cases have no usual spacing; spacings of one hospital agree within a factor of three.
 MIN_CASES = 5
 OUTLIER_FACTOR = 3.0
+# Scans of different patients differ by more than 100 HU, a scan from its noisier or slightly cropped copy by less than 10.
+NEAR_HU = 12.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,37 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     if len(audits) >= MIN_CASES:
         usual_mm = {axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)}
     first: dict[str, Case] = {}
-    return [replace(one, compared=tuple(_compare(one.case, one.audit, usual_mm, first)) if one.audit else ()) for one in cases]
+    compared = [
+        replace(one, compared=tuple(_compare(one.case, one.audit, usual_mm, first)) if one.audit else ()) for one in cases
+    ]
+    return _compare_thumbnails(compared)
+
+
+def _compare_thumbnails(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
+    """Add a finding where an image is nearly that of an earlier case of another patient, and not exactly so."""
+    found, earlier = [], list[tuple[Case, CaseAudit]]()
+    for one in cases:
+        if one.audit is not None and one.audit.thumbnail:
+            near = [
+                (difference, twin)
+                for twin, audit in earlier
+                if twin.patient != one.case.patient and audit.voxels_sha256 != one.audit.voxels_sha256
+                if (difference := thumbnail_distance(audit, one.audit)) < NEAR_HU
+            ]
+            earlier.append((one.case, one.audit))
+            if near:
+                difference, twin = min(near, key=lambda pair: pair[0])
+                names = {"twin": twin.name, "patient": one.case.patient, "twin_patient": twin.patient}
+                one = replace(one, compared=(*one.compared, find("near_copy", difference=difference, **names)))
+        found.append(one)
+    return found
+
+
+def thumbnail_distance(one: CaseAudit, other: CaseAudit) -> float:
+    """Root mean square difference of two thumbnails in HU; infinite where one is missing."""
+    if not one.thumbnail or not other.thumbnail:
+        return math.inf
+    return float(np.sqrt(np.mean((np.array(one.thumbnail) - np.array(other.thumbnail)) ** 2)))
 
 
 def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], first: dict[str, Case]) -> Iterator[Finding]:

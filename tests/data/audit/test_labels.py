@@ -5,17 +5,20 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import ndimage
 
-from medseg.data.audit.finding import Finding
+from medseg.data.audit.finding import Finding, Severity
 from medseg.data.audit.labels import (
     GRID_TOLERANCE_MM,
     audit_grids,
     audit_labels,
     audit_placement,
+    audit_shift,
     audit_vanished,
     map_values,
     measure_regions,
@@ -218,7 +221,7 @@ def test_too_little_says_nothing(chest: tuple[np.ndarray, np.ndarray, np.ndarray
 
 @pytest.mark.slow
 def test_every_real_scan_in_every_order(shared_ct: Path) -> None:
-    """No scan as it is gives an alarm, nearly every mirrored one does."""
+    """No scan as it is gives an alarm, every mirrored or shifted one does."""
     missed = []
     with (shared_ct / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -227,5 +230,71 @@ def test_every_real_scan_in_every_order(shared_ct: Path) -> None:
         image, grid, orientation = orient(volume.array, volume.grid)
         labels = orientation.to_lps(read_labels(shared_ct / row["labels"]).array)
         assert audit_placement(image, labels, grid) == [], row["case"]
+        assert audit_shift(image, labels, grid) == [], row["case"]
+        shifts = itertools.product(range(3), (5, -5))
+        missed += [(row["case"], *one) for one in shifts if not audit_shift(image, np.roll(labels, one[1], one[0]), grid)]
         missed += [(row["case"], axes) for axes in FLIPS if not audit_placement(image, np.flip(labels, axes), grid)]
     assert missed == [], missed
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
+    """A chest that the scan does not cut."""
+    phantom = make_phantom(draw_spec(0, 0, "small"))
+    image, grid, orientation = orient(phantom.image_hu, phantom.grid)
+    return image, orientation.to_lps(phantom.labels), grid
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("voxels", [5, -5])
+def test_shifted_labels_are_found_and_larger_ones_are_not(
+    whole: tuple[np.ndarray, np.ndarray, VoxelGrid], axis: int, voxels: int
+) -> None:
+    image, labels, grid = whole
+    assert audit_shift(image, labels, grid) == []
+    assert audit_shift(image, ndimage.grey_dilation(labels, size=5), grid) == []
+    assert audit_shift(image, ndimage.grey_erosion(labels, size=5), grid) == []
+    (finding,) = audit_shift(image, np.roll(labels, voxels, axis), grid)
+    assert (finding.code, finding.severity) == ("misplaced_labels", Severity.error)
+    end = (("lower", "upper"), ("front", "back"), ("right", "left"))[axis][voxels < 0]
+    assert f"voxels towards the {end} end beside those of the labels" in finding.message
+
+
+POSITIONS = {"upside down": ((0,), (0, 2)), "turned by 180 degrees about its long axis": ((1,), (1, 2))}
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_body_that_lies_against_its_header_is_told_and_its_labels_are_not_to_be_exchanged(
+    whole: tuple[np.ndarray, np.ndarray, VoxelGrid], task: Task, position: str
+) -> None:
+    image, labels, grid = whole
+    assert not {"body_position", "swapped_sides"} & {one.code for one in audit_labels(image, labels, grid, task, {})}
+    mirrored, turned = POSITIONS[position]
+    (finding,) = [
+        one for one in audit_labels(np.flip(image, mirrored), np.flip(labels, mirrored), grid, task, {}) if "body" in one.code
+    ]
+    assert (finding.severity, position in finding.message) == (Severity.warning, True)
+    found = audit_labels(np.flip(image, turned), np.flip(labels, turned), grid, task, {})
+    (finding,) = [one for one in found if one.code == "swapped_sides"]
+    assert position in finding.message
+    assert "leave data.label_values as they are" in finding.cure
+
+
+@pytest.mark.parametrize(
+    ("factor", "severity"), [(1.0, None), (5.0, "warning"), (10.0, "error"), (0.2, "warning"), (0.1, "error")]
+)
+def test_a_wrong_spacing_gives_implausible_volumes(task: Task, factor: float, severity: str | None) -> None:
+    _, labels = lungs()
+    volumes_ml = measure_volumes(labels, GRID, task)
+    ranges = {name: (0.25 * volume_ml, 3.0 * volume_ml) for name, volume_ml in volumes_ml.items()}
+    z, y, x = GRID.spacing_mm
+    grid = VoxelGrid(GRID.shape, (factor * z, y, x))
+    found = audit_labels(None, labels, grid, replace(task, volume_ml=ranges), {})
+    assert [one.severity.value for one in found if one.code == "implausible_volume"] == [severity] * 2 * (severity is not None)
+
+
+def test_a_region_that_the_scan_cuts_may_be_small(task: Task) -> None:
+    _, labels = lungs()
+    grid = VoxelGrid((5, *GRID.shape[1:]), GRID.spacing_mm)
+    found = audit_labels(None, labels[:5], grid, replace(task, volume_ml={"left_lung": (900.0, 5000.0)}), {})
+    assert [one.code for one in found] == ["cut_region"]

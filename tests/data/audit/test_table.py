@@ -6,9 +6,12 @@ import csv
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import ndimage
 
 from medseg.data.audit.finding import CODES, KINDS, CaseAudit, Finding, Severity, check_ignored
+from medseg.data.audit.image import make_thumbnail
 from medseg.data.audit.table import AuditedCase, audit_csv, compare_cases
 from medseg.data.case_table import Case
 from medseg.errors import UserError
@@ -23,10 +26,14 @@ def audited(
     *findings: Finding,
     patient: str = "",
     voxels: str = "",
+    image: np.ndarray | None = None,
     ignore_findings: frozenset[str] = frozenset(),
 ) -> AuditedCase:
     case = Case(name, Path(name), None, patient or name, ignore_findings=ignore_findings)
-    return AuditedCase(case, CaseAudit(VoxelGrid((9, 8, 7), spacing_mm), HU, voxels or name, {"left_lung": 12.34}, findings))
+    thumbnail = () if image is None else make_thumbnail(image)
+    return AuditedCase(
+        case, CaseAudit(VoxelGrid((9, 8, 7), spacing_mm), HU, voxels or name, {"left_lung": 12.34}, findings, thumbnail)
+    )
 
 
 @pytest.mark.parametrize(("num_cases", "spacing_mm", "said"), [
@@ -57,6 +64,21 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
     found = [[(finding.code, finding.severity.value) for finding in one.findings()] for one in compared]
     assert found == [[], [], [("duplicate_image", "warning")], [("duplicate_image", "error")], [], []]
     assert [one.status for one in compared] == ["ready", "ready", "ready", "refused", "ready", "failed"]
+
+
+def test_near_copies_under_two_patients_are_found() -> None:
+    rng = np.random.default_rng(0)
+    scan = ndimage.gaussian_filter(rng.normal(0, 4000, (64, 40, 44)), 4).clip(-1000, 400)
+    changed = {
+        "other": ndimage.gaussian_filter(rng.normal(0, 4000, (64, 40, 44)), 4).clip(-1000, 400),
+        "noisy": scan + rng.normal(0, 20, scan.shape), "brighter": scan + 3, "shorter": scan[1:],
+    }  # fmt: skip
+    cases = [audited("scan", patient="p", image=scan), audited("again", patient="p", image=scan + 2)]
+    cases += [audited(name, image=image) for name, image in changed.items()]
+    found = {one.case.name: [finding.code for finding in one.findings()] for one in compare_cases(cases)}
+    assert found == {
+        "scan": [], "again": [], "other": [], "noisy": ["near_copy"], "brighter": ["near_copy"], "shorter": ["near_copy"],
+    }  # fmt: skip
 
 
 def test_the_table_can_be_read_by_a_machine() -> None:
