@@ -63,7 +63,7 @@ def _fill_label_values(values: dict[str, Any]) -> None:
     """Fill in `data.label_values`, in place: the values of the task where none are given, and the ignore label of the task."""
     task, data = values.get("task") or {}, values.get("data") or {}
     if "labels_column" in data and isinstance(task.get("labels"), dict):
-        if data.get("label_values") is None:
+        if not data.get("label_values"):
             data["label_values"] = dict(task["labels"])
         if task.get("ignore_label") is not None and isinstance(data["label_values"], dict):
             data["label_values"].setdefault("ignore", task["ignore_label"])

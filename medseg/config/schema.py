@@ -201,7 +201,7 @@ class LabelsConfig:
     labels_column: Annotated[str, Knob("Column of the case table with the reference.")]
     label_values: Annotated[
         dict[str, Any] | None,
-        Knob("Label name: its value or [values] in the reference files; unknown names are background. null: those of the task."),
+        Knob("Label name: its value or [values] in the reference files; unknown names are background. Empty: those of the task."),
     ] = None
 
 

@@ -50,6 +50,6 @@ def test_label_values_are_those_of_the_task_unless_given(root: str, schema: type
     given = ["pred=a", "ref=b", "output=c"] if root == "evaluate" else []
     heart = config("task=heart", *given, root=root, schema=schema)
     assert file_values(heart.data.label_values) == {1: "heart"}
-    ignoring = config("task=heart", "task.ignore_label=255", "data.label_values={heart: 7}", *given, root=root, schema=schema)
+    ignoring = config("task=heart", "task.ignore_label=255", "+data.label_values={heart: 7}", *given, root=root, schema=schema)
     assert file_values(ignoring.data.label_values) == {7: "heart", 255: "ignore"}
     assert make_task(ignoring.task).values == {"heart": 1, "ignore": 255}
