@@ -79,9 +79,10 @@ class Canvas:
         from matplotlib.colors import to_rgba
 
         left, top, right, bottom = np.divide(box_px, (self.width_px, self.height_px) * 2)
-        axes = self.figure.add_axes((left, 1 - bottom, right - left, bottom - top))
         rows, columns = image_hu.shape
         vertical = (0, rows) if is_up else (rows, 0)
+        limits: dict[str, Any] = {"xlim": (0, columns), "ylim": vertical, "autoscale_on": False}
+        axes = self.figure.add_axes((left, 1 - bottom, right - left, bottom - top), **limits)
         place: dict[str, Any] = {"extent": (0, columns, *vertical), "origin": "lower" if is_up else "upper", "aspect": "auto"}
         grey = np.clip(image_hu.astype(np.float32), *window_hu)
         axes.imshow(grey, cmap="gray", vmin=window_hu[0], vmax=window_hu[1], interpolation="hanning", **place)
@@ -97,7 +98,6 @@ class Canvas:
                 inside = np.pad(outlined == value, 1)
                 if inside.any():
                     axes.contour(centres_x, centres_y, inside, levels=[0.5], colors=[colour_of(number)], linewidths=width_pt)
-        axes.set(xlim=(0, columns), ylim=vertical)
         axes.axis("off")
         return axes
 

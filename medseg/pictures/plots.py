@@ -26,8 +26,7 @@ def new_figure(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
-    for number, title in enumerate(titles, start=1):
-        axes = figure.add_subplot(1, len(titles), number)
+    for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
         axes.set_title(title, fontsize=10, loc=loc, parse_math=False)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, figure.axes
@@ -78,10 +77,9 @@ def draw_lr_range(
     axes.plot(rates, curve, color="#0369a1", linewidth=2, label="smoothed")
     if suggested is not None:
         axes.axvline(suggested, color="#b91c1c", linewidth=1.2, linestyle="--", label=f"steepest fall: {suggested:.2g}")
-    axes.set_xscale("log")
     # A last step that exploded would flatten all others.
-    axes.set_ylim(0.9 * min(losses), min(max(losses), 2.0 * losses[0]) * 1.1)
-    axes.set(xlabel="learning rate", ylabel="loss")
+    ylim = (0.9 * min(losses), min(max(losses), 2.0 * losses[0]) * 1.1)
+    axes.set(xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss")
     axes.legend(frameon=False, fontsize=9)
     write_png(figure, path)
 
@@ -119,18 +117,18 @@ def draw_panels(names: Sequence[str], panels: Sequence[Panel], title: str, path:
         known = {place: value for place, value in enumerate(panel.values) if value is not None}
         places, numbers = list(known), list(known.values())
         colours = [_OTHERS if others and others[place] else _OURS for place in places]
+        span = max(max(numbers) - min(numbers), 0.01)
+        xlim = (min(numbers) - 0.2 * span, max(numbers) + 0.6 * span)
         if panel.has_bars:
             axes.barh(places, numbers, color=colours, height=0.72)
-            axes.set_xlim(0, 1.25 * max(numbers) or 1)
+            xlim = (0, 1.25 * max(numbers) or 1)
         else:
             axes.scatter(numbers, places, color=colours, s=30)
-            span = max(max(numbers) - min(numbers), 0.01)
-            axes.set_xlim(min(numbers) - 0.2 * span, max(numbers) + 0.6 * span)
         for place, value in known.items():
             axes.text(value, place, "  " + panel.text.format(value), va="center", fontsize=8)
         shown = names if axes is all_axes[0] else ()
         axes.set_yticks(range(len(shown)), shown, fontsize=9)
-        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set(xlim=xlim, ylim=(len(names) - 0.4, -0.6))
         axes.tick_params(axis="x", labelbottom=False, bottom=False)
         axes.spines["bottom"].set_visible(False)
     write_png(figure, path)
@@ -188,8 +186,8 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         )
     lowest = min(row["dice"] for row in rows)
     reach = max(1.0 - lowest, 0.02)
-    axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=(lowest - 0.14 * reach, 1.0 + 0.04 * reach), ylabel="Dice")
     axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])
+    ylim = (lowest - 0.14 * reach, 1.0 + 0.04 * reach)
+    axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=ylim, ylabel="Dice", axisbelow=True)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
     write_png(figure, path)
