@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.pictures.overlay import TEXT, Canvas, colour_of
+from medseg.pictures.overlay import TEXT, Canvas, colour_of, grey_range
 from medseg.pictures.plots import shortened, write_png
 
 MAX_SLICE_PX = 256
@@ -83,7 +83,7 @@ def cut_slices(image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tupl
 
 
 def audit_pictures(
-    cases: Sequence[CaseView], path: Path, title: str, *, label_names: Mapping[int, str], window_hu: tuple[float, float]
+    cases: Sequence[CaseView], path: Path, title: str, *, label_names: Mapping[int, str], window_hu: tuple[float, float] | None
 ) -> list[Path]:
     """Draw all cases, 24 in a picture; the second picture is called `<name>-2.png`.
 
@@ -92,7 +92,7 @@ def audit_pictures(
         path: PNG file to write; further ones of an earlier call are removed.
         title: Line at the top.
         label_names: Label value to name; only these values are drawn, in this order of colours.
-        window_hu: HU that are drawn black and white.
+        window_hu: Values that are drawn black and white; None takes percentiles of each slice.
 
     Returns:
         The files.
@@ -109,7 +109,7 @@ def audit_pictures(
 
 
 def _draw_page(
-    cases: Sequence[CaseView], path: Path, title: str, label_names: Mapping[int, str], window_hu: tuple[float, float]
+    cases: Sequence[CaseView], path: Path, title: str, label_names: Mapping[int, str], window_hu: tuple[float, float] | None
 ) -> None:
     """Draw one picture: a header, and rows of cases as high as the longest findings of the row ask for."""
     texts = [_wrapped(case.findings) for case in cases]
@@ -137,7 +137,7 @@ def _draw_page(
 
 
 def _draw_slices(
-    canvas: Canvas, left: float, top: float, slices: Sequence[Slice], values: list[int], window_hu: tuple[float, float]
+    canvas: Canvas, left: float, top: float, slices: Sequence[Slice], values: list[int], window_hu: tuple[float, float] | None
 ) -> None:
     """Draw the slices of a case side by side in one scale, vertically centred, with the patient's right marked."""
     sizes_mm = [np.multiply(one.image_hu.shape, one.spacing_mm) for one in slices]
@@ -149,7 +149,7 @@ def _draw_slices(
             (left, middle - height / 2, left + width, middle + height / 2),
             one.image_hu,
             values,
-            window_hu,
+            grey_range(one.image_hu, window_hu),
             is_up=one.plane == "coronal",
             outlined=one.labels,
             width_pt=1.0,

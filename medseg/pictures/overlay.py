@@ -30,6 +30,12 @@ _GAP_PX = 4
 _MAX_TITLE = 48
 
 
+def grey_range(image: np.ndarray, window: tuple[float, float] | None) -> tuple[float, float]:
+    """Find the values that are drawn black and white: the window, or without one the 1st and 99th percentile of the image."""
+    low, high = window or np.percentile(image, (1, 99)).tolist()
+    return low, max(high, low + 1e-6)
+
+
 def colour_of(number: int) -> str:
     """Colour of the n-th label; after eight labels the colours repeat."""
     return COLOURS[number % len(COLOURS)]
@@ -65,9 +71,9 @@ class Canvas:
 
         Args:
             box_px: Left, top, right and bottom of its place.
-            image_hu: Image in HU, (rows, columns).
+            image_hu: Image, (rows, columns).
             values: Label values in the order of colours; other values are not drawn.
-            window_hu: HU that are drawn black and white.
+            window_hu: Values that are drawn black and white.
             is_up: Whether rows run upwards.
             filled: Label values that are filled, (rows, columns), or None.
             outlined: Label values that get a line around them, (rows, columns), or None.
@@ -126,7 +132,7 @@ def overlay_montage(
     title: str,
     *,
     label_names: Mapping[int, str],
-    window_hu: tuple[float, float] = (-1000.0, 400.0),
+    window_hu: tuple[float, float] | None = (-1000.0, 400.0),
 ) -> list[Panel]:
     """Draw axial, coronal and sagittal slices through the labels: prediction filled, reference as a line.
 
@@ -134,14 +140,14 @@ def overlay_montage(
     superior is up, anterior is up or left. Without any label the slices are evenly distributed over the whole volume.
 
     Args:
-        image_hu: Image in HU, (D, H, W).
+        image_hu: Image, (D, H, W).
         pred: Predicted label values, (D, H, W); 0 is background.
         reference: Reference label values, (D, H, W), or None.
         spacing_mm: Voxel spacing in mm, (z, y, x).
         path: PNG file to write.
         title: Line at the top, e.g. the name of the case.
         label_names: Label value to name; only these values are drawn, in this order of colours.
-        window_hu: HU that are drawn black and white.
+        window_hu: Values that are drawn black and white; None takes percentiles of the image.
 
     Returns:
         The panels in the order of drawing.
@@ -156,7 +162,7 @@ def overlay_montage(
     margin, least = ([round(mm / step) for step in spacing_mm] for mm in (_VIEW_MARGIN_MM, _MIN_VIEW_MM))
     view = box.expanded(margin).at_least(least).clipped(is_label.shape)
     panels, height_px = _layout(is_label, np.multiply(view.shape, spacing_mm))
-    canvas = Canvas(_WIDTH_PX, height_px)
+    canvas, window_hu = Canvas(_WIDTH_PX, height_px), grey_range(image_hu, window_hu)
     _draw_header(canvas, title, label_names, reference is not None)
     for panel in panels:
         at = tuple(panel.index if axis == _AXIS[panel.plane] else part for axis, part in enumerate(view.slices()))

@@ -130,3 +130,14 @@ def test_a_volume_of_one_slice_is_drawn(tmp_path: Path) -> None:
 def test_shapes_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one shape"):
         overlay_montage(_body(), np.zeros((2, 3, 4), np.uint8), None, SPACING_MM, tmp_path / "a.png", "a", label_names=NAMES)
+
+
+def test_an_image_without_a_window_is_drawn_by_its_own_values(tmp_path: Path) -> None:
+    image = np.linspace(5000, 9000, int(np.prod(SHAPE))).reshape(SHAPE)
+    panels = overlay_montage(
+        image, np.zeros(SHAPE, np.uint8), None, SPACING_MM, tmp_path / "a.png", "a", label_names=NAMES, window_hu=None
+    )
+    picture = np.asarray(Image.open(tmp_path / "a.png").convert("L"))
+    means = [picture[top:bottom, left:right].mean() for left, top, right, bottom in (panel.box_px for panel in panels[:4])]
+    assert means == sorted(means)
+    assert means[-1] - means[0] > 100
