@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medseg.config.schema import DataConfig, PhantomCountsConfig
+from medseg.build.task import make_task
+from medseg.config.schema import DataConfig, Detail, PhantomCountsConfig, Scene, TaskConfig
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
 from medseg.errors import UserError
@@ -18,7 +19,7 @@ MAX_PHANTOM_WORKERS = 4
 PHANTOM_LABELS = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
 
 
-def find_cases(data: DataConfig) -> list[tuple[list[Case], dict[int, str]]]:
+def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], dict[int, str]]]:
     """Find all cases of the `data` group with their label values, whatever the split; makes missing synthetic scans.
 
     Returns:
@@ -29,28 +30,29 @@ def find_cases(data: DataConfig) -> list[tuple[list[Case], dict[int, str]]]:
     """
     label_values = file_values(data.label_values)
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
-    phantoms = data.phantoms
+    phantoms, is_chest = data.phantoms, data.phantoms.scene is Scene.chest
+    folder = Path(phantoms.folder) / ("" if is_chest else task.name)
     if data.cases is None:
-        table = make_phantoms(phantoms, Path(phantoms.folder), phantoms.num_train, with_held_out=True)
-        return [(read_case_table(table, data.labels_column, ignore_findings=ignore_findings), label_values), ([], PHANTOM_LABELS)]
+        table = make_phantoms(phantoms, task, folder, phantoms.num_train, with_held_out=True)
+        return [(read_case_table(table, data.labels_column, ignore_findings=ignore_findings), label_values), ([], {})]
     hu = HuScale(data.hu_slope, data.hu_offset)
     cases = read_case_table(Path(data.cases), data.labels_column, hu=hu, ignore_findings=ignore_findings)
     extra: list[Case] = []
     if phantoms.num_extra:
-        table = make_phantoms(phantoms, Path(phantoms.folder) / "extra", phantoms.num_extra, with_held_out=False)
-        extra = read_case_table(table, "organs", ignore_findings=ignore_findings)
+        table = make_phantoms(phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False)
+        extra = read_case_table(table, "organs" if is_chest else "labels", ignore_findings=ignore_findings)
     for name in sorted({case.name for case in extra} & {case.name for case in cases}):
         raise UserError(f"data.cases={data.cases}: the case name {name} is that of a phantom; rename the case")
-    return [(cases, label_values), (extra, PHANTOM_LABELS)]
+    return [(cases, label_values), (extra, PHANTOM_LABELS if is_chest else file_values(make_task(task).values))]
 
 
-def find_sources(data: DataConfig) -> list[CaseSource]:
+def find_sources(data: DataConfig, task: TaskConfig) -> list[CaseSource]:
     """Find the cases of the `data` group with their split, label values and share of the samples.
 
     Raises:
         UserError: If the table, the split or the label values are wrong.
     """
-    (cases, label_values), (extra, extra_values) = find_cases(data)
+    (cases, label_values), (extra, extra_values) = find_cases(data, task)
     split = split_cases(
         cases,
         fold=data.fold,
@@ -94,7 +96,7 @@ def file_values(label_values: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
-def make_phantoms(config: PhantomCountsConfig, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
+def make_phantoms(config: PhantomCountsConfig, task: TaskConfig, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
     """Make the missing synthetic scans and their case table.
 
     Returns:
@@ -103,11 +105,20 @@ def make_phantoms(config: PhantomCountsConfig, folder: Path, num_train: int, *, 
     from rich.progress import Progress
 
     from medseg.phantom.dataset import write_phantoms
+    from medseg.phantom.scene import SceneSpec
 
+    scene = None
+    if config.scene is Scene.organs:
+        made = make_task(task)
+        sides = {label: region.side for region in made.regions if region.side for label in region.labels}
+        modalities = tuple(channel.modality for channel in made.channels)
+        scene = SceneSpec(config.seed, 0, made.labels, sides, modalities, made.ignore_label, has_own_grids=config.own_grids)
     splits = {"train": num_train}
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}
     total = sum(splits.values())
+    # A small scan takes about a second, the start of a process three.
+    num_workers = min(total // 4 if config.detail is Detail.small else total, os.cpu_count() or 1, MAX_PHANTOM_WORKERS)
     check_writable(folder)
     # Ranks and the jobs of a sweep begin at the same time: the first one makes the scans.
     with locked(folder / ".lock"), Progress(transient=True) as progress:
@@ -119,5 +130,6 @@ def make_phantoms(config: PhantomCountsConfig, folder: Path, num_train: int, *, 
             config.detail.value,
             splits,
             lambda finished, _, name: progress.update(bar, completed=finished, description=name),
-            num_workers=max(1, min(total, os.cpu_count() or 1, MAX_PHANTOM_WORKERS)),
+            num_workers=max(1, num_workers),
+            scene=scene,
         )

@@ -155,7 +155,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         tile_size=config.inference.tile_size,
     )
     return CasesDataModule(
-        find_sources(data),
+        find_sources(data, config.task),
         make_task(config.task),
         stage_input,
         cache_dir=Path(data.cache),

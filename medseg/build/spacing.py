@@ -1,7 +1,7 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
 from medseg.config.rules import FOUND_IN_DATA
-from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy
+from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy, TaskConfig
 from medseg.console import say
 from medseg.geometry.grid_rule import GridRule
 
@@ -11,7 +11,7 @@ def make_grid_rule(spacing: SpacingConfig) -> GridRule:
     return GridRule(spacing.size, is_cube=spacing.strategy is SpacingStrategy.fixed_resolution, range_mm=spacing.range_mm)
 
 
-def find_spacing(spacing: SpacingConfig, data: DataConfig) -> None:
+def find_spacing(spacing: SpacingConfig, data: DataConfig, task: TaskConfig) -> None:
     """Fill in the target spacing of a strategy of `FOUND_IN_DATA`, in place.
 
     Other strategies, and a target that is given already, stay as they are.
@@ -27,7 +27,7 @@ def find_spacing(spacing: SpacingConfig, data: DataConfig) -> None:
     from medseg.preprocess.orient import oriented_grid
 
     # The first source is the user's; phantoms that are mixed in do not count.
-    cases = find_sources(data)[0].split.train
+    cases = find_sources(data, task)[0].split.train
     average = FOUND_IN_DATA[spacing.strategy]
     spacing.target_spacing_mm = typical_spacing_mm(
         [oriented_grid(read_grid(case.image, case.series)).spacing_mm for case in cases], average

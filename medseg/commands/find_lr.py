@@ -37,7 +37,7 @@ def find_lr(config: FindLrConfig) -> int:
         config.trainer.devices * config.trainer.num_nodes == 1,
         "trainer: find_lr runs on one rank, and its result holds for any number of ranks with the same stage.batch_size; choose trainer=single",
     )
-    find_spacing(config.spacing, config.data)
+    find_spacing(config.spacing, config.data, config.task)
     output = Path(config.output)
     check_writable(output)
     # The test sets the rates itself, and leaves nothing behind but its result.

@@ -1,4 +1,4 @@
-"""The `phantom` command: makes synthetic chest scans with exact labels, and their case table."""
+"""The `phantom` command: makes synthetic scans with exact labels, and their case table."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from medseg.config.schema import PhantomsConfig
 
 def phantom(config: PhantomsConfig) -> int:
     """Make the phantoms that do not exist yet and print the path of their case table."""
-    print(make_phantoms(config, Path(config.output), config.num_train, with_held_out=True))
+    print(make_phantoms(config, config.task, Path(config.output), config.num_train, with_held_out=True))
     return 0

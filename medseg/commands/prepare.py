@@ -31,9 +31,9 @@ def prepare(config: PrepareConfig) -> int:
     """
     task = make_task(config.task)
     for spacing in config.spacings.values():
-        find_spacing(spacing, config.data)
+        find_spacing(spacing, config.data, config.task)
     targets = [(spacing.target_spacing_mm, spacing.resampling.value) for spacing in config.spacings.values()]
-    cases = [(case, label_values) for group, label_values in find_cases(config.data) for case in group]
+    cases = [(case, label_values) for group, label_values in find_cases(config.data, config.task) for case in group]
     output = Path(config.output)
     check_writable(output)
     audited, slices = [], []
@@ -93,9 +93,7 @@ def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path
     ranks = ["error", "warning", "note", ""]
     cases.sort(key=lambda case: min((ranks.index(severity) for severity, _ in case.findings if severity != "note"), default=3))
     names = {value: name for name, value in task.labels.items()}
-    return audit_pictures(
-        cases, path, count(len(cases), "case"), label_names=names, window_hu=task.channels[0].window_hu or (-1.0, 1.0)
-    )
+    return audit_pictures(cases, path, count(len(cases), "case"), label_names=names, window_hu=task.channels[0].window_hu)
 
 
 def summary(audited: Sequence[AuditedCase], files: Sequence[Path]) -> str:

@@ -64,6 +64,7 @@ Strategy = StrEnum("Strategy", ["auto", "ddp", "fsdp"])
 Profiler = StrEnum("Profiler", ["none", "simple"])
 Metric = StrEnum("Metric", ["val_dice", "val_dice_worst"])  # columns of history.csv
 Detail = StrEnum("Detail", ["small", "full"])
+Scene = StrEnum("Scene", ["chest", "organs"])
 
 Text = str | None
 Pair = tuple[float, float]
@@ -175,18 +176,24 @@ class StageConfig:
     ]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PhantomCountsConfig:
     """Kind and number of synthetic scans."""
 
-    detail: Annotated[Detail, Knob("Voxel size. small: 2 to 3 mm; full: 0.6 to 1 mm in plane.")]
+    detail: Annotated[Detail, Knob("Voxel size. small: 2 to 3 mm (organs: 5 mm); full: 0.6 to 1 mm in plane (organs: 1.6 mm).")]
     seed: Annotated[int, Knob("Seed of the first scan.", "[0, inf)")]
     num_train: Annotated[int, Knob("Training scans; a run uses them only without a case table.", "[1, inf)", "scans")]
     num_val: Annotated[int, Knob("Validation scans.", "[1, inf)", "scans")]
     num_test: Annotated[int, Knob("Test scans.", "[0, inf)", "scans")]
+    # The keys below are absent from older run folders.
+    scene: Annotated[
+        Scene,
+        Knob("chest: CT of the chest; organs: one ellipsoid-like organ for each label of the task, in each of its channels."),
+    ] = Scene.chest
+    own_grids: Annotated[bool, Knob("Scene organs: each channel after the first has a grid of its own.")] = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PhantomConfig(PhantomCountsConfig):
     """Synthetic scans of a run."""
 
@@ -611,11 +618,15 @@ class EvaluateConfig:
     data: LabelsConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PhantomsConfig(PhantomCountsConfig):
     """Keys of `phantom`."""
 
     output: Annotated[str, Knob("Folder of the scans and their case table.")]
+    task: TaskConfig
+    data: Annotated[
+        dict[str, Any] | None, Knob("Label values that the file of a task may set; the scans do not depend on them.")
+    ] = None
 
 
 @dataclass

@@ -98,7 +98,8 @@ def make_scene(spec: SceneSpec) -> tuple[list[tuple[NDArray[np.int16], VoxelGrid
             labels[distance < 0] = organ.value
         if spec.ignore_label is not None:
             labels[measure(ignored, body_xyz_mm, points, wave) < 0] = spec.ignore_label
-        body = ellipsoid(*points, (0, 0, 0), body_xyz_mm) + 4 * wave
+        x, y, z = points
+        body = ellipsoid(x, y, z, (0, 0, 0), body_xyz_mm) + 4 * wave
         image = np.rint(scan(spec, channel, lattice, cover(body, lattice.edge_mm), contrast)).astype(np.int16)
         grid = VoxelGrid(lattice.shape, lattice.spacing_mm, tuple(place_xyz_mm + lattice.origin_zyx_mm[::-1]))
         images.append((np.flip(image, axes), grid.reoriented((0, 1, 2), flips)))

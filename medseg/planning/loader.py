@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 def tune_loader(config: TuneLoaderConfig) -> int:
     """Time the same batches under each setting; print the table and the best setting."""
-    find_spacing(config.spacing, config.data)
+    find_spacing(config.spacing, config.data, config.task)
     device = pick_device(config.trainer.accelerator)
     tried = settings(config.workers or default_workers(os.cpu_count() or 1), config.prefetches, has_gpu=device.type == "cuda")
     most_ahead = max(setting.num_workers * setting.prefetch for setting in tried)

@@ -47,7 +47,7 @@ def plan(config: PlanConfig) -> int:
         not config.largest_batch or budget_gib is not None,
         "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use",
     )
-    find_spacing(config.spacing, config.data)
+    find_spacing(config.spacing, config.data, config.task)
     shape = input_shape(config)
     memory = count_memory(config, shape, compute=config.compute)
     print("\n".join(describe(config, shape, memory)), flush=True)

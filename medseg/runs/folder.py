@@ -218,7 +218,7 @@ def settle(config: TrainConfig) -> None:
     ):  # fmt: skip
         if getattr(group, key):
             setattr(group, key, os.path.abspath(getattr(group, key)))
-    find_spacing(config.spacing, config.data)
+    find_spacing(config.spacing, config.data, config.task)
 
 
 def remove_if_empty(folder: Path) -> None:

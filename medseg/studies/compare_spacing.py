@@ -72,7 +72,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         name: stages_of(name, config, given, output / "runs") for name in config.rows
     }  # all are checked before the first runs
     check_names(list(rows), "runs")
-    cases = [case for case in find_sources(config.data)[0].split.test if case.labels is not None]
+    cases = [case for case in find_sources(config.data, config.task)[0].split.test if case.labels is not None]
     require(bool(cases), "data.test_patients: no case with labels is held out; name patients of the case table")
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
     check_writable(output)

@@ -11,13 +11,13 @@ import pytest
 from medseg.build import cases
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
-from medseg.config.schema import DataConfig, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 
 
-def data_config(*overrides: str) -> DataConfig:
+def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", [*overrides, "run_dir=x"]), TrainConfig).data
+        return to_config(hydra.compose("train", [*overrides, "run_dir=x"]), TrainConfig)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def data_config(*overrides: str) -> DataConfig:
     ],
 )
 def test_label_values_are_replaced_by_name(overrides: list[str], values: dict[int, str]) -> None:
-    assert cases.file_values(data_config(*overrides).label_values) == values
+    assert cases.file_values(compose(*overrides).data.label_values or {}) == values
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,17 @@ def phantoms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("phantoms")
 def test_the_split_of_the_phantoms_obeys_the_configuration() -> None:
-    chosen = data_config("data.val_patients=[phantom_1]", "data.test_patients=[phantom_0]")
-    split = cases.find_sources(chosen)[0].split
+    chosen = compose("data.val_patients=[phantom_1]", "data.test_patients=[phantom_0]")
+    split = cases.find_sources(chosen.data, chosen.task)[0].split
     assert [case.name for case in split.val] == ["phantom_1"]
     assert {case.name for case in split.test} == {"phantom_0", "phantom_4"}
     with pytest.raises(UserError, match=r"data\.fold=1 has no effect"):
-        cases.find_sources(data_config("data.fold=1"))
+        cases.find_sources(compose("data.fold=1").data, chosen.task)
 
 
 def test_a_table_with_missing_files_gives_all_its_cases(tiny_table: Path, tmp_path: Path) -> None:
     table = tiny_table.parent / "with a gap.csv"
     table.write_text(tiny_table.read_text() + "gone,gone.nii.gz,gone_l.nii.gz,p9,train\n")
-    (source,) = cases.find_sources(data_config(f"data.cases='{table}'"))
+    chosen = compose(f"data.cases='{table}'")
+    (source,) = cases.find_sources(chosen.data, chosen.task)
     assert [case.name for case in source.split.train] == ["case 0", "case 1", "gone"]
