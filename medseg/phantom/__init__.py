@@ -1,1 +1,1 @@
-"""A procedural chest CT with exact labels: anatomy, scanner and data set."""
+"""Synthetic scans with exact labels: a procedural chest CT, scenes of organs for any task, and data sets of both."""

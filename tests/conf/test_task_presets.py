@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import TypeVar
 
 import hydra
 import numpy as np
 import pytest
 
+from medseg.commands.phantom import phantom
 from medseg.commands.predict import predict
 from medseg.commands.prepare import prepare
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig, PrepareConfig, TrainConfig
+from medseg.config.schema import PhantomsConfig, PredictConfig, PrepareConfig, TrainConfig
 from medseg.io.read import read_image, read_labels
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
 
-PRESETS = ("kidneys", "spine")
+T = TypeVar("T")
+PRESETS = ("kidneys", "spine", "abdomen", "brain_tumour")
 SPACING = "target_spacing_mm=[8.0,8.0,8.0]"
 
 
-def compose(root: str, schema: type, *overrides: str) -> object:
+def compose(root: str, schema: type[T], *overrides: str) -> T:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return to_config(hydra.compose(root, [*overrides]), schema)
 
@@ -34,25 +37,21 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
         "data.phantoms.num_val=1", "data.phantoms.num_test=0", f"data.cache='{tmp_path / 'cache'}'",
     ]  # fmt: skip
     config = compose("prepare", PrepareConfig, *data, f"spacings.coarse.{SPACING}", f"spacings.fine.{SPACING}")
-    assert isinstance(config, PrepareConfig)
     assert prepare(config) == 0
     checkpoints = []
-    for stage in ("coarse", "fine") if config.task.regions else ("coarse",):
+    for stage in ("coarse", "fine") if config.task.regions else ("single",):
         run_dir = tmp_path / stage
         trained = compose(
             "train", TrainConfig, *data, f"stage={stage}", "steps=2", "model.width=4", f"spacing.{SPACING}", "logger=none",
+            *(["stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"] if stage == "single" else []),
             "data.num_workers=0", "trainer.accelerator=cpu", "trainer.threads=1", f"run_dir='{run_dir}'",
         )  # fmt: skip
-        assert isinstance(trained, TrainConfig)
         open_run(trained)
         assert train_run(trained)["steps"] == 2
-        checkpoints.append(f"{stage}='{run_dir / 'checkpoints' / 'last.ckpt'}'")
-    if len(checkpoints) == 1:
-        checkpoints.append("fine=null")
+        checkpoints.append(f"{stage.replace('single', 'coarse')}='{run_dir / 'checkpoints' / 'last.ckpt'}'")
     table = tmp_path / preset / "table.csv"
     given = [f"input='{table}'", f"output='{tmp_path / 'out'}'", *checkpoints, "accelerator=cpu", "threads=1"]
     predicted = compose("predict", PredictConfig, *given)
-    assert isinstance(predicted, PredictConfig)
     assert predict(predicted) == 0
     with table.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -61,3 +60,11 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
         labels = read_labels(tmp_path / "out" / f"{row['case']}.nii.gz")
         assert labels.grid.is_close(read_image(table.parent / row["image"]).grid)
         assert set(np.unique(labels.array)) <= {0, *config.task.labels.values()}
+
+
+@pytest.mark.parametrize(("task", "columns"), [("lungs", 1), ("brain_tumour", 4)])
+def test_the_command_writes_scenes_of_a_task(task: str, columns: int, tmp_path: Path) -> None:
+    counts = ["num_train=1", "num_val=1", "num_test=0"]
+    assert phantom(compose("phantom", PhantomsConfig, f"task={task}", "scene=organs", f"output='{tmp_path}'", *counts)) == 0
+    head = (tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
+    assert sum(column.startswith("image") for column in head) == columns
