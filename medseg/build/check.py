@@ -2,24 +2,31 @@
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medseg.build.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
-from medseg.build.network import make_network
+from medseg.build.network import make_network_on_meta
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.build.task import count_classes
-from medseg.config.schema import TrainConfig
+from medseg.config.rules import divisor_rules, stated_divisor
+from medseg.config.schema import UNET, Strategy, TrainConfig
 from medseg.config.targets import TARGET
-from medseg.errors import UserError, first_line
+from medseg.errors import UserError, first_line, require
+from medseg.memory.switches import select_blocks
+from medseg.models.blocks import InstanceNorm
+from medseg.models.regional import RegionalNetwork
 
 
 def check_objects(config: TrainConfig) -> None:
     """Build the network on the meta device, the loss, and the optimiser and schedule of one weight, which then take a step.
 
     Raises:
-        UserError: If one of them refuses its arguments.
+        UserError: If one of them refuses its arguments, or the network does not go with the sizes and switches.
     """
-    with torch.device("meta"):
-        make_network(config)
+    network = make_network_on_meta(config)
+    _check_sizes(config, network)
+    _check_switches(config, network)
     check_loss(config)
     make_transforms(config)
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
@@ -41,3 +48,52 @@ def check_objects(config: TrainConfig) -> None:
         raise UserError(
             f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: {first_line(error)}); change them"
         ) from error
+
+
+def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
+    """Refuse input sizes that the network does not accept; the configuration alone decides those of our UNet."""
+    if stated_divisor(config.model, config.spacing) is None:
+        needs_two_voxels = any(isinstance(module, (InstanceNorm, _InstanceNorm)) for module in network.modules())
+        for holds, sentence in divisor_rules(config, network.divisor, needs_two_voxels):
+            require(holds, sentence)
+    size = network.traits.fixed_size
+    if size is None:
+        return
+    whole = config.spacing.size
+    for key, found in (("stage.patch_size", config.stage.patch_size), ("inference.tile_size", config.inference.tile_size)):
+        require(
+            (found or whole) == size,
+            f"{key}={list(found) if found else None}: the network accepts inputs of {list(size)} voxels only; choose {key}={list(size)}, "
+            f"or spacing=fixed_size spacing.size={list(size)}, or another size of the network (model.img_size)",
+        )
+
+
+def _check_switches(config: TrainConfig, network: RegionalNetwork) -> None:
+    """Refuse switches that this network does not allow; the rules between keys know our UNet."""
+    policy = config.memory.checkpointing
+    needs_blocks = (
+        (policy not in ("none", []), "memory.checkpointing"),
+        (config.trainer.strategy is Strategy.fsdp, "trainer=fsdp"),
+    )
+    for is_on, key in needs_blocks:
+        require(
+            not is_on or bool(network.traits.blocks),
+            f"{key}: no block of {config.model[TARGET]} was found; name some in model.blocks, such as [encoder.*]",
+        )
+    try:
+        select_blocks(network.blocks(), policy if isinstance(policy, str) else tuple(policy))
+    except ValueError as error:
+        raise UserError(f"memory: {error}") from error
+    if config.model[TARGET] == UNET:
+        return
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
+    require(
+        has_batch_norm or not config.trainer.sync_batchnorm,
+        f"trainer.sync_batchnorm=true works with batch norm only, which {config.model[TARGET]} does not have; choose "
+        "trainer.sync_batchnorm=false",
+    )
+    require(
+        not (has_batch_norm and config.trainer.strategy is Strategy.fsdp and not config.trainer.sync_batchnorm),
+        f"{config.model[TARGET]} has batch norm, which cannot be combined with trainer=fsdp (without trainer.sync_batchnorm=true each rank "
+        "would keep separate running statistics); choose trainer=ddp",
+    )

@@ -3,7 +3,8 @@
 import torch
 
 from medseg.build.extensions import make_loss
-from medseg.build.network import make_network
+from medseg.build.network import make_network, make_network_on_meta
+from medseg.build.task import make_task
 from medseg.config.schema import Accelerator, TrainConfig
 from medseg.config.targets import bind_target
 from medseg.errors import UserError
@@ -24,6 +25,11 @@ def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> t
     return torch.device("cuda" if accelerator is not Accelerator.cpu and torch.cuda.is_available() else "cpu")
 
 
+def pick_device_type(accelerator: Accelerator) -> str:
+    """Kind of device that a run is planned for: `cuda` where it asks for a GPU, even if this machine has none."""
+    return "cuda" if accelerator is Accelerator.gpu else pick_device(accelerator).type
+
+
 def make_device_map(config: TrainConfig) -> dict[str, str]:
     """Map each part of the network to a device, as `model.device_map` says; `auto` balances the bytes of a step over all GPUs.
 
@@ -31,12 +37,11 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
         UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
     """
     from medseg.memory.accounting import count_step
-    from medseg.memory.device_map import forward_order, named_parts, plan_device_map, resolve_device_map
+    from medseg.memory.device_map import named_parts, plan_device_map, resolve_device_map
 
     given = config.model["device_map"]
     gpus = {f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())}
-    with torch.device("meta"):
-        parts = named_parts(make_network(config))
+    parts = named_parts(make_network_on_meta(config))
     if given != "auto":
         missing = sorted({device for device in given.values() if device != "cpu" and device not in gpus})
         if missing:
@@ -50,7 +55,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     region = torch.zeros(1, dtype=torch.int64)
     memory = count_step(
         lambda: make_network(config),
-        (1, 1, *(config.stage.patch_size or (128, 128, 128))),
+        (1, len(make_task(config.task).channels), *(config.stage.patch_size or config.spacing.size or (128, 128, 128))),
         loss=make_loss(config),
         make_optimizer=bind_target("optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets),
         precision=config.memory.precision.value,
@@ -59,5 +64,6 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
     held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
     weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
-    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in forward_order(list(parts))}
+    in_order = dict.fromkeys((*memory.order, *parts))  # a network per region: the second runs in other steps
+    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in in_order}
     return plan_device_map(sizes, gpus)

@@ -1,12 +1,11 @@
 """Network of a stage: from a configuration, from checkpoint metadata, and its initial weights."""
 
 import inspect
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from medseg.build.task import make_task
 from medseg.config.rules import choose_strides, stated_divisor
@@ -14,7 +13,9 @@ from medseg.config.schema import UNET, SpacingConfig, StageConfig, TrainConfig
 from medseg.config.targets import TARGET, bind_arguments, import_target
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line
-from medseg.models.unet import RegionalNetwork, UNet
+from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits
+from medseg.models.regional import RegionalNetwork, input_channels
+from medseg.models.unet import UNet
 from medseg.strides import level_strides
 from medseg.weights.files import read_weights
 
@@ -43,17 +44,46 @@ def make_described_network(node: dict[str, Any], task: Task, region_mode: str, t
     """
     is_whole = region_mode == "whole"
     num_classes = task.num_classes if is_whole else task.num_region_classes
-    arguments = {name: value for name, value in node.items() if name != TARGET}
-    found = import_target("model", "model", {TARGET: UNET, **node}, trusted)
-    bind = partial(bind_arguments, "model", "model", found)
+    node = {TARGET: UNET, **node}
+    found = import_target("model", "model", node, trusted)
+    stated = {name: node.pop(name, None) for name in ("divisor", "blocks")}
+    del node[TARGET]
+
+    def make(channels: int) -> nn.Module:
+        network: nn.Module = bind_arguments(
+            "model", "model", found, channel_arguments(found, to_tuples(node), channels, num_classes)
+        )()
+        return network
+
+    in_channels = len(task.channels)
+    channels = input_channels(in_channels, region_mode)
     try:
-        return RegionalNetwork(
-            lambda in_channels: bind({"in_channels": in_channels, "num_classes": num_classes, **arguments})(),
-            num_regions=1 if is_whole else len(task.regions),
-            mode=region_mode,
+        traits = _find_traits(
+            lambda: make(channels), repr((found, node, stated)), channels, num_classes, stated, node.get("img_size")
         )
-    except ValueError as error:
-        raise UserError(f"model: {error}") from error
+        return RegionalNetwork(
+            make, in_channels=in_channels, num_regions=1 if is_whole else len(task.regions), mode=region_mode, traits=traits
+        )
+    except UserError:
+        raise
+    except Exception as error:  # of any class that the configuration names
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"model: {kind}{first_line(error)}") from error
+
+
+_known_traits: dict[tuple[str, int, int], Traits] = {}
+
+
+def _find_traits(
+    make: Callable[[], nn.Module], description: str, channels: int, num_classes: int, stated: dict[str, Any], img_size: Any
+) -> Traits:
+    """Find the traits of a network once in a process: tracing takes a second."""
+    key = (description, channels, num_classes)
+    if key not in _known_traits:
+        fixed = (img_size,) * 3 if isinstance(img_size, int) else tuple(img_size) if img_size else None
+        divisor = tuple(stated["divisor"]) if stated["divisor"] else None
+        _known_traits[key] = find_traits(make, channels, num_classes, divisor=divisor, blocks=stated["blocks"], fixed_size=fixed)
+    return _known_traits[key]
 
 
 def network_node(model: dict[str, Any], spacing: SpacingConfig) -> dict[str, Any]:
@@ -67,8 +97,12 @@ def find_divisor(config: TrainConfig) -> tuple[int, int, int]:
     stated = stated_divisor(config.model, config.spacing)
     if stated is not None:
         return stated
-    with torch.device("meta"):
-        return make_network(config).divisor
+    return make_network_on_meta(config).divisor
+
+
+def make_network_on_meta(config: TrainConfig) -> RegionalNetwork:
+    """Make the network of a configuration without memory and values."""
+    return build_on_meta(lambda: make_network(config))
 
 
 def region_mode_of(stage: StageConfig) -> str:
@@ -108,6 +142,7 @@ def to_tuples(value: Any) -> Any:
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
     """Complete the arguments of our UNet: where metadata predates an argument, its default holds."""
     node = {TARGET: UNET, **to_tuples(node)}
+    node.pop("blocks", None)  # they change no result
     if node[TARGET] != UNET:
         return node
     parameters = inspect.signature(UNet).parameters.items()

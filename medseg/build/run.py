@@ -12,7 +12,7 @@ import torch
 from medseg.build.cases import find_sources
 from medseg.build.device import make_device_map, pick_device
 from medseg.build.extensions import make_loggers, make_loss, make_metrics, make_transforms
-from medseg.build.network import find_divisor, network_node, region_mode_of
+from medseg.build.network import find_divisor, make_network_on_meta, network_node, region_mode_of
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.build.spacing import make_grid_rule
 from medseg.build.stages import load_stage
@@ -22,7 +22,7 @@ from medseg.build.versions import collect_versions
 from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
 from medseg.errors import UserError
 from medseg.memory.precision import lightning_precision, set_tf32
-from medseg.models.unet import RegionalNetwork
+from medseg.models.regional import RegionalNetwork
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule, StageInput
 from medseg.training.module import SegmentationModule
@@ -50,7 +50,13 @@ def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[st
         )
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     return SegmentationModule(
-        switch_on(network, config.memory, device_type, sync_batchnorm=config.trainer.sync_batchnorm),
+        switch_on(
+            network,
+            config.memory,
+            device_type,
+            sync_batchnorm=config.trainer.sync_batchnorm,
+            has_many_shapes=config.stage.patch_size is None and config.spacing.size is None,
+        ),
         make_loss(config),
         make_optimizer(config.optimizer, lr_factor, config.trusted_targets),
         make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets),
@@ -129,7 +135,9 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
         return ModelParallelStrategy(
             data_parallel_size=trainer.devices * trainer.num_nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
-    if trainer.strategy is Strategy.ddp and config.stage.region_mode is RegionMode.separate:
+    if trainer.strategy is Strategy.ddp and (
+        config.stage.region_mode is RegionMode.separate or make_network_on_meta(config).traits.has_unused
+    ):
         return "ddp_find_unused_parameters_true"
     return trainer.strategy.value
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
 
 from medseg.build.network import make_described_network, to_tuples
 from medseg.build.task import with_known_volumes
@@ -20,17 +19,10 @@ from medseg.errors import UserError, first_line, require
 from medseg.geometry.grid_rule import GridRule
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
+from medseg.models.adapter import build_on_meta
 from medseg.preprocess.resample import ANTIALIASED
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights
-
-
-class WithoutDraws(TorchFunctionMode):
-    """Leaves tensors as they are where they would be drawn: on the meta device torch loads its compiler for that."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, unless it draws in place."""
-        return args[0] if func in (Tensor.normal_, Tensor.uniform_) else func(*args, **(kwargs or {}))
 
 
 def load_stage(
@@ -66,8 +58,9 @@ def load_stage(
         check_ranges(metadata, len(weights))
         task = with_known_volumes(Task.from_dict(metadata["task"]))
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
-        with torch.device("meta"), WithoutDraws():
-            shapes = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
+        shapes = build_on_meta(
+            lambda: make_described_network(metadata["model"], task, metadata["region_mode"], trusted), may_compute=bool(trusted)
+        )
         shapes.load_state_dict(weights, assign=True)
         network = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
         precision = precision or inference_precision(Precision(metadata["precision"]).value, device.type)
@@ -78,7 +71,7 @@ def load_stage(
             spacing_mm=None if metadata["spacing_mm"] == NATIVE else _triple(metadata["spacing_mm"]),
             # Metadata of older checkpoints lacks `resampling` and `grid_rule`.
             resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
-            tile_size=_triple(metadata["tile_size"]) if metadata["tile_size"] else None,
+            tile_size=network.traits.fixed_size or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
             region_margin_mm=float(metadata["region_margin_mm"]),
             region_mode=metadata["region_mode"],
             precision=precision,

@@ -5,10 +5,17 @@ from torch import nn
 from medseg.config.schema import MemoryConfig
 from medseg.errors import UserError
 from medseg.memory.switches import apply_switches
-from medseg.models.unet import RegionalNetwork
+from medseg.models.regional import RegionalNetwork
 
 
-def switch_on(network: RegionalNetwork, memory: MemoryConfig, device_type: str, *, sync_batchnorm: bool = False) -> nn.Module:
+def switch_on(
+    network: RegionalNetwork,
+    memory: MemoryConfig,
+    device_type: str,
+    *,
+    sync_batchnorm: bool = False,
+    has_many_shapes: bool = False,
+) -> nn.Module:
     """Apply the `memory` group to a network that will run on a `cpu` or `cuda` device."""
     try:
         return apply_switches(
@@ -17,6 +24,8 @@ def switch_on(network: RegionalNetwork, memory: MemoryConfig, device_type: str, 
             offload=memory.offload,
             channels_last=memory.channels_last,
             compile=memory.compile,
+            compile_mode=memory.compile_mode.value,
+            has_many_shapes=has_many_shapes,
             synchronise=sync_batchnorm,
             device_type=device_type,
         )

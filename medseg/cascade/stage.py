@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.tile_workers import TileWorkers
 from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
 from medseg.memory.accounting import forward_bytes_per_voxel
-from medseg.memory.precision import autocast, inference_precision, set_tf32
+from medseg.memory.precision import autocast, inference_precision, tf32_as
 from medseg.models.blocks import InstanceNorm
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
@@ -161,7 +160,8 @@ class TrainedStage:
     def count_memory(self) -> None:
         """Count the memory of the network per voxel; a crop that exceeds the budget then goes through it in tiles."""
         call = functools.partial(self._call, self.network, region_index=0)
-        self.bytes_per_voxel = forward_bytes_per_voxel(self.network, call, self.divisor, self.device)
+        shape = (1, self.network.in_channels, *self.network.traits.small_size)  # type: ignore[union-attr, misc]
+        self.bytes_per_voxel = forward_bytes_per_voxel(self.network, call, shape, self.device)  # type: ignore[arg-type]
 
     def has_views(self, options: CascadeOptions) -> bool:
         """Whether several networks or flips are averaged."""
@@ -218,7 +218,7 @@ class TrainedStage:
 
     def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
         region = torch.full((len(images),), region_index, device=self.device)
-        with _tf32_as(self.precision), autocast(self.precision, self.device.type):
+        with tf32_as(self.precision), autocast(self.precision, self.device.type):
             return network.eval()(images, region)
 
     @torch.inference_mode()
@@ -277,15 +277,3 @@ def flips(task: Task, tta: bool) -> Sequence[tuple[int, ...]]:
     )
     axes = [axis for axis in SPATIAL_AXES if axis != X_AXIS or not has_sides]
     return list(chain.from_iterable(combinations(axes, number) for number in range(len(axes) + 1)))
-
-
-@contextmanager
-def _tf32_as(precision: str) -> Iterator[None]:
-    """Set TF32 for a precision and restore it: the switch belongs to the process, which may be training as well."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    set_tf32(precision)
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before

@@ -34,7 +34,7 @@ class Knob(NamedTuple):
 
 
 StageName = StrEnum("StageName", ["coarse", "fine"])
-RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.unet`
+RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.regional`
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 Modality = StrEnum("Modality", ["ct", "mr", "other"])
@@ -57,6 +57,7 @@ Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `m
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
 Norm = StrEnum("Norm", ["instance", "group", "batch"])
+CompileMode = StrEnum("CompileMode", ["default", "reduce_overhead", "max_autotune"])
 Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
 LrScaling = StrEnum("LrScaling", ["none", "linear", "sqrt"])
 Accelerator = StrEnum("Accelerator", ["auto", "cpu", "gpu"])
@@ -330,11 +331,16 @@ class MemoryConfig:
     accumulate: Annotated[int, Knob("Micro-batches per optimiser step and rank.", "[1, inf)", "micro-batches", neutral=True)]
     offload: Annotated[bool, Knob("Keep saved activations in host memory (GPU).", neutral=True)]
     channels_last: Annotated[bool, Knob("Channels-last memory layout.", neutral=True)]
-    compile: Annotated[bool, Knob("Compile the network with torch.compile.", neutral=True)]
+    compile: Annotated[
+        bool, Knob("Compile the network with torch.compile; once for all shapes where crops differ.", neutral=True)
+    ]
     cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)]
     budget_gib: Annotated[
         float | None, Knob("Memory that `plan` compares a training step with.", "(0, inf)", "GiB", neutral=True)
     ]
+    compile_mode: Annotated[
+        CompileMode, Knob("Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.", neutral=True)
+    ] = CompileMode.default
 
 
 @dataclass

@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from medseg.memory.device_map import named_parts
 from medseg.memory.precision import HALF
 from medseg.memory.switches import is_copying_to_host
+from medseg.models.adapter import build_on_meta
 
 HOST = "host"  # kind of offloaded tensors: counted by owner, but not part of the device's total
 
@@ -46,16 +49,22 @@ class MemoryTracker(TorchDispatchMode):
         peak_now: `now` at that moment.
     """
 
-    def __init__(self, correct: Callable[[Any, tuple[Any, ...], Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        correct: Callable[[Any, tuple[Any, ...], Any], Any] | None = None,
+        workspace: Callable[[Any, tuple[Any, ...], Any], int] | None = None,
+    ) -> None:
         """Start without any storage.
 
         Args:
             correct: Called as `correct(operation, arguments, result)`; its result replaces the operation's.
+            workspace: Called in the same way; bytes that the operation takes and frees, which count in the peak.
         """
         super().__init__()
         self.now = Owner("other")
         self.live: Counter[Owner] = Counter()
         self._correct = correct
+        self._workspace = workspace
         self._entries: dict[int, tuple[weakref.ref[Any], Owner, int]] = {}
         self._total = 0
         self.restart_peak()
@@ -74,8 +83,11 @@ class MemoryTracker(TorchDispatchMode):
         if self._correct is not None:
             result = self._correct(func, args, result)
         self._see_all(result, owner)
-        if self._total > self.peak_bytes:
+        taken = self._workspace(func, args, result) if self._workspace is not None else 0
+        if self._total + taken > self.peak_bytes:
             self.restart_peak()
+            self.peak_bytes += taken
+            self.peak_live[owner] += taken
         return result
 
     def assign(self, tensor: Tensor, kind: str) -> None:
@@ -123,7 +135,10 @@ class MemoryTracker(TorchDispatchMode):
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = "parameters", "gradients", "optimizer state", "input", "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
+BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
 aten = torch.ops.aten
+# Functions of features that CUDA's autocast computes in fp32 and that of the CPU in half precision.
+FP32_ON_CUDA = (F.group_norm, F.layer_norm, F.softmax, torch.softmax, Tensor.softmax)
 
 
 @dataclass(frozen=True)
@@ -143,6 +158,7 @@ class StepMemory:
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
         peak_live: The bytes at the peak by kind: the five above, `forward` (activations), `backward` (gradients of
             activations and recomputed activations) and `update` (temporaries of the optimiser).
+        order: Parts of the network in the order in which they ran.
     """
 
     voxels: int
@@ -156,6 +172,7 @@ class StepMemory:
     peak: int
     peak_at: str
     peak_live: dict[str, int]
+    order: tuple[str, ...]
 
     @property
     def saved_bytes(self) -> int:
@@ -177,14 +194,15 @@ def count_step(
     precision: str = "fp32",
     accumulate: int = 1,
     averages: bool = False,
-    call: Callable[[nn.Module, Tensor], Tensor] = lambda network, image: network(image),
+    call: Callable[[nn.Module, Tensor], Any] = lambda network, image: network(image),
     compute: bool = False,
+    is_gpu: bool = False,
 ) -> StepMemory:
     """Count the memory of a training step, from the second step on.
 
-    The step runs on torch's fake tensors: all operations are dispatched, none is computed and nothing is allocated.
-    The counts are those of the CPU's graph. A GPU keeps the same, plus what its libraries add: workspaces, cuDNN's
-    reserve of a norm, and the fp32 copies of CUDA's autocast (group norm).
+    The step runs on torch's fake tensors: all operations are dispatched, none is computed and nothing is allocated. For a GPU, which need
+    not be there, the fp32 copies of CUDA's autocast (norms, softmax) count, and the copies that nearest upsampling makes of channels-last
+    tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's reserve of a norm.
 
     Args:
         make_network: Makes the network with its switches applied; see `named_parts` for its parts.
@@ -196,6 +214,7 @@ def count_step(
         averages: Whether a moving average of the weights is kept.
         call: Returns the logits of a network for an image.
         compute: Allocate and compute everything on the CPU: slow, with the same result; used to check the count.
+        is_gpu: Count what a GPU keeps; else, a CPU.
 
     Returns:
         The counts.
@@ -212,16 +231,15 @@ def count_step(
 
     # Real tensors are allowed: `call` may bring some, such as the index of a region.
     mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = MemoryTracker(None if compute else _correct_norm_dtypes)
+    tracker = MemoryTracker(None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None)
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
-    with torch.device("cpu" if compute else "meta"):
-        network = make_network().train()
+    network = (make_network() if compute else build_on_meta(make_network)).train()
     try:
         with mode:
             if not compute:
                 _make_fake(network)
-            with tracker, _watch_parts(network, tracker):
-                return _count(network, image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, call)
+            with tracker, _watch_parts(network, tracker) as order, _CudaPrecision() if is_gpu else contextlib.nullcontext():
+                return _count(network, image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, call, order)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise ValueError(f"the memory cannot be counted without computing: {error}") from error
 
@@ -235,7 +253,8 @@ def _count(
     precision: str,
     accumulate: int,
     averages: bool,
-    call: Callable[[nn.Module, Tensor], Tensor],
+    call: Callable[[nn.Module, Tensor], Any],
+    order: dict[str, None],
 ) -> StepMemory:
     for tensor in (*network.parameters(), *network.buffers()):
         tracker.assign(tensor, PARAMETERS)
@@ -276,12 +295,22 @@ def _count(
         optimizer_state=optimizer_state,
         input=tracker.live_bytes(INPUT),
         target=tracker.live_bytes(TARGET),
-        saved={part: saved[part] for part in [*named_parts(network), LOSS] if part in saved},
+        saved={part: saved[part] for part in [*named_parts(network), BETWEEN, LOSS] if part in saved},
         offloaded=offloaded,
         peak=tracker.peak_bytes,
         peak_at=f"{tracker.peak_now.kind} {tracker.peak_now.part}".strip(),
         peak_live={kind: size for kind, size in peak_live.items() if size and kind != HOST},
+        order=tuple(order),
     )
+
+
+class _CudaPrecision(TorchFunctionMode):
+    """Compute what CUDA's autocast computes in fp32 from fp32 copies of half-precision features, on tensors of the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in FP32_ON_CUDA and torch.is_autocast_enabled("cpu") and args[0].dtype in HALF.values():
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _no_loss() -> float:
@@ -302,12 +331,15 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[None]:
-    """Set the tracker's owner to the part of the network that runs, in forward and in backward."""
+def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[str, None]]:
+    """Set the tracker's owner to the part of the network that runs, in forward and in backward; yields the parts that have run."""
     callers: list[Owner] = []
+    order: dict[str, None] = {}
 
     def enter(name: str, *_: Any) -> None:
         callers.append(tracker.now)
+        if name != BETWEEN:
+            order.setdefault(name)
         tracker.now = Owner(tracker.now.kind, name)
 
     def leave(name: str, _: nn.Module, __: Any, result: Any) -> None:
@@ -320,11 +352,13 @@ def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[None]:
         tracker.now = Owner(BACKWARD, name)
 
     with contextlib.ExitStack() as hooks:
+        hooks.enter_context(network.register_forward_pre_hook(lambda *_: enter(BETWEEN)))
         for name, modules in named_parts(network).items():
             for module in modules:
                 hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
                 hooks.enter_context(module.register_forward_hook(functools.partial(leave, name)))
-        yield
+        hooks.enter_context(network.register_forward_hook(functools.partial(leave, BETWEEN)))
+        yield order
 
 
 def _make_fake(network: nn.Module) -> None:
@@ -357,31 +391,35 @@ def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     return result
 
 
+def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that nearest upsampling copies on a GPU: its kernel takes and gives contiguous tensors only."""
+    if func not in (aten.upsample_nearest3d.default, aten.upsample_nearest3d.vec, aten.upsample_nearest3d_backward.default):
+        return 0
+    return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
+
+
 # Kernels copy their inputs into layouts of their own, which a count of tensors does not see. Measured: 1.1 to 2.1 times the live
 # tensors over stems, norms, `refine`, precisions and processors.
 WORKSPACE = 2.5
-# Size of the counted input in multiples of the divisor: below three, convolutions on a short axis may use another precision.
-NUM_CELLS = 3
 
 
 def forward_bytes_per_voxel(
-    network: nn.Module, call: Callable[[Tensor], Tensor], divisor: tuple[int, int, int], device: torch.device
+    network: nn.Module, call: Callable[[Tensor], Tensor], image_shape: tuple[int, int, int, int, int], device: torch.device
 ) -> float:
     """Count the peak bytes of a forward pass per voxel of its input.
 
     Args:
         network: Its weights are not counted.
-        call: Runs the network on an image (1, 1, D, H, W), in its precision.
-        divisor: Required multiple of the input size, (z, y, x).
+        call: Runs the network on an image, in its precision.
+        image_shape: (1, C, D, H, W) of the image, see `Traits.small_size`.
         device: Device of the network.
 
     Returns:
         Peak bytes of activations and logits per voxel, with the kernels' workspaces, without weights and image.
     """
-    depth, height, width = (NUM_CELLS * step for step in divisor)
-    image = torch.zeros((1, 1, depth, height, width), device=device)
+    image = torch.zeros(image_shape, device=device)
     with torch.inference_mode(), MemoryTracker() as tracker:
         for tensor in (image, *network.parameters(), *network.buffers()):
             tracker.assign(tensor, "given")
         call(image)
-    return WORKSPACE * (tracker.peak_bytes - tracker.live_bytes("given")) / image.numel()
+    return WORKSPACE * (tracker.peak_bytes - tracker.live_bytes("given")) / math.prod(image_shape[2:])

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from medseg.memory.switches import names_below
 
@@ -50,8 +52,32 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
         device = torch.device(devices.get(name, home))
         for module in modules:
             module.to(device)
-            module.register_forward_pre_hook(functools.partial(_move_inputs, device))
-    network.register_forward_hook(lambda _, __, logits: logits.to(home))
+            module.register_forward_pre_hook(functools.partial(_move_inputs, device), with_kwargs=True)
+    forward = network.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _JoinDevices():
+            return tree_map_only(Tensor, lambda logits: logits.to(home), forward(*args, **kwargs))
+
+    network.forward = run
+
+
+class _JoinDevices(TorchFunctionMode):
+    """Bring the operands of an operation between parts, such as the sum of a skip and deeper features, to one device.
+
+    That of a weight counts, else that of the first tensor. Inside a part all tensors are on one device already, so that recomputation in
+    the backward pass, which this mode does not reach, needs no copies.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # A tensor without axes may lie on the CPU in any operation.
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+        if len({tensor.device for tensor in tensors}) > 1 and func not in (Tensor.to, Tensor.copy_):
+            device = next((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), tensors[0]).device
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device) if tensor.ndim else tensor, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> dict[str, str]:
@@ -111,22 +137,5 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
     return {name: device for device, (start, stop) in zip(devices, ends, strict=True) for name in names[start:stop]}
 
 
-def forward_order(names: Sequence[str]) -> list[str]:
-    """Sort the parts of a UNet, or of several, in the order of the forward pass: down the encoder, up the decoder.
-
-    Example:
-        >>> forward_order(["head", "stem", "encoder.0.block0", "decoder.0.up", "encoder.1.down", "decoder.1.up"])
-        ['stem', 'encoder.0.block0', 'encoder.1.down', 'decoder.1.up', 'decoder.0.up', 'head']
-    """
-
-    def key(name: str) -> tuple[int, int, int]:
-        words = name.split(".")
-        network = int(words.pop(0)) if words[0].isdigit() else 0
-        level = int(words[1]) if len(words) > 1 else 0
-        return network, ("stem", "encoder", "decoder", "head").index(words[0]), -level if words[0] == "decoder" else level
-
-    return sorted(names, key=key)
-
-
-def _move_inputs(device: torch.device, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for value in args)
+def _move_inputs(device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))

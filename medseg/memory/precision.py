@@ -1,6 +1,7 @@
 """Precision of the network's arithmetic; parameters, losses and sums stay in fp32."""
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -72,6 +73,21 @@ def lightning_precision(precision: str, device_type: str) -> str:
 
 def set_tf32(precision: str) -> None:
     """Allow TF32 in matrix products and convolutions for `tf32` only; torch's default allows it in convolutions."""
-    allowed = precision == "tf32"
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
+    _allow_tf32(precision == "tf32", precision == "tf32")
+
+
+@contextlib.contextmanager
+def tf32_as(precision: str) -> Iterator[None]:
+    """Set TF32 for a precision and restore it: the switch belongs to the process, which may be training as well."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    set_tf32(precision)
+    try:
+        yield
+    finally:
+        _allow_tf32(*before)
+
+
+def _allow_tf32(in_products: bool, in_convolutions: bool) -> None:
+    # Lightning asks torch for one precision of all backends, which only this function sets.
+    torch.set_float32_matmul_precision("high" if in_products else "highest")
+    torch.backends.cudnn.allow_tf32 = in_convolutions

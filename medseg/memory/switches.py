@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,8 @@ def apply_switches(
     offload: bool = False,
     channels_last: bool = False,
     compile: bool = False,
+    compile_mode: str = "default",
+    has_many_shapes: bool = False,
     synchronise: bool = False,
     device_type: str = "cpu",
 ) -> nn.Module:
@@ -31,11 +34,13 @@ def apply_switches(
     what the blocks still save), compilation (of everything).
 
     Args:
-        network: Network with a method `blocks()` that names its blocks, like `UNet` and `RegionalNetwork`.
+        network: Network with a method `blocks()` that names its blocks, like `RegionalNetwork`.
         checkpointing: `none`, `sqrt`, `all` or names of blocks or levels.
         offload: Keep saved activations in host memory.
         channels_last: Use the channels-last memory layout.
         compile: Compile with `torch.compile` at the first call.
+        compile_mode: Mode of `torch.compile`, with underscores.
+        has_many_shapes: Whether inputs differ in shape, so that one compilation must serve all of them.
         synchronise: Share the statistics of batch norms among all ranks.
         device_type: Device that the network will run on, `cpu` or `cuda`.
 
@@ -70,7 +75,7 @@ def apply_switches(
         offload_activations(network, device_type)
     if compile:
         # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
-        network.compile()
+        network.compile(mode=compile_mode.replace("_", "-"), dynamic=True if has_many_shapes else None)
     return network
 
 
@@ -97,8 +102,8 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
 
     Args:
         blocks: Named blocks, those that save the most bytes first.
-        policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names, where the beginning of a
-            name up to a dot stands for all blocks below it (`encoder.0`). In a UNet a level saves four times the
+        policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and patterns (`encoder.*.block0`), where
+            the beginning of a name up to a dot stands for all blocks below it (`encoder.0`). In a UNet a level saves four times the
             bytes of the next one and costs twice its operations, so the finest blocks give the most memory per second.
 
     Returns:
@@ -117,14 +122,14 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
     for wanted in policy:
         found = names_below(names, wanted)
         if not found:
-            raise ValueError(f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names)}")
+            raise ValueError(f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names) or 'none'}")
         chosen.update(found)
     return [name for name in names if name in chosen]
 
 
 def names_below(names: Sequence[str], wanted: str) -> list[str]:
-    """List the names that equal a wanted one or continue it after a dot."""
-    return [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
+    """List the names that equal a wanted one, continue it after a dot or match it as a pattern (`encoder.*`)."""
+    return [name for name in names if name == wanted or name.startswith(f"{wanted}.") or fnmatchcase(name, wanted)]
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
@@ -143,11 +148,15 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[st
     names = select_blocks(blocks, policy)
     for name in names:
         block = blocks[name]
-        block.forward = _recomputed(block.forward, [module for module in block.modules() if isinstance(module, _BatchNorm)])
+        block.forward = _recomputed(block)
     return names
 
 
-def _recomputed(forward: Callable[..., Any], norms: list[_BatchNorm]) -> Callable[..., Any]:
+def _recomputed(block: nn.Module) -> Callable[..., Any]:
+    forward, norms = block.forward, [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block may draw random numbers.
+    keeps_state = any(map(_may_draw, block.modules()))
+
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Context of the first run and context of the recomputation."""
         return contextlib.nullcontext(), _paused_statistics(norms)
@@ -156,10 +165,17 @@ def _recomputed(forward: Callable[..., Any], norms: list[_BatchNorm]) -> Callabl
     options: dict[str, Any] = {"context_fn": contexts} if norms else {}
 
     @functools.wraps(forward)
-    def run(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **options)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs)
 
     return run
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether a module may draw random numbers: a dropout that is on, or a class of neither torch, MONAI nor medseg."""
+    if "drop" in type(module).__name__.lower():
+        return getattr(module, "p", getattr(module, "drop_prob", 1.0)) != 0
+    return type(module).__module__.partition(".")[0] not in ("torch", "monai", "medseg")
 
 
 @contextlib.contextmanager
@@ -206,9 +222,9 @@ def save_to_host(network: nn.Module) -> None:
     forward = network.forward
 
     @functools.wraps(forward)
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with saved_tensors_hooks(_to_host, _from_host):
-            return forward(*args)
+            return forward(*args, **kwargs)
 
     network.forward = run
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from medseg.build.device import pick_device_type
 from medseg.build.extensions import make_loss
 from medseg.build.network import find_divisor, make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.spacing import find_spacing
 from medseg.build.switches import switch_on
-from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, Strategy, TrainConfig
+from medseg.build.task import make_task
+from medseg.config.schema import PlanConfig, SpacingStrategy, Strategy, TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.io.atomic import replace_text
@@ -95,16 +97,17 @@ def count_memory(
     region = torch.zeros(samples, dtype=torch.int64)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
     uncompiled = replace(memory, compile=False)
+    is_gpu = memory.offload or pick_device_type(config.trainer.accelerator) == "cuda"
 
     def make_ours() -> nn.Module:
         return switch_on(
-            make_network(config), uncompiled, "cuda" if memory.offload else "cpu", sync_batchnorm=config.trainer.sync_batchnorm
+            make_network(config), uncompiled, "cuda" if is_gpu else "cpu", sync_batchnorm=config.trainer.sync_batchnorm
         )
 
     try:
         return count_step(
             make_baseline or make_ours,
-            (samples, 1, *shape),
+            (samples, len(make_task(config.task).channels), *shape),
             loss=make_loss(config),
             make_optimizer=make_optimizer(
                 config.optimizer, find_lr_factor(config.lr_scaling, config.stage.batch_size), config.trusted_targets
@@ -114,6 +117,7 @@ def count_memory(
             averages=config.ema_decay is not None,
             call=lambda network, image: network(image) if make_baseline else network(image, region),
             compute=compute,
+            is_gpu=is_gpu and not compute,
         )
     except ValueError as error:
         raise UserError(f"plan: {error}") from error
@@ -187,8 +191,6 @@ def describe(config: TrainConfig, shape: Shape, memory: StepMemory) -> list[str]
         f"trainer: per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
         and not is_fsdp,
         "model.device_map: counted over all of its devices together.": config.model["device_map"] is not None,
-        "memory.precision=fp16: on a GPU, group norms run in fp32, so the step needs slightly more memory than counted.": switches.precision
-        is Precision.fp16,
     }
     return [
         f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {'×'.join(map(str, shape))} voxels, "

@@ -42,10 +42,14 @@ def join_ranks(timeout: timedelta = JOIN_WITHIN) -> None:
     Args:
         timeout: How long a rank may wait for another one.
     """
+    import torch
     import torch.distributed as dist
 
     if num_ranks() == 1 or dist.is_initialized():
         return
+    if (local_rank := int(os.environ["LOCAL_RANK"])) < torch.cuda.device_count():
+        # Before NCCL is initialised, and before anything is loaded to `cuda`: else all ranks would use the first GPU.
+        torch.cuda.set_device(local_rank)
     store, own, total = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         # torchrun keeps its store when it starts the ranks again, with the addresses of the dead ones (torch 2.13). On several

@@ -198,7 +198,7 @@ def measure_row(
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
     samples = samples_per_rank(config)
-    inputs = [torch.rand(samples, 1, *shape, device=device) * 2 - 1]
+    inputs = [torch.rand(samples, len(task.channels), *shape, device=device) * 2 - 1]
     if make_other:
         network = make_other().to(device)
     else:

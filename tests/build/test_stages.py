@@ -19,7 +19,7 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
-from medseg.models.unet import RegionalNetwork
+from medseg.models.regional import RegionalNetwork
 from medseg.runs.signature import plain
 from medseg.weights.files import shipped_weights, write_weights
 

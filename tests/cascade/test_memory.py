@@ -15,7 +15,7 @@ from oracle import TASK, CoarseOracle, stage
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
-from medseg.models.unet import RegionalNetwork
+from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 
 class Real(CoarseOracle):

@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, count_step
 from medseg.memory.switches import apply_switches
-from medseg.models.unet import RegionalNetwork, UNet
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
 
 SIZE = (16, 24, 32)
 

@@ -27,7 +27,7 @@ def test_live_tensors_are_counted_and_weights_are_not() -> None:
         features = conv(image)  # 5 channels of 4 bytes
         return features + huge[:1]  # and as many beside them
 
-    assert forward_bytes_per_voxel(conv, call, (8, 8, 8), CPU) == pytest.approx(WORKSPACE * 2 * 5 * 4, rel=0.01)
+    assert forward_bytes_per_voxel(conv, call, (1, 1, 24, 24, 24), CPU) == pytest.approx(WORKSPACE * 2 * 5 * 4, rel=0.01)
 
 
 SCRIPT = """
@@ -50,7 +50,7 @@ def call(image):
 def resident(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 
-per_voxel = forward_bytes_per_voxel(network, call, network.divisor, torch.device("cpu"))
+per_voxel = forward_bytes_per_voxel(network, call, (1, 1, *(3 * step for step in network.divisor)), torch.device("cpu"))
 image = torch.randn(1, 1, 192, 192, 160)
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
 before = resident("VmRSS")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.memory.device_map import apply_device_map, forward_order, named_parts, plan_device_map
+from medseg.memory.device_map import apply_device_map, plan_device_map
 from medseg.memory.switches import checkpoint_blocks
 from medseg.models.unet import UNet
 
@@ -84,12 +84,3 @@ def test_the_fullest_device_is_as_little_full_as_can_be(seed: int) -> None:
         if list(chosen) == sorted(chosen, key=order.index)
     )
     assert filling(places) == min(map(filling, every))
-
-
-def test_the_order_of_work_is_that_of_the_forward_pass() -> None:
-    network = make(4)
-    worked: list[str] = []
-    for name, modules in named_parts(network).items():
-        modules[0].register_forward_pre_hook(lambda *_, name=name: worked.append(name))
-    step(network, "cpu")
-    assert forward_order(list(named_parts(network))) == worked

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from medseg.models.unet import RegionalNetwork, UNet
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
 
 
 def make(mode: str, num_regions: int = 2, norm: str = "instance") -> RegionalNetwork:

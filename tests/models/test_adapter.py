@@ -1,0 +1,178 @@
+"""What is found out about any network by tracing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from monai.networks import nets
+from torch import Tensor, nn
+
+from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits, outputs_of
+from medseg.models.unet import UNet
+
+
+def traits_of(found: type[nn.Module], arguments: dict[str, Any], **stated: Any) -> Traits:
+    whole = channel_arguments(found, arguments, 2, 3)
+    return find_traits(lambda: found(**whole), 2, 3, **stated)
+
+
+@pytest.mark.parametrize(
+    ("found", "arguments", "divisor", "num_blocks"),
+    [
+        (nets.SegResNet, {"init_filters": 8, "blocks_down": (1, 1, 2), "blocks_up": (1, 1)}, (4, 4, 4), 6),
+        (nets.SegResNetDS, {"init_filters": 8, "blocks_down": (1, 1, 1)}, (4, 4, 4), 5),
+        (
+            nets.DynUNet,
+            {
+                "kernel_size": [[1, 3, 3], 3, 3],
+                "strides": [1, [1, 2, 2], 2],
+                "upsample_kernel_size": [[1, 2, 2], 2],
+                "filters": [4, 8, 8],
+                "deep_supervision": True,
+            },
+            (2, 4, 4),
+            5,
+        ),
+        (nets.SwinUNETR, {"feature_size": 12}, (32, 32, 32), 30),
+        (nets.AttentionUnet, {"channels": (4, 8, 8), "strides": (2, 2)}, (4, 4, 4), 13),
+        (nets.BasicUNet, {"features": (4, 4, 8, 8, 8, 4)}, (16, 16, 16), 9),
+        (nets.VNet, {}, (16, 16, 16), 10),
+        (nets.UNet, {"channels": (4, 8, 8), "strides": (2, 2), "num_res_units": 2}, (4, 4, 4), 3),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_divisor_and_blocks_of_other_networks(
+    found: type[nn.Module], arguments: dict[str, Any], divisor: tuple[int, int, int], num_blocks: int
+) -> None:
+    traits = traits_of(found, arguments)
+    assert (traits.divisor, traits.fixed_size, len(traits.blocks)) == (divisor, None, num_blocks)
+    network = build_on_meta(lambda: found(**channel_arguments(found, arguments, 2, 3)))
+    blocks = [network.get_submodule(name) for name in traits.blocks]
+    inside = {id(module) for block in blocks for module in block.modules() if module is not block}
+    assert not inside & set(map(id, blocks)), "no block lies in another one"
+
+
+def test_a_network_of_one_size_says_so() -> None:
+    small = {"feature_size": 4, "hidden_size": 24, "mlp_dim": 24, "num_heads": 2}
+    traits = traits_of(nets.UNETR, {"img_size": (32, 32, 48), **small}, fixed_size=(32, 32, 48))
+    assert traits.fixed_size == traits.divisor == traits.small_size == (32, 32, 48)
+
+
+@pytest.mark.parametrize("stem", ["conv", "space_to_depth"])
+def test_what_our_unet_states_is_what_a_trace_finds(stem: str) -> None:
+    """Its blocks are finer, but hold the same weights."""
+
+    def make() -> UNet:
+        return UNet(1, 3, width=8, depth=2, stem=stem)
+
+    stated = find_traits(make, 1, 3)
+
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, image: Tensor) -> Tensor:
+            return self.inner(image)
+
+    found = find_traits(Silent, 1, 3)
+    assert found.divisor == stated.divisor == make().divisor
+    assert stated.blocks == tuple(make().blocks())
+    weights = [
+        {
+            name
+            for name, _ in make().named_parameters()
+            if any(name.startswith(f"{block.removeprefix('inner.')}.") for block in blocks)
+        }
+        for blocks in (found.blocks, stated.blocks)
+    ]
+    assert weights[0] == weights[1]
+
+
+class Odd(nn.Module):
+    """Modules that are no blocks: without parameters, called twice, with an input changed in place; and one with two inputs, which is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.MaxPool3d(2)
+        self.twice = nn.Sequential(nn.Conv3d(1, 1, 3, padding=1), nn.BatchNorm3d(1), nn.ReLU())
+        self.changing = nn.Sequential(nn.LeakyReLU(inplace=True), nn.Conv3d(1, 1, 3, padding=1), nn.BatchNorm3d(1), nn.ReLU())
+        self.joining = Joining()
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Conv3d(1, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        half = self.pool(image) * 2
+        features = self.changing(self.twice(self.twice(half)) + 0)
+        return self.head(self.joining(nn.functional.interpolate(features, scale_factor=2), skip=image))
+
+
+class Joining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 1, 3, padding=1)
+        self.norm = nn.BatchNorm3d(1)
+
+    def forward(self, features: Tensor, skip: Tensor) -> Tensor:
+        return torch.sigmoid(self.norm(self.conv(features + skip)))
+
+
+def test_only_modules_that_can_be_recomputed_are_blocks() -> None:
+    traits = find_traits(Odd, 1, 3)
+    assert traits.blocks == ("joining",)
+    assert traits.divisor == (2, 2, 2)
+    assert traits.has_unused
+
+
+def test_what_is_stated_counts() -> None:
+    traits = find_traits(Odd, 1, 3, divisor=(8, 4, 4), blocks=["twi*", "head"])
+    assert traits.divisor == (8, 4, 4)
+    assert set(traits.blocks) == {"twice", "head"}
+    with pytest.raises(ValueError, match="blocks names 'joinin', which is no module of the network; near are joining"):
+        find_traits(Odd, 1, 3, blocks=["joinin"])
+
+
+class ByValue(nn.Module):
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(in_channels, out_channels, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.conv(image) if float(image.mean()) > 0 else -self.conv(image)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ByValue(1, 3), "cannot be traced without computing .* state model.divisor and model.blocks"),
+        (lambda: nn.Conv3d(1, 4, 1), r"must return logits of shape \(1, 3, 64, 64, 64\), but returned \(1, 4, 64, 64, 64\)"),
+        (lambda: nn.Conv3d(1, 3, 3), r"but returned \(1, 3, 62, 62, 62\)"),
+    ],
+)
+def test_a_network_that_does_not_fit_is_one_sentence(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        find_traits(make, 1, 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_channels_follow_the_task_by_the_names_of_arguments() -> None:
+    assert channel_arguments(ByValue, {}, 2, 5) == {"in_channels": 2, "out_channels": 5}
+    assert channel_arguments(nets.SwinUNETR, {}, 4, 2) == {"spatial_dims": 3, "in_channels": 4, "out_channels": 2}
+    assert channel_arguments(UNet, {"width": 4}, 1, 2) == {"in_channels": 1, "num_classes": 2, "width": 4}
+    with pytest.raises(ValueError, match="out_channels=3, but the task has 2 classes; leave out_channels out"):
+        channel_arguments(ByValue, {"out_channels": 3}, 1, 2)
+    with pytest.raises(ValueError, match="the constructor of Linear has no argument for the number of channels of the image"):
+        channel_arguments(nn.Linear, {}, 1, 2)
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda outputs: dict(enumerate(outputs)), lambda outputs: torch.stack(outputs, 1)])
+def test_deep_supervision_gives_a_list_in_training_and_the_first_output_otherwise(form: Any) -> None:
+    outputs = [torch.full((2, 3, 4, 4, 4), float(number)) for number in range(3)]
+    trained = outputs_of(form(outputs), is_training=True)
+    assert isinstance(trained, list)
+    assert all(torch.equal(one, other) for one, other in zip(trained, outputs, strict=True))
+    assert torch.equal(outputs_of(form(outputs), is_training=False), outputs[0])  # type: ignore[arg-type]
+    assert torch.equal(outputs_of(form(outputs[:1]), is_training=True), outputs[0])  # type: ignore[arg-type]
