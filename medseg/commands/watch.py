@@ -40,7 +40,8 @@ def watch(config: WatchConfig) -> int:
         UserError: If the folder holds no run.
     """
     folder = Path(config.run)
-    runs = sorted(find_runs(folder), key=lambda one: one.stat().st_mtime) if folder.is_dir() else []
+    found = find_runs(folder) if folder.is_dir() else []
+    runs = sorted((one for one in found if (one / CONFIG_FILE).is_file()), key=lambda one: one.stat().st_mtime)
     require(bool(runs), f"run={config.run}: expected a run folder, with {CONFIG_FILE}, or a folder of runs; check the path")
     run_dir = folder if (folder / CONFIG_FILE).is_file() else runs[-1]
     console = Console(highlight=False)
@@ -59,7 +60,7 @@ def watch(config: WatchConfig) -> int:
 
 def view(run_dir: Path) -> Group:
     """Lay out the state of a run: one line per quantity of `history.csv`, and the machine as it is now."""
-    history, steps = read_history(run_dir / HISTORY_FILE), read_config(run_dir)["steps"]
+    history, steps = read_history(run_dir / HISTORY_FILE), read_config(run_dir).get("steps", 0)
     step = max((line["step"] for line in history if "step" in line), default=0.0)
     seconds = [line["seconds_per_step"] for line in history if "seconds_per_step" in line]
     left = f", about {(steps - step) * seconds[-1] / 60:.0f} minutes left" if seconds and step < steps else ""

@@ -93,6 +93,9 @@ def test_a_live_view_ends_with_the_run(
 def test_the_newest_run_of_a_folder_is_shown_and_a_folder_without_runs_is_refused(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    refused = run_dir.parent / "refused"  # a job of a sweep that never became a run
+    refused.mkdir()
+    (refused / "job.json").write_text("{}")
     assert app.watch(WatchConfig(str(run_dir.parent), 1.0)) == 0
     assert "a run (1)" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"expected a run folder, with config\.yaml"):
