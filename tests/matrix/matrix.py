@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -29,7 +28,7 @@ from medseg.prediction.segmenter import Segmenter
 from medseg.report.tables import markdown_table
 from medseg.runs.folder import load_config, open_run
 from medseg.runs.train_run import train_run
-from medseg.training.preemption import Preempted, StopRequest
+from medseg.training.preemption import STOP, Preempted
 
 # Factor to its values, and each value to its arguments of `train`. Networks have few channels and an input size of 32 voxels.
 FACTORS: dict[str, dict[str, Sequence[str]]] = {
@@ -128,10 +127,11 @@ def train_and_resume(table: Path, row: Mapping[str, str], folder: Path) -> Path:
     open_run(compose(table, row, whole))
     train_run(load_config(whole))
     open_run(compose(table, row, stopped))
-    stop = StopRequest()
-    stop.is_asked = True  # as by a signal during the first step
-    with suppress(Preempted):
-        train_run(load_config(stopped), stop)
+    STOP.is_asked = True  # as by a signal during the first step
+    try:
+        train_run(load_config(stopped))
+    except Preempted:
+        STOP.is_asked = STOP.is_safe = False
     assert not (stopped / "summary.json").is_file(), "the run did not stop"
     train_run(load_config(stopped))
     assert_equal_weights(whole, stopped)
