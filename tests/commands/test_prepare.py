@@ -53,10 +53,10 @@ def test_a_bad_case_does_not_stop_the_rest(
         said = "MemoryError('512 GiB')"
         build = cache._build
 
-        def fail(folder: Path, source: object, case: Case, *arguments: object) -> None:
+        def fail(folder: Path, source: object, case: Case, *arguments: object) -> object:
             if case.name == "bad":
                 raise MemoryError("512 GiB")
-            build(folder, source, case, *arguments)  # type: ignore[arg-type]
+            return build(folder, source, case, *arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(cache, "_build", fail)
     assert run(table, tmp_path / "cache") == 1
