@@ -58,7 +58,9 @@ def test_several_channels_from_training_to_scores(task: str, tmp_path: Path) -> 
     out = tmp_path / "out"
     given = [f"coarse='{whole}'", "accelerator=cpu", "threads=1"]
     assert predict(compose("predict", PredictConfig, f"input='{table}'", f"output='{out}'", *given)) == 0
-    scored = compose("evaluate", EvaluateConfig, *TASKS[task], f"pred='{out}'", f"ref='{table}'", f"output='{tmp_path / 'scores'}'")
+    scored = compose(
+        "evaluate", EvaluateConfig, *TASKS[task], f"pred='{out}'", f"ref='{table}'", f"output='{tmp_path / 'scores'}'"
+    )
     assert evaluate(scored) == 0
     with (tmp_path / "scores" / "metrics.csv").open() as file:
         assert {row["case"] for row in csv.DictReader(file)} == {"phantom_000", "phantom_001", "phantom_002"}
