@@ -105,7 +105,7 @@ def read_case_table(
         separator = " (cells must be separated by commas)" if len(columns) == 1 else ""
         raise UserError(
             f"{path}, line 1: expected the columns {', '.join(required)}, but found "
-            f"{', '.join(columns) or 'none'}{separator}; add {', '.join(missing)}."
+            f"{', '.join(columns)[:200] or 'none'}{separator}; add {', '.join(missing)}."
         )
     if doubled := sorted(column for column, count in Counter(columns).items() if column and count > 1):
         raise UserError(f"{path}, line 1: the column {doubled[0]!r} is there twice; keep one of them.")

@@ -68,12 +68,12 @@ def replace_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all.
+    """Write a text file in UTF-8, whole or not at all; half a surrogate, as in a name that is not UTF-8, is written as its number.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    replace_bytes(path, text.encode())
+    replace_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def create_text(path: Path, text: str) -> bool:

@@ -127,13 +127,12 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     """
     settle(config)
     wanted, own = signature(plain(config)), Path(config.run_dir).absolute()
-    paths = sorted(own.parent.glob(f"*/{CONFIG_FILE}"), key=lambda path: (path.parent == own, path.stat().st_mtime), reverse=True)
-    for run_dir in (path.parent for path in paths):
-        if _signature(run_dir) != wanted:
-            continue
-        status = status_of_run(run_dir)
-        if (status is Status.finished and run_dir == own) or status not in (Status.finished, Status.not_finite):
-            return run_dir, status
+    paths = [path for path in own.parent.glob(f"*/{CONFIG_FILE}") if path.is_file()]
+    for path in sorted(paths, key=lambda path: (path.parent == own, path.stat().st_mtime), reverse=True):
+        status = status_of_run(path.parent)
+        may_go_on = status not in (Status.finished, Status.not_finite) or (status is Status.finished and path.parent == own)
+        if may_go_on and _signature(path.parent) == wanted:
+            return path.parent, status
     return None
 
 

@@ -88,7 +88,8 @@ def end_of(
         error = cause  # it has the signal or exit code of the worker
     text = str(error).strip()
     # An error in a loader worker arrives with the worker's traceback as its text; the last line is the error itself.
-    message = text.splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
+    last = (text.splitlines() or [""])[-1]
+    message = (last.partition(": ")[2] or last) if text.startswith("Caught ") else text
     line = (message.splitlines() or [type(error).__name__])[0].partition(". Details are lost")[0]
     rest = "resume continues from the last checkpoint" if is_saved else "nothing was saved, so resume begins with the first step"
     is_worker = isinstance(error, RuntimeError) and text.startswith("DataLoader worker")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import numpy as np
 import pytest
 import torch
 
@@ -20,9 +21,12 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
+from medseg.io.read import read_image
+from medseg.prediction.batch import predict_scans
+from medseg.prediction.cascades import EVERY_SPACING_MM
 from medseg.runs.folder import load_config, open_run
 from tests.integration import killed_runs
-from tests.integration.conftest import train
+from tests.integration.conftest import COARSE, FINE, train
 from tests.integration.test_runs import assert_equal, command, history
 from tests.integration.test_stopping import SIGNALS, saved_step, start
 
@@ -138,3 +142,45 @@ def test_commands_that_start_in_the_same_second_train_their_own_runs(tiny_table:
             assert load_config(run_dir).seed == seed
             assert [start["seed"] for start in json.loads((run_dir / "versions.json").read_text())] == [seed]
     assert len(list((tmp_path / "runs" / "same").iterdir())) == 6
+
+
+def predict_in_races(scan: Path, outputs: list[Path], checkpoints: tuple[Path, Path], barrier: Any, results: Any) -> None:
+    """Predict a scan to each output, at the same moment as another process predicts another scan."""
+    torch.set_num_threads(1)
+    coarse, fine = ([str(path)] for path in checkpoints)
+    inference = {"tile_size": None, "half_weights": False, "overlap": 0.5, "budget_gib": 2.0, "tta": False}
+    for output in outputs:
+        barrier.wait(300)
+        (case,) = predict_scans(
+            scan, output, {"": (coarse, fine, EVERY_SPACING_MM)}, inference=inference, accelerator="cpu", threads=1, overwrite=True,
+            on_begin=lambda *_: None, on_end=lambda *_: None,
+        )  # fmt: skip
+        results.put((output, scan, case.exit_code))
+
+
+def test_twenty_races_of_two_predictions_into_one_file(tiny_table: Path, tmp_path: Path) -> None:
+    trained = train(tmp_path / "coarse", tiny_table, *COARSE), train(tmp_path / "fine", tiny_table, *FINE)
+    scans = [tiny_table.parent / f"c{number}.nii.gz" for number in (2, 3)]
+    outputs = [tmp_path / f"{number}" / "lungs.nii.gz" for number in range(20)]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    alone = []
+    for number, scan in enumerate(scans):
+        alone.append(tmp_path / f"alone {number}" / "lungs.nii.gz")
+        predict_in_races(scan, alone[-1:], trained, context.Barrier(1), results)
+    maps = {str(scan): read_image(path).array for scan, path in zip(scans, alone, strict=True)}
+    assert maps[str(scans[0])].shape != maps[str(scans[1])].shape
+    barrier = context.Barrier(2)
+    racers = [context.Process(target=predict_in_races, args=(scan, outputs, trained, barrier, results)) for scan in scans]
+    for racer in racers:
+        racer.start()
+    codes = [results.get(timeout=300) for _ in range(42)]
+    for racer in racers:
+        racer.join()
+    for output in outputs:
+        report = json.loads(output.with_name("lungs.json").read_text())
+        assert np.array_equal(read_image(output).array, maps[report["input"]]), "the report vouches for the map of another scan"
+        # The one that came second was refused, or it wrote both files anew.
+        assert sorted(code for path, _, code in codes if path == output) in ([0, 0], [0, 2])
+        assert (output, Path(report["input"]), 0) in codes
+        assert len(list(output.parent.iterdir())) == 2

@@ -39,6 +39,7 @@ IN_WORKER = UserError(
         pytest.param(WORKER, Status.failed, "a loader worker ended (DataLoader worker (pid 1) is killed by signal: Killed.", id="worker"),
         pytest.param(CODE_3, Status.out_of_memory, "out of memory", id="worker at its limit"),
         pytest.param(UNTOLD, Status.out_of_memory, "out of memory", id="worker at its limit, told by the cause"),
+        pytest.param(MemoryError("Caught MemoryError in a worker.\n  File\nMemoryError"), Status.out_of_memory, "MemoryError", id="in a worker"),
         pytest.param(IN_WORKER, Status.refused, "a.nii: cut off", id="mistake found by a worker"),
         pytest.param(OSError(errno.ENOSPC, "No space left on device"), Status.refused, "permissions and space", id="disk"),
         pytest.param(OSError(errno.EFBIG, "File too large"), Status.refused, "permissions and space", id="limit of a file"),
