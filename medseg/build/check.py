@@ -1,4 +1,4 @@
-"""Check of a run's objects before data is read: each is built once, the network without memory, the optimiser for one weight."""
+"""Check of a run's objects before data is read: each is built and tried once, the network without memory."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from medseg.models.regional import RegionalNetwork
 
 
 def check_objects(config: TrainConfig) -> None:
-    """Build the network on the meta device, the loss, and the optimiser and schedule of one weight, which then take a step.
+    """Build the network on the meta device, and every other object of an extension point on small data.
 
     Raises:
         UserError: If one of them refuses its arguments, or the network does not go with the sizes and switches.
@@ -32,21 +32,32 @@ def check_objects(config: TrainConfig) -> None:
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
     make_callbacks(config)
     make_loggers(config)
+    _check_optimisation(config)
+
+
+def _check_optimisation(config: TrainConfig) -> None:
+    """Take two steps with the optimiser and the schedule of a small convolution, whose tensors have one and five axes."""
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
-    weight = nn.Parameter(torch.ones(1))
-    weight.grad = torch.zeros(1)
+    weights = list(nn.Conv3d(1, 2, 3).parameters())
     node = config.optimizer
     try:
-        optimizer = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)([weight])
-        optimizer.step(lambda: 0.0)
+        optimizer = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(weights)
         node = config.schedule
-        make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets)(optimizer).step()
+        schedule = make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets)(optimizer)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            node = config.optimizer
+            optimizer.step(lambda: 0.0)
+            node = config.schedule
+            schedule.step()
     except UserError:
         raise
     except Exception as error:  # of any class that the configuration names
         group = "optimizer" if node is config.optimizer else "schedule"
         raise UserError(
-            f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: {first_line(error)}); change them"
+            f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: {first_line(error)}); change them, or "
+            f"choose another {group}"
         ) from error
 
 

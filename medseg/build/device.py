@@ -1,5 +1,7 @@
 """Devices of a run: CPU or GPU, and the device map of a network."""
 
+import os
+
 import torch
 
 from medseg.build.extensions import make_loss
@@ -28,6 +30,17 @@ def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> t
 def pick_device_type(accelerator: Accelerator) -> str:
     """Kind of device that a run is planned for: `cuda` where it asks for a GPU, even if this machine has none."""
     return "cuda" if accelerator is Accelerator.gpu else pick_device(accelerator).type
+
+
+def propose_workers(config: TrainConfig) -> int:
+    """Choose the number of loader processes of a rank where none is given: `tune_loader` measures a better one.
+
+    On a CPU one, which leaves the processors to the network; on a GPU those that the ranks of this machine leave, at most eight each.
+    """
+    if pick_device(config.trainer.accelerator).type == "cpu":
+        return 1
+    num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, num_processors // config.trainer.devices - 1))
 
 
 def make_device_map(config: TrainConfig) -> dict[str, str]:

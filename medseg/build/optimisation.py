@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
-from medseg.config.schema import LrScaling
-from medseg.config.targets import bind_target
+from medseg.config.rules import ADAPTIVE_OPTIMIZERS
+from medseg.config.schema import LrScaling, TrainConfig
+from medseg.config.targets import TARGET, bind_target
 
+# Schedules that by default also set the momentum of each step, whatever the optimiser's own value is.
+CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
 # Arguments of optimisers and schedules that are learning rates.
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
 
@@ -24,8 +27,11 @@ def make_schedule(
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """Return the `schedule` group as a function of the optimiser, multiplied by the warm-up.
 
-    In step n, counted from 0, of the warm-up the rate is (n + 1) / (`warmup_steps` + 1) of the schedule's.
+    In step n, counted from 0, of the warm-up the rate is (n + 1) / (`warmup_steps` + 1) of the schedule's. The momentum of the optimiser
+    stays unless the group says `cycle_momentum`.
     """
+    if group[TARGET] in CYCLING:
+        group = {"cycle_momentum": False, **group}
     make = bind_target("schedule", "schedule", scale_rates(group, lr_factor), None, trusted=trusted)
     if not warmup_steps:
         return make
@@ -36,6 +42,32 @@ def make_schedule(
         return ChainedScheduler([ramp, make(optimizer)], optimizer)
 
     return make_both
+
+
+def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return the optimiser of a configuration as a function of the parameters, as its schedule sets it at the first step."""
+    lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
+    make = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
+    schedule = make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets)
+
+    def make_both(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        schedule(optimizer)
+        return optimizer
+
+    return make_both
+
+
+def propose_lr(config: TrainConfig, batch_size: int) -> float:
+    """Scale `optimizer.lr` to another batch size: with its root for optimisers whose steps do not grow with the gradient, else linearly.
+
+    With `lr_scaling` the run does that itself, and the rate that is given stays.
+
+    Source: Goyal et al. 2017 (linear); Malladi et al. 2022 (root).
+    """
+    is_adaptive = str(config.optimizer[TARGET]).rpartition(".")[2] in ADAPTIVE_OPTIMIZERS
+    power = (0.5 if is_adaptive else 1.0) if config.lr_scaling is LrScaling.none else 0.0
+    return float(config.optimizer["lr"] * (batch_size / config.stage.batch_size) ** power)
 
 
 def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medseg.build.cases import find_sources
-from medseg.build.device import make_device_map, pick_device
+from medseg.build.device import make_device_map, pick_device, propose_workers
 from medseg.build.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.build.network import find_divisor, make_network_on_meta, network_node, region_mode_of
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
@@ -80,7 +80,6 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
     """
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-    from lightning.pytorch.profilers import SimpleProfiler
 
     trainer, memory = config.trainer, config.memory
     device_type = pick_device(trainer.accelerator).type
@@ -104,6 +103,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         accumulate_grad_batches=memory.accumulate,
         benchmark=memory.cudnn_benchmark,
         gradient_clip_val=trainer.gradient_clip,
+        gradient_clip_algorithm=trainer.clip_by.value,
         val_check_interval=min(config.stage.validate_every, config.steps) * memory.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
@@ -116,9 +116,18 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         enable_model_summary=False,
         enable_progress_bar=sys.stderr.isatty(),  # in a log the history prints lines instead
         detect_anomaly=config.debug.anomaly,
-        # With a file: by default the table is a log message, which medseg silences.
-        profiler=None if config.debug.profiler is Profiler.none else SimpleProfiler(config.run_dir, "profile"),
+        profiler=_make_profiler(config),
     )
+
+
+def _make_profiler(config: TrainConfig) -> Any:
+    """Make Lightning's profiler; its files go to the run folder."""
+    from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+
+    if config.debug.profiler is Profiler.torch:
+        return PyTorchProfiler(config.run_dir, "profile", export_to_chrome=True, profile_memory=True, record_shapes=True)
+    # With a file: by default the table is a log message, which medseg silences.
+    return SimpleProfiler(config.run_dir, "profile") if config.debug.profiler is Profiler.simple else None
 
 
 def _make_strategy(config: TrainConfig, device_type: str) -> Any:
@@ -172,7 +181,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         steps=config.steps,
         batch_size=stage.batch_size,
         accumulate=config.memory.accumulate,
-        num_workers=data.num_workers,
+        num_workers=propose_workers(config) if data.num_workers is None else data.num_workers,
         prefetch=data.prefetch,
         pin_memory=data.pin_memory,
         overfit=config.debug.overfit,

@@ -17,7 +17,7 @@ from medseg.errors import require
 from medseg.runs import sweeps
 from medseg.runs.folder import changed_config, find_run, open_run, remove_if_empty
 from medseg.runs.processes import check_start, start_ranks
-from medseg.runs.ranks import from_first_rank, is_under_torchrun, num_restarts, rank
+from medseg.runs.ranks import choose_gpus, from_first_rank, is_under_torchrun, num_restarts, rank
 from medseg.runs.status import Status
 from medseg.training.preemption import STOP
 
@@ -42,6 +42,7 @@ def read(composed: DictConfig) -> TrainConfig:
     else:
         default = resolved(hydra.compose("train"))
         config = changed_config(composed.resume, resolved(composed), default, hydra_config.overrides.task)
+    choose_gpus(config.trainer.gpus)
     if rank() == 0:
         for note in notes(config):
             say(note)

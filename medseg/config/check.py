@@ -48,6 +48,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
             check_target(point, key, node, composed.get("trusted_targets") or ())
     values = resolved(composed)
     _fill_label_values(values)
+    _split_devices(values)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values)))
     except OmegaConfBaseException as error:
@@ -57,6 +58,13 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         node = values["logger"] if point == "logger" else getattr(config, point)  # with its references
         setattr(config, point, _checked_node(point, node, values.get("trusted_targets", ()), composed))
     return typing.cast(T, config)
+
+
+def _split_devices(values: dict[str, Any]) -> None:
+    """Turn a list in `trainer.devices` into its length and `trainer.gpus`, in place."""
+    trainer = values.get("trainer") or {}
+    if isinstance(trainer.get("devices"), list):
+        trainer["gpus"], trainer["devices"] = trainer["devices"], len(trainer["devices"])
 
 
 def _fill_label_values(values: dict[str, Any]) -> None:

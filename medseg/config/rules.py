@@ -437,6 +437,10 @@ def _rank_rules(config: TrainConfig) -> Rules:
     ]
     return [
         (
+            trainer.gpus is None or (len(set(trainer.gpus)) == trainer.devices and trainer.accelerator is not Accelerator.cpu),
+            f"trainer.gpus={trainer.gpus}: expected {trainer.devices} different numbers (trainer.devices), and trainer.accelerator other than cpu",
+        ),
+        (
             ranks == 1 or trainer.strategy is not Strategy.auto,
             f"trainer.devices={trainer.devices} with trainer.strategy=auto: choose trainer=ddp for more than one rank",
         ),

@@ -62,7 +62,8 @@ Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
 LrScaling = StrEnum("LrScaling", ["none", "linear", "sqrt"])
 Accelerator = StrEnum("Accelerator", ["auto", "cpu", "gpu"])
 Strategy = StrEnum("Strategy", ["auto", "ddp", "fsdp"])
-Profiler = StrEnum("Profiler", ["none", "simple"])
+Profiler = StrEnum("Profiler", ["none", "simple", "torch"])
+ClipBy = StrEnum("ClipBy", ["norm", "value"])
 Metric = StrEnum("Metric", ["val_dice", "val_dice_worst"])  # columns of history.csv
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
@@ -233,7 +234,15 @@ class DataConfig(LabelsConfig):
     test_patients: Annotated[list[str], Knob("Test patients, excluded from training and validation.")]
     phantoms: PhantomConfig
     phantom_share: Annotated[float, Knob("Share of samples drawn from the extra synthetic scans.", "(0, 1)")]
-    num_workers: Annotated[int, Knob("Loader processes; samples do not depend on them.", "[0, inf)", "processes", neutral=True)]
+    num_workers: Annotated[
+        int | None,
+        Knob(
+            "Loader processes; samples do not depend on them. null: 1, on a GPU as many as the processors allow, at most 8.",
+            "[0, inf)",
+            "processes",
+            neutral=True,
+        ),
+    ]
     prefetch: Annotated[int, Knob("Batches that each loader process prepares ahead.", "[1, inf)", "batches", neutral=True)]
     pin_memory: Annotated[
         bool | None, Knob("Page-locked batches, copied while the GPU computes; null: with a GPU.", neutral=True)
@@ -354,9 +363,16 @@ class TrainerConfig:
         Strategy, Knob("Division of the work among ranks. fsdp: weights and optimiser state are divided too.", neutral=True)
     ]
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads", neutral=True)]
-    gradient_clip: Annotated[float | None, Knob("Largest norm of the gradient; null: no clipping.", "(0, inf)")]
+    gradient_clip: Annotated[float | None, Knob("Bound on the gradient, see clip_by; null: no clipping.", "(0, inf)")]
     # Absent from older run folders.
     sync_batchnorm: Annotated[bool, Knob("With model.norm=batch: statistics over the samples of all ranks (GPU).")] = False
+    clip_by: Annotated[ClipBy, Knob("What gradient_clip bounds: the norm of the whole gradient, or each of its values.")] = (
+        ClipBy.norm
+    )
+    gpus: Annotated[
+        list[int] | None,
+        Knob("Numbers of the GPUs to use; trainer.devices=[1] means devices=1 gpus=[1].", "[0, inf)", neutral=True),
+    ] = None
 
 
 @dataclass(kw_only=True)
@@ -387,7 +403,13 @@ class DebugConfig:
     anomaly: Annotated[bool, Knob("Stop at the operation that produced a NaN; several times slower.", neutral=True)]
     overfit: Annotated[bool, Knob("Train on the first batch only.")]
     fast: Annotated[bool, Knob("Validate one case only.")]
-    profiler: Annotated[Profiler, Knob("Lightning's table of times, in fit-profile.txt of the run folder.", neutral=True)]
+    profiler: Annotated[
+        Profiler,
+        Knob(
+            "simple: Lightning's table of times, fit-profile.txt; torch: trace of some steps, and a snapshot of a GPU's memory.",
+            neutral=True,
+        ),
+    ]
 
 
 @dataclass

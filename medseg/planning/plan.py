@@ -13,7 +13,7 @@ from torch import nn
 from medseg.build.device import pick_device_type
 from medseg.build.extensions import make_loss
 from medseg.build.network import find_divisor, make_network
-from medseg.build.optimisation import find_lr_factor, make_optimizer
+from medseg.build.optimisation import make_scheduled_optimizer, propose_lr
 from medseg.build.spacing import find_spacing
 from medseg.build.switches import switch_on
 from medseg.build.task import make_task
@@ -58,9 +58,8 @@ def plan(config: PlanConfig) -> int:
     if config.largest_batch:
         peak = functools.cache(lambda samples: count_memory(config, shape, samples=samples).peak)
         batch_size = num_shares(config) * largest_batch(peak, int(budget))
-        print(
-            f"largest batch within memory.budget_gib={budget_gib:g}: {f'stage.batch_size={batch_size}' if batch_size else 'none'}"
-        )
+        found = f"stage.batch_size={batch_size} optimizer.lr={propose_lr(config, batch_size):.3g}" if batch_size else "none"
+        print(f"largest batch within memory.budget_gib={budget_gib:g}: {found}")
     fits = memory.peak <= budget
     if config.output is not None:
         facts = {
@@ -109,9 +108,7 @@ def count_memory(
             make_baseline or make_ours,
             (samples, len(make_task(config.task).channels), *shape),
             loss=make_loss(config),
-            make_optimizer=make_optimizer(
-                config.optimizer, find_lr_factor(config.lr_scaling, config.stage.batch_size), config.trusted_targets
-            ),
+            make_optimizer=make_scheduled_optimizer(config),
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,

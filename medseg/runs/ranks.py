@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -70,6 +71,16 @@ def from_first_rank(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def choose_gpus(gpus: Sequence[int] | None) -> None:
+    """Let this process and those that it starts see some GPUs only; call it before torch looks for them.
+
+    Numbers count among the GPUs that are visible already.
+    """
+    if gpus is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus)
 
 
 def share_among_ranks(trainer: TrainerConfig, memory: MemoryConfig) -> None:

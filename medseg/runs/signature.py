@@ -29,6 +29,7 @@ LATER_KEYS: dict[str, Any] = {
     "augment.transforms": ["effects"],
     "augment.allow_mirroring": False,
     "callbacks": {},
+    "trainer.clip_by": "norm",
 }
 
 

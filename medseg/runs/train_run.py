@@ -73,11 +73,12 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     import torch
     from lightning.pytorch.callbacks import LearningRateMonitor
 
+    from medseg.build.device import pick_device
     from medseg.build.extensions import make_callbacks
     from medseg.build.network import load_initial_weights, make_network
     from medseg.build.run import make_data_module, make_metadata, make_module, make_trainer, make_views
     from medseg.build.versions import collect_versions
-    from medseg.training.callbacks import Distortions, ValidationPictures
+    from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures
     from medseg.training.checkpoints import Checkpoints
     from medseg.training.history import History, HistoryBar
     from medseg.training.machine import peak_bytes
@@ -99,6 +100,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
+    if config.debug.profiler is Profiler.torch and pick_device(config.trainer.accelerator).type == "cuda":
+        callbacks.append(MemorySnapshot(run_dir / "memory_snapshot.pickle"))
     callbacks += make_callbacks(config)
     if sys.stderr.isatty():
         callbacks.append(HistoryBar(history))

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from medseg.geometry.grid_rule import distortion
@@ -81,6 +82,29 @@ class ValidationPictures(pl.Callback):
 
                 pixels = np.asarray(imread(path))[..., :3]
                 logger.experiment.add_image(f"validation/{batch_idx}", pixels, trainer.global_step, dataformats="HWC")
+
+
+class MemorySnapshot(pl.Callback):
+    """Records the allocations of a GPU and writes them to a file for https://pytorch.org/memory_viz, also when the run fails.
+
+    Args:
+        path: File (.pickle).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to record."""
+        torch.cuda.memory._record_memory_history()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the snapshot of this rank's GPU."""
+        torch.cuda.memory._dump_snapshot(str(self.path.with_stem(f"{self.path.stem}_{trainer.global_rank}")))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Write the snapshot of a run that failed, for example without memory."""
+        self.on_train_end(trainer, pl_module)
 
 
 class Distortions(pl.Callback):

@@ -140,8 +140,8 @@ def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table
             "did you mean torchmetrics.classification.MulticlassJaccard",
         ),
         (
-            ["metrics.iou._target_=torchmetrics.segmentation.MeanIoU", "metrics.iou.input_format=one-hot"],
-            "metrics.iou: it cannot score label maps",
+            ["metrics.words._target_=torchmetrics.text.BLEUScore"],
+            "metrics.words: it cannot score label maps",
         ),
         (["callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"], "missing a required argument: 'monitor'"),
         (["callbacks.mine._target_=mine.Callback"], "trusted_targets=[mine.]"),

@@ -31,10 +31,12 @@ def test_all_are_off_unless_asked() -> None:
     assert not any(switches.values())
 
 
-@pytest.mark.parametrize("name", ["anomaly", "overfit", "fast", "profile"])
+@pytest.mark.parametrize("name", ["anomaly", "overfit", "fast", "profile", "profile_torch"])
 def test_each_file_turns_on_one_and_no_more(name: str) -> None:
     config = compose(f"debug={name}", "experiment=ct_fine")
-    assert [key for key, is_on in debug_switches(config.debug).items() if is_on] == [name if name != "profile" else "profiler"]
+    assert [key for key, is_on in debug_switches(config.debug).items() if is_on] == [
+        name if "profile" not in name else "profiler"
+    ]
     assert config.steps == (2 if name == "fast" else 1800)
 
 

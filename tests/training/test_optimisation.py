@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from medseg.build import optimisation as build
+from medseg.build.check import check_objects
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
+from medseg.config.rules import notes
 from medseg.config.schema import TrainConfig
+from medseg.config.targets import targets_first
 from medseg.errors import UserError
 
 
 def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", [*overrides, "run_dir=none"]), TrainConfig)
+        return to_config(hydra.compose("train", targets_first([*overrides, "run_dir=none"])), TrainConfig)
 
 
 class Rates:
@@ -133,3 +136,80 @@ def test_clipping_shortens_the_gradient_and_keeps_its_direction(fit: Callable[..
     assert grads["null"].norm() > 0.001
     torch.testing.assert_close(grads["0.001"], grads["null"] * 0.001 / grads["null"].norm(), rtol=1e-3, atol=1e-9)
     assert torch.equal(grads["1000"], grads["null"])
+
+
+def test_clipping_by_value_bounds_each_value(fit: Callable[..., Any]) -> None:
+    settings = [*SMALL, "steps=1", "optimizer=sgd", "schedule=constant", "trainer.clip_by=value"]
+    free = gradient(fit([*settings, "trainer.gradient_clip=null"], [make_batch(0)]))
+    bounded = gradient(fit([*settings, "trainer.gradient_clip=0.001"], [make_batch(0)]))
+    assert float(free.abs().max()) > 0.001
+    assert torch.equal(bounded, free.clamp(-0.001, 0.001))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_fused_optimizer_takes_the_steps_of_the_plain_one_with_clipping(precision: str, fit: Callable[..., Any]) -> None:
+    settings = [*SMALL, "steps=2", f"memory.precision={precision}", "trainer.gradient_clip=0.1"]
+    batches = [make_batch(n) for n in range(2)]
+    plain, fused = (fit([*settings, f"optimizer.fused={is_fused}"], batches) for is_fused in ("false", "true"))
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_a_fused_optimizer_works_with_loss_scaling_and_clipping(fit: Callable[..., Any]) -> None:
+    settings = [*SMALL, "steps=2", "memory.precision=fp16", "trainer.gradient_clip=0.1", "trainer.accelerator=gpu"]
+    plain, fused = (fit([*settings, f"optimizer.fused={on}"], [make_batch(0), make_batch(1)]) for on in ("false", "true"))
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "cyclic"])
+@pytest.mark.parametrize("momentum", [0.0, 0.99])
+def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, momentum: float) -> None:
+    settings = ["optimizer=sgd", "optimizer.nesterov=false", f"optimizer.momentum={momentum}", "steps=400"]
+    rates = Rates(*settings, f"schedule={schedule}")
+    for _ in range(5):
+        rates.next(50)
+        assert rates.optimizer.param_groups[0]["momentum"] == momentum
+    foreign = Rates(
+        *settings, "schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=1", "schedule.total_steps=400"
+    )
+    assert foreign.optimizer.param_groups[0]["momentum"] == momentum
+    asked = compose(*settings, "schedule=one_cycle_momentum")
+    assert build.make_scheduled_optimizer(asked)([nn.Parameter(torch.ones(1))]).param_groups[0]["momentum"] == 0.95
+    assert f"so that of the optimizer ({momentum}) is not used" in notes(asked)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optimizer._target_=torch.optim.SparseAdam", "optimizer.lr=0.1"], "optimizer: torch.optim.SparseAdam cannot be used"),
+        (["optimizer._target_=torch.optim.Muon", "optimizer.lr=0.1"], "optimizer: torch.optim.Muon cannot be used"),
+        (["optimizer=sgd", "optimizer.momentum=0"], "Nesterov momentum requires a momentum"),
+        (["optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.1", "schedule=one_cycle_momentum"], "schedule: "),
+        (
+            ["schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"],
+            "schedule: torch.optim.lr_scheduler.ReduceLROnPlateau",
+        ),
+        (["optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.1"], None),
+        (["optimizer._target_=torch.optim.LBFGS", "optimizer.lr=0.1"], None),
+        (["optimizer.fused=true"], None),
+    ],
+)
+def test_an_optimizer_or_schedule_is_tried_before_data_is_read(overrides: list[str], said: str | None) -> None:
+    config = compose(*overrides, "logger=none", *SMALL)
+    if said is None:
+        check_objects(config)
+        return
+    with pytest.raises(UserError) as caught:
+        check_objects(config)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [(["optimizer=adamw"], 2.0), (["optimizer=sgd"], 4.0), (["optimizer=sgd", "lr_scaling=linear"], 1.0)],
+)
+def test_the_rate_for_a_larger_batch(overrides: list[str], expected: float) -> None:
+    assert build.propose_lr(compose(*overrides, "optimizer.lr=1"), 4) == pytest.approx(expected)
