@@ -90,7 +90,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     load_initial_weights(network, config)
 
     history_every = config.history_every or max(1, min(50, config.steps // 20))
-    history = History(run_dir / "history.csv", history_every, config.steps)
+    history = History(run_dir / "history.csv", history_every, config.steps, config.metrics)
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, STOP
     )

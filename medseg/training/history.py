@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,10 +33,17 @@ class History(pl.Callback):
         path: CSV file.
         history_every: Optimiser steps between two lines of training; the loss is their mean.
         steps: Steps of the whole run, for the lines on the console.
+        metrics: Names of further scores of the validation, logged as `val/<name>`; each becomes a column `val_<name>`.
     """
 
-    def __init__(self, path: Path, history_every: int, steps: int) -> None:
+    def __init__(self, path: Path, history_every: int, steps: int, metrics: Iterable[str] = ()) -> None:
         self.path = path
+        self.scores = {
+            "val_dice": "val/dice",
+            "val_dice_worst": "val/dice_worst",
+            **{f"val_{name}": f"val/{name}" for name in metrics},
+        }
+        self.columns = (*HISTORY_COLUMNS, *(column for column in self.scores if column not in HISTORY_COLUMNS))
         self.history_every = history_every
         self.steps = steps
         self.losses: list[Tensor | float] = []
@@ -68,9 +76,10 @@ class History(pl.Callback):
         self.device = pl_module.device
         if trainer.is_global_zero:
             self.rows = earlier_rows(
-                self.path, lambda rows: [{column: row[column] for column in HISTORY_COLUMNS} for row in rows[: self.num_rows]]
+                self.path,
+                lambda rows: [{column: row[column] for column in self.columns if column in row} for row in rows[: self.num_rows]],
             )
-            write_csv(self.path, self.rows, HISTORY_COLUMNS)
+            write_csv(self.path, self.rows, self.columns)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the learning rate before the schedule moves on; subtract the time of a validation."""
@@ -119,7 +128,7 @@ class History(pl.Callback):
         metrics = trainer.callback_metrics
         if trainer.sanity_checking or "val/dice" not in metrics:
             return
-        scores = {column: round(float(metrics[column.replace("_", "/", 1)]), 5) for column in ("val_dice", "val_dice_worst")}
+        scores = {column: round(float(metrics[name]), 5) for column, name in self.scores.items()}
         self._append(trainer, {"step": trainer.global_step, **scores})
 
     def _mean_losses(self) -> list[float]:
@@ -138,7 +147,7 @@ class History(pl.Callback):
         if not trainer.is_global_zero:
             return
         self.rows.append(row)
-        write_csv(self.path, self.rows, HISTORY_COLUMNS)
+        write_csv(self.path, self.rows, self.columns)
         if not sys.stderr.isatty():  # without a terminal there is no progress bar
             cells = "  ".join(
                 f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from medseg.config.schema import TrainConfig
 from medseg.config.targets import targets_first
 from medseg.data.augment import Affine, Noise
 from medseg.errors import UserError
+from medseg.runs import folder
+from medseg.runs.train_run import train_run
+from medseg.weights.files import load_checkpoint
 
 
 def compose(*overrides: str) -> TrainConfig:
@@ -105,7 +109,8 @@ def test_sides_may_be_mirrored_when_that_is_said() -> None:
     assert extensions.make_transforms(compose(flip, "augment.allow_mirroring=true")) is not None
 
 
-def batches(table: Path, num_workers: int, start_step: int = 0, start_method: str | None = None) -> list[dict[str, Any]]:
+def batches(table: Path, num_workers: int, start_step: int = 0, start_method: str | None = None) -> list[list[dict[str, Any]]]:
+    """Batches of a run, each a list of stacks of samples of one shape."""
     config = compose(
         MIXED, f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", f"data.num_workers={num_workers}",
         "spacing=isotropic_4mm", "trainer.accelerator=cpu", "logger=none", "steps=4", "stage.batch_size=2",
@@ -122,14 +127,15 @@ def batches(table: Path, num_workers: int, start_step: int = 0, start_method: st
 def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table: Path) -> None:
     """With 0, 1 and 2 workers, with workers that start by spawn, and after an interruption."""
     whole = batches(tiny_table, 0)
-    assert not torch.equal(whole[0]["image"], whole[1]["image"])
+    assert len({float(stack["image"].sum()) for batch in whole for stack in batch}) > 4
     others = [batches(tiny_table, 1), batches(tiny_table, 2), batches(tiny_table, 2, start_method="spawn")]
     for other in others:
         assert len(other) == len(whole)
     for steps, first in [*((other, 0) for other in others), (batches(tiny_table, 2, start_step=2), 2)]:
-        for one, same in zip(steps, whole[first:], strict=True):
-            assert torch.equal(one["image"], same["image"])
-            assert torch.equal(one["target"], same["target"])
+        for batch, same_batch in zip(steps, whole[first:], strict=True):
+            for one, same in zip(batch, same_batch, strict=True):
+                assert torch.equal(one["image"], same["image"])
+                assert torch.equal(one["target"], same["target"])
 
 
 @pytest.mark.parametrize(
@@ -181,3 +187,31 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lightning.pytorch.loggers.wandb, "_WANDB_AVAILABLE", Missing())
     with pytest.raises(UserError, match=r"logger: a package is missing \(Requirement 'wandb' not met\)"):
         extensions.make_loggers(compose("logger=wandb", "tags=[a,b]"))
+
+
+def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(tiny_table: Path, tmp_path: Path) -> None:
+    settings = [
+        "loss._target_=monai.losses.DiceFocalLoss", "metrics.iou._target_=monai.metrics.MeanIoU", "metrics.iou.include_background=false",
+        "callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "logger=csv", "schedule=constant", "stage.validate_every=2",
+        "augment.transforms=[effects, {_target_: monai.transforms.RandGaussianNoised, prob: 0.5}]", "debug=profile_torch",
+        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "spacing=isotropic_4mm",
+        "trainer.accelerator=cpu", "model.width=4",
+    ]  # fmt: skip
+
+    def weights(name: str, *steps: int) -> dict[str, torch.Tensor]:
+        run_dir = tmp_path / name
+        for number in steps:
+            config = compose(*settings, f"steps={number}")
+            config.run_dir, config.resume = str(run_dir), str(run_dir) if run_dir.exists() else None
+            folder.open_run(config)
+            train_run(config)
+        saved: dict[str, torch.Tensor] = load_checkpoint(run_dir / "checkpoints" / "last.ckpt", name)["state_dict"]
+        return saved
+
+    whole, resumed = weights("whole", 4), weights("resumed", 2, 4)
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    with (tmp_path / "resumed" / "history.csv").open(newline="") as file:
+        scored = [row["val_iou"] for row in csv.DictReader(file) if row["val_dice"]]
+    assert len(scored) == 2
+    assert all(0 <= float(score) <= 1 for score in scored)
+    assert list((tmp_path / "whole").glob("*.pt.trace.json")), "torch's trace"
