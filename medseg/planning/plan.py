@@ -19,7 +19,7 @@ from medseg.build.switches import switch_on
 from medseg.build.task import make_task
 from medseg.config.schema import PlanConfig, SpacingStrategy, Strategy, TrainConfig
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, UserError, require
+from medseg.errors import EXIT_FAILED, UserError, first_line, require
 from medseg.io.atomic import replace_text
 from medseg.memory.accounting import StepMemory, count_step
 
@@ -118,6 +118,11 @@ def count_memory(
         )
     except ValueError as error:
         raise UserError(f"plan: {error}") from error
+    except (RuntimeError, TypeError) as error:
+        # A loss or an optimiser of another package may leave torch, which fake tensors do not allow.
+        if compute:
+            raise
+        raise UserError(f"plan: a part cannot be counted without computing it ({first_line(error)}); give compute=true") from error
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:

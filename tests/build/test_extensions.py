@@ -201,7 +201,7 @@ def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(tiny_
     def weights(name: str, *steps: int) -> dict[str, torch.Tensor]:
         run_dir = tmp_path / name
         for number in steps:
-            config = compose(*settings, f"steps={number}")
+            config = compose(*settings, f"steps={number}", f"logger.save_dir='{run_dir}'")
             config.run_dir, config.resume = str(run_dir), str(run_dir) if run_dir.exists() else None
             folder.open_run(config)
             train_run(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 
 import hydra
@@ -16,6 +17,7 @@ from medseg.config.rules import notes
 from medseg.config.schema import Knob, TrainConfig
 from medseg.config.search import SearchConfig, SweepConfig
 from medseg.errors import UserError
+from medseg.runs.ranks import choose_gpus
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -205,3 +207,14 @@ def test_every_key_has_its_sentence_beside_its_type() -> None:
         for name, hint in typing.get_type_hints(root, include_extras=True).items():
             knobs = [part for part in typing.get_args(hint) if isinstance(part, Knob)]
             assert dataclasses.is_dataclass(hint) or knobs[0].sentence.endswith("."), f"{root.__name__}.{name}"
+
+
+def test_a_list_of_devices_names_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = to_config(compose("trainer.devices=[1]"), TrainConfig).trainer
+    assert (trainer.devices, trainer.gpus) == (1, [1])
+    for visible, expected in (("", "1"), ("4,6,7", "6")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        choose_gpus(trainer.gpus)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    with pytest.raises(UserError, match=r"trainer\.gpus=\[1, 1\]: expected 2 different numbers"):
+        to_config(compose("trainer=ddp", "trainer.devices=[1,1]", "stage.batch_size=2"), TrainConfig)

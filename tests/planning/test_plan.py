@@ -146,3 +146,24 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and backward pass.
     assert len(peaks.bytes) == 3
     assert peaks.bytes[2] == pytest.approx(planned.peak, rel=0.002)
+
+
+@pytest.mark.parametrize("loss", ["dice_focal", "tversky", "generalized_dice"])
+def test_any_loss_is_counted_as_if_it_were_computed(loss: str) -> None:
+    config, shape = compose(*SMALL, f"loss={loss}"), (16, 16, 24)
+    assert plan_app.count_memory(config, shape) == plan_app.count_memory(config, shape, compute=True)
+
+
+def test_a_loss_that_leaves_torch_asks_for_computing() -> None:
+    config, shape = compose(*SMALL, "loss=hausdorff_dt"), (16, 16, 24)
+    with pytest.raises(UserError, match="give compute=true"):
+        plan_app.count_memory(config, shape)
+    assert plan_app.count_memory(config, shape, compute=True).saved["loss"] > 0
+
+
+def test_the_state_that_a_schedule_brings_about_is_counted() -> None:
+    """A schedule that cycles the momentum makes buffers although the optimiser is given none."""
+    given, shape = [*SMALL, "optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"], (16, 16, 24)
+    assert plan_app.count_memory(compose(*given), shape).optimizer_state == 0
+    cycled = plan_app.count_memory(compose(*given, "schedule=one_cycle_momentum"), shape)
+    assert cycled.optimizer_state == cycled.parameters
