@@ -241,7 +241,7 @@ def count_step(
             with tracker, _watch_parts(network, tracker) as order, _CudaPrecision() if is_gpu else contextlib.nullcontext():
                 return _count(network, image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, call, order)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise ValueError(f"the memory cannot be counted without computing: {error}") from error
+        raise ValueError(f"the memory cannot be counted without computing ({error}); give compute=true") from error
 
 
 def _count(
@@ -276,7 +276,10 @@ def _count(
     for _ in range(min(accumulate, 2)):
         tracker.now = Owner(FORWARD, LOSS)
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
-            value = loss(call(network, image), target)
+            logits = call(network, image)
+            with _RealRanges():
+                value = loss(logits, target)
+            del logits
         offloaded = tracker.live_bytes(HOST)
         saved = {owner.part: size for owner, size in tracker.live.items() if owner.kind == FORWARD and size}
         tracker.now = Owner(BACKWARD, LOSS)
@@ -311,6 +314,17 @@ class _CudaPrecision(TorchFunctionMode):
         if func in FP32_ON_CUDA and torch.is_autocast_enabled("cpu") and args[0].dtype in HALF.values():
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+class _RealRanges(TorchFunctionMode):
+    """Lets `torch.arange` make real tensors: MONAI's losses read the axes that they sum over from one, and a fake tensor has no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        is_range = func is torch.arange and all(isinstance(one, int) for one in args)
+        with unset_fake_temporarily() if is_range else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 def _no_loss() -> float:

@@ -122,7 +122,9 @@ def count_memory(
         # A loss or an optimiser of another package may leave torch, which fake tensors do not allow.
         if compute:
             raise
-        raise UserError(f"plan: a part cannot be counted without computing it ({first_line(error)}); give compute=true") from error
+        raise UserError(
+            f"plan: a part cannot be counted without computing it ({first_line(error)}); give compute=true"
+        ) from error
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
