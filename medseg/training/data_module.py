@@ -322,5 +322,7 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:
         for own, image, channel in zip(case.intensities, case.images, coarse.task.channels, strict=True)
     ]
     images = [np.asarray(image) for image in case.images]
-    found = localise(images, case.grid, coarse, CascadeOptions(), case.audit.grid.spacing_mm, intensities)
+    # Without a budget: training has no key for it, and a pass that takes too much ends in a sentence.
+    options = CascadeOptions(budget_gib=math.inf)
+    found = localise(images, case.grid, coarse, options, case.audit.grid.spacing_mm, intensities)
     return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}
