@@ -48,17 +48,18 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
         raise UserError(f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again.") from error
 
 
-def read_grid(path: Path, series: str | None = None) -> VoxelGrid:
+def read_grid(path: Path, series: str | None = None, modality: str = "ct") -> VoxelGrid:
     """Read the grid of a scan, in the storage order of its file, without its voxels.
 
     Args:
         path: As for `read_image`.
         series: As for `read_image`.
+        modality: As for `read_image`.
 
     Raises:
         UserError: If it cannot be read as one regular 3D volume.
     """
-    return _explained(path, lambda known: _open(known, series).grid)
+    return _explained(path, lambda known: _open(known, series, modality).grid)
 
 
 def read_image(path: Path, series: str | None = None, modality: str = "ct") -> Volume:

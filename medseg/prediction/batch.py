@@ -222,11 +222,8 @@ class Batch:
             case.known = read_report(case.output)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            return (
-                None
-                if is_ahead and not is_small(case.scan, self.budget_gib)
-                else read_case(case.scan, case.chosen.cascade.coarse.task)
-            )
+            task = case.chosen.cascade.coarse.task
+            return None if is_ahead and not is_small(case.scan, task, self.budget_gib) else read_case(case.scan, task)
         except Exception as error:
             return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
 

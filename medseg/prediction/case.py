@@ -67,14 +67,14 @@ class CaseData:
         self.memory_gb_s += profile.area_gb_s
 
 
-def is_small(scan: Scan, budget_gib: float) -> bool:
-    """Whether the voxels of a scan fit into the budget.
+def is_small(scan: Scan, task: Task, budget_gib: float) -> bool:
+    """Whether the voxels of all channels of a scan fit into the budget.
 
     Raises:
         UserError: If its header cannot be read.
     """
-    num_bytes = BYTES_PER_VOXEL * (1 + len(scan.more_paths)) * math.prod(read_grid(scan.path, scan.series).shape)
-    return num_bytes <= budget_gib * 2**30
+    grid = read_grid(scan.path, scan.series, task.channels[0].modality)
+    return BYTES_PER_VOXEL * len(task.channels) * math.prod(grid.shape) <= budget_gib * 2**30
 
 
 def read_case(scan: Scan, task: Task) -> CaseData:

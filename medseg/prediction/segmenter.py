@@ -25,7 +25,7 @@ class Segmenter:
 
     Args:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged.
-        fine: The same for the fine stage.
+        fine: The same for the fine stage; none for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
         options: Thresholds, memory budget and flips; the defaults where None.
@@ -38,7 +38,7 @@ class Segmenter:
     def __init__(
         self,
         coarse: Sequence[str | Path],
-        fine: Sequence[str | Path],
+        fine: Sequence[str | Path] = (),
         *,
         accelerator: str = "auto",
         precision: str | None = None,
