@@ -149,7 +149,9 @@ def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
         report = case.report or read_report(case.output)
         failed = {"status": "failed", "warnings": " | ".join(case.messages)}
         status = (
-            failed if case.exit_code else {"status": report.get("status"), "warnings": " | ".join(report.get("warnings", []))}
+            failed
+            if case.exit_code
+            else {"status": report.get("status"), "warnings": " | ".join(map(str, report.get("warnings", [])))}
         )
         volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
         rows += [{"case": case.scan.name, "label": label, "ml": volume_ml, **status} for label, volume_ml in volumes.items()]
