@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medseg.data.task import Task
-from medseg.errors import UserError
+from medseg.errors import UserError, is_out_of_memory
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.tile_workers import TileWorkers
 from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
@@ -202,8 +202,8 @@ class TrainedStage:
             while True:
                 try:
                     return Prediction(*stage._run(image, region_index, plan, options), plan, remarks)
-                except torch.OutOfMemoryError:
-                    if stage.device.type == "cpu":
+                except RuntimeError as error:  # also "CUDA error: out of memory" of a kernel, which has no class of its own
+                    if stage.device.type == "cpu" or not is_out_of_memory(error):
                         raise
                 # After the `except` block, in which the error still holds the tensors of the failed pass.
                 torch.cuda.empty_cache()

@@ -93,17 +93,20 @@ def test_tiles_of_another_size_than_in_training_are_warned_of(
     assert len(told) == is_told
 
 
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
 class OutOfMemory(Sloped):
     """On the stand-in for a GPU, more voxels than `limit` raise what torch raises there."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, error: Exception = FULL) -> None:
         super().__init__()
-        self.limit = limit
+        self.limit, self.error = limit, error
 
     def forward(self, image: Tensor, region: Tensor) -> Tensor:
         if image.device.type == "meta" and image.numel() > self.limit:
             self.shapes.append(tuple(image.shape))
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            raise self.error
         return super().forward(image.cpu() if image.device.type != "meta" else torch.zeros(image.shape), region)
 
 
@@ -114,8 +117,9 @@ def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
     return stage(network, "fine", device=torch.device("meta"), bytes_per_voxel=100.0)
 
 
-def test_a_full_gpu_is_left_with_tiles_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, large = OutOfMemory(limit=0), torch.rand(1, 160, 128, 96)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")])
+def test_a_full_gpu_is_left_with_tiles_of_the_same_size(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, large = OutOfMemory(0, error), torch.rand(1, 160, 128, 96)
     result = on_meta(network, monkeypatch).predict_probs(large, 0, CascadeOptions())
     assert network.shapes == [(1, 1, 160, 128, 96)]
     assert result.remarks == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
