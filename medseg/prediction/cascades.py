@@ -80,7 +80,7 @@ def load_cascade(
             stages.append(load_stages(paths, name, device, precision, trusted, half_weights))
     if tile_size is not None:
         stages[-1].use_tiles(tile_size)
-    return Cascade(*stages, options=options or CascadeOptions())
+    return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options or CascadeOptions())
 
 
 def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, list[str]]:

@@ -70,8 +70,9 @@ class Segmenter:
         require_channels(task, len(scans))
         is_image = not isinstance(scans[0], (str, Path, Volume))
         name = str(scans[0]) if isinstance(scans[0], (str, Path)) else "SimpleITK image" if is_image else "Volume"
-        if all(isinstance(one, (str, Path)) for one in scans):
-            volume, more_channels = read_scan([Path(one) for one in scans], task, None, hu)
+        paths = [Path(one) for one in scans if isinstance(one, (str, Path))]
+        if len(paths) == len(scans):
+            volume, more_channels = read_scan(paths, task, None, hu)
         else:
             volume, *others = map(_to_volume, scans)
             volume = replace(volume, array=hu.apply(volume.array))
