@@ -1,4 +1,4 @@
-"""Tasks of two and four channels, with and without regions: trained, predicted from files and from a table, scored."""
+"""Tasks of two and four channels learn their labels, with and without regions; files and a case table give the same labels."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def command(name: str, *overrides: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels", [TWO, FOUR], ids=["two channels", "four channels"])
-@pytest.mark.parametrize("stages", ["two stages", "one stage", "one stage on patches"])
+@pytest.mark.parametrize(
+    ("channels", "stages"), [(TWO, "two stages"), (FOUR, "two stages"), (TWO, "one stage"), (FOUR, "one stage on patches")]
+)
 def test_channels_train_predict_and_evaluate(channels: list[str], stages: str, table: Path, tmp_path: Path) -> None:
     common = [*channels, "steps=40"]
     if stages == "two stages":
@@ -66,7 +67,7 @@ def test_channels_train_predict_and_evaluate(channels: list[str], stages: str, t
         given = [f"coarse='{coarse}'", f"fine='{train(tmp_path / 'fine', table, *FINE, *common)}'"]
     else:
         patch = (
-            ["stage.patch_size=[16,16,16]", "inference.tile_size=[16,16,16]"]
+            ["stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"]
             if "patches" in stages
             else ["stage.patch_size=null"]
         )
