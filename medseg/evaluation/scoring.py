@@ -20,7 +20,6 @@ from medseg.io.read import read_image
 from medseg.metrics.scores import score_region
 from medseg.pictures.overlay import overlay_montage
 from medseg.pictures.plots import score_plot
-from medseg.preprocess.intensity import PERCENTILES
 from medseg.preprocess.orient import orient
 from medseg.report.tables import table_lines, write_csv
 
@@ -242,7 +241,6 @@ def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, tas
     """
     volume = read_image(case.image, case.series, task.channels[0].modality)
     image_hu, image_grid, _ = orient(case.hu.apply(volume.array), volume.grid)
-    low, high = task.channels[0].window_hu or np.percentile(image_hu, PERCENTILES)
     check_grid("image's", image_grid, "labels'", grid)
     overlay_montage(
         image_hu,
@@ -252,7 +250,7 @@ def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, tas
         folder / f"{case.name}.png",
         case.name,
         label_names={value: name for name, value in task.labels.items()},
-        window_hu=(float(low), float(high)),
+        window_hu=task.channels[0].window_hu,
     )
     return volume.remarks
 
