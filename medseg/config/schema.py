@@ -209,9 +209,9 @@ class LabelsConfig:
 
     labels_column: Annotated[str, Knob("Column of the case table with the reference.")]
     label_values: Annotated[
-        dict[str, Any] | None,
+        dict[str, Any],
         Knob("Label name: its value or [values] in the reference files; unknown names are background. Empty: those of the task."),
-    ] = None
+    ]
 
 
 @dataclass(kw_only=True)

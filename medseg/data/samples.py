@@ -206,8 +206,8 @@ class Samples(Dataset[Sample]):
         found = []
         for channel, intensity in zip(self.task.channels, case.intensities, strict=True):
             if channel.window_hu is not None:
-                is_moved = self.augmentation is not None
-                intensity = window(self.augmentation.draw_window(rng, channel.window_hu) if is_moved else channel.window_hu)
+                moved = self.augmentation
+                intensity = window(channel.window_hu if moved is None else moved.draw_window(rng, channel.window_hu))
             assert intensity is not None, "the cache holds the map of each channel without a window"
             found.append(intensity)
         return found
@@ -241,6 +241,9 @@ class Samples(Dataset[Sample]):
             if self.patch_size is not None:
                 return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
             depth, whole = self._bounded_depth(shape) or shape[0], body
+            if any(channel.window_hu is None for channel in self.task.channels):
+                # Filled after the intensity, as in prediction: air has no value that all maps share.
+                depth, shape = min(depth, body.shape[0]), body.shape
             crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
         return scan, crop._replace(box=VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))

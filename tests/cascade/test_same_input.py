@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from medseg.data.cache import CachedCase, prepare_case
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import StageCrops
 from medseg.data.samples import Samples, collate
-from medseg.data.task import Region
+from medseg.data.task import Channel, Region
 from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
@@ -111,3 +112,26 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
         if one is fine:
             for sample, region in zip(samples, TASK.regions, strict=True):
                 assert sample["spacing_mm"] == result.boxes[region.name].grid.spacing_mm
+
+
+@pytest.mark.parametrize("normalise", ["zscore", "percentile"])
+def test_a_second_channel_looks_the_same_in_training_and_in_prediction(normalise: str, tmp_path: Path) -> None:
+    case = written(tmp_path)
+    mr = np.random.default_rng(0).gamma(2.0, 120.0, GRID.shape).astype(np.float32)
+    mr[:, :12] = 0
+    write_image(tmp_path / "mr.nii.gz", mr, GRID)
+    case = replace(case, more_images=(tmp_path / "mr.nii.gz",))
+    task = replace(TASK, regions=(), channels=(*TASK.channels, Channel("mr", None, normalise)))
+
+    class FirstChannel(CoarseOracle):
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            return super().forward(image[:, :1], region)
+
+    watching = Watching(FirstChannel())
+    one = stage(watching, "coarse", task)
+    Cascade(one).segment(read_image(case.image), [read_image(tmp_path / "mr.nii.gz").array])
+    entry = prepare_case(case, tmp_path, one.spacing_mm, task, {1: "left_lung", 2: "right_lung"})
+    (batch,) = collate([Samples([entry], task, StageCrops(divisor=(8, 8, 8)), seed=0, is_coarse=True)[0]], (8, 8, 8))
+    assert watching.seen[0].shape == batch["image"].shape
+    torch.testing.assert_close(watching.seen[0][:, 1], batch["image"][:, 1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(watching.seen[0][:, 0], batch["image"][:, 0], rtol=0, atol=ONE_HU)

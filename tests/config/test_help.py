@@ -39,7 +39,7 @@ def test_every_command_has_help(command: str, help_of: Callable[..., str]) -> No
 def test_a_key_is_printed_with_all_that_the_schema_says(help_of: Callable[..., str]) -> None:
     text = help_of("train", "stage=fine", "stage.patch_size=[64,64,96]")
     assert "  stage.patch_size=[64, 64, 96]   3 integers in [1, inf), voxels (D, H, W), or null\n      Training patch;" in text
-    assert "stage: Input, region and validation of a stage. (stage=coarse | fine)" in text
+    assert "stage: Input, region and validation of a stage. (stage=coarse | fine | single)" in text
     assert "  task.regions.<name>.side=???   left | right, or null\n" in text
     assert "  spacing.resampling=antialiased   antialiased | linear | cubic\n" in text
 
