@@ -64,7 +64,8 @@ def _check_optimisation(config: TrainConfig) -> None:
 def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
     """Refuse input sizes that the network does not accept; the configuration alone decides those of our UNet."""
     if stated_divisor(config.model, config.spacing) is None:
-        needs_two_voxels = any(isinstance(module, (InstanceNorm, _InstanceNorm)) for module in network.modules())
+        norms = (InstanceNorm, _InstanceNorm)
+        needs_two_voxels = network.traits.fixed_size is None and any(isinstance(module, norms) for module in network.modules())
         for holds, sentence in divisor_rules(config, network.divisor, needs_two_voxels):
             require(holds, sentence)
     size = network.traits.fixed_size

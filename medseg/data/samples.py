@@ -336,9 +336,12 @@ def _is_trusted(case: CachedCase, region: Region | None, train_trust: str) -> bo
 
 
 def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Round a shape up to multiples, (z, y, x)."""
+    """Round a shape up to multiples, (z, y, x), and to two of them where it is a single one.
+
+    A norm of one sample has no variance at the deepest level of a network if that has one voxel.
+    """
     z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, multiple, strict=True))
-    return z, y, x
+    return (2 * z, 2 * y, 2 * x) if (z, y, x) == tuple(multiple) else (z, y, x)
 
 
 def collate(

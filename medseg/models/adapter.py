@@ -46,7 +46,7 @@ class Traits(NamedTuple):
     """What the framework knows of a network.
 
     Attributes:
-        divisor: Required multiple of the input size, in voxels (z, y, x).
+        divisor: Required multiple of the input size, in voxels (z, y, x); 1 for a network with a fixed size.
         blocks: Names of the blocks, those that keep the most bytes for the backward pass first.
         fixed_size: The only input size of the network, (z, y, x); None = every multiple of the divisor.
         has_unused: Whether weights of the network do not influence its outputs.
@@ -126,7 +126,7 @@ def find_traits(
         divisor, fixed_size = _find_divisor(network, trace, (1, in_channels, *shape), num_classes)
     names = _matching(network, blocks) if blocks is not None else _find_blocks(network, trace)
     ordered = sorted(names, key=lambda name: -trace.interior_bytes(name))
-    return Traits(divisor, tuple(ordered), fixed_size, trace.has_unused())
+    return Traits((1, 1, 1) if fixed_size else divisor, tuple(ordered), fixed_size, trace.has_unused())
 
 
 def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:

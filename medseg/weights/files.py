@@ -139,8 +139,9 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
     Returns:
         SHA-256 of the file.
     """
+    # Cloned: a safetensors file refuses tensors that share memory, as those of blocks with two names.
     content = save(
-        {name: value.contiguous() for name, value in weights.items()}, {"medseg": json.dumps(metadata, sort_keys=True)}
+        {name: value.contiguous().clone() for name, value in weights.items()}, {"medseg": json.dumps(metadata, sort_keys=True)}
     )
     replace_bytes(path, content)
     return hashlib.sha256(content).hexdigest()

@@ -143,3 +143,47 @@ def test_a_checkpoint_brings_its_resampling_and_older_ones_use_the_defaults(tmp_
     assert (stage.resampling, stage.rule) == ("antialiased", PLAIN)
     with pytest.raises(UserError, match="cannot be averaged: resampling is linear in the one and antialiased in the other"):
         load_stages([path, older], "fine", CPU)
+
+
+FOREIGN = {
+    "segresnet": ["model=segresnet", "model.init_filters=8"],
+    "dynunet": [
+        "model=dynunet", "model.kernel_size=[3,3,3]", "model.strides=[1,2,2]", "model.upsample_kernel_size=[2,2]", "model.filters=[4,8,8]",
+        "model.deep_supr_num=1",
+    ],
+    "unetr": [
+        "model=unetr", "model.img_size=[32,32,32]", "model.feature_size=4", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2",
+        "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("suffix", ["safetensors", "ckpt"])
+def test_a_checkpoint_of_another_network_brings_its_class_and_arguments(name: str, suffix: str, tmp_path: Path) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", ["stage=fine", *FOREIGN[name], "run_dir=x"]), TrainConfig)
+    path = tmp_path / f"w.{suffix}"
+    if suffix == "safetensors":
+        network = write(path, config)
+    else:
+        network = make_network(config)
+        weights = {f"network.{key}": value for key, value in network.state_dict().items()}
+        torch.save({"state_dict": weights, "medseg": make_metadata(config, plain(config)), "global_step": 1}, path)
+    stage = load_stage(path, "fine", CPU, "fp32")
+    image, region = torch.randn(1, 1, 32, 32, 32), torch.tensor([0])
+    with torch.inference_mode():
+        torch.testing.assert_close(stage.network(image, region), network.eval()(image, region))
+    assert stage.bytes_per_voxel > 0
+    load_initial_weights(make_network(config), replace(config, init_from=str(path)))
+
+
+@pytest.mark.parametrize("target", ["hostile_package.Net", "os.system", "torch.nn.modules.module._global"])
+def test_a_hostile_class_of_a_checkpoint_is_never_imported(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hostile_package.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path, config = tmp_path / "w.safetensors", compose()
+    write(path, config, model={**make_metadata(config, {})["model"], "_target_": target}, trusted_targets=["hostile_package."])
+    with pytest.raises(UserError, match=r"is not on the white list .* add trusted_targets="):
+        load_stage(path, "fine", CPU)
+    assert not (tmp_path / "imported").exists()

@@ -28,6 +28,17 @@ ALSO = {
     ("loss", "batch_dice_ce"): ["stage.batch_size=2"],
     ("loss", "sum"): ["loss.terms=[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}]"],
     ("memory", "lean"): ["stage=fine"],
+    ("model", "dynunet"): ["model.filters=[4,8,8,8,8,8]"],
+    ("model", "swin_unetr"): ["model.feature_size=12"],
+    ("model", "unetr"): [
+        "stage=fine",
+        "stage.patch_size=[32,32,32]",
+        "inference.tile_size=[32,32,32]",
+        "model.img_size=[32,32,32]",
+        "model.hidden_size=24",
+        "model.mlp_dim=24",
+        "model.num_heads=2",
+    ],
 }
 EXPERIMENT = [
     "data.val_patients=[]", "data.test_patients=[]", "data.phantoms.num_extra=0", "model.width=4",
@@ -46,7 +57,7 @@ def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path
     if name in ("mlflow", "wandb"):
         pytest.importorskip(name, reason="pip install 'medseg[loggers]'")
     if group in ("model", "spacing"):
-        overrides = [o for o in overrides if not o.startswith({"model": "model.", "spacing": "spacing."}[group])]
+        overrides = [o for o in overrides if not o.startswith({"model": "model.width", "spacing": "spacing."}[group])]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose("train", [*overrides, f"run_dir='{tmp_path / 'run'}'"])
     config = to_config(composed, TrainConfig)
