@@ -246,8 +246,6 @@ class VoxelGrid:
         Raises:
             ValueError: If the box is empty.
         """
-        if box.is_empty:
-            raise ValueError(f"cannot crop a grid to an empty box: {box}")
         return self._moved(box.shape, self.spacing_mm, self.index_to_world_xyz_mm(box.start), self.direction)
 
     def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
@@ -278,10 +276,8 @@ class VoxelGrid:
             flips: Whether each new axis is reversed.
 
         Raises:
-            ValueError: If `order` is no permutation.
+            ValueError: If `order` is no permutation: the new axes would not be orthonormal.
         """
-        if sorted(order) != [0, 1, 2]:
-            raise ValueError(f"order must be a permutation of (0, 1, 2), got {order}")
         first = [(self.shape[old] - 1) * flip for old, flip in sorted(zip(order, flips, strict=True))]
         # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its column.
         columns_zyx = np.array(self.direction)[:, ::-1][:, list(order)] * np.where(flips, -1.0, 1.0)

@@ -85,7 +85,7 @@ def test_crop_keeps_world_positions_also_outside() -> None:
     assert crop.shape == box.shape
     index = np.array([[0, 0, 0], [5, 16, 3], [2, 7, 1]])
     assert np.allclose(crop.index_to_world_xyz_mm(index), grid.index_to_world_xyz_mm(index + box.start), atol=1e-9)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="shape must be at least 1"):
         grid.crop(VoxelBox((0, 0, 0), (0, 3, 3)))
 
 
