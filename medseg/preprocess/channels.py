@@ -87,7 +87,8 @@ def read_channels(
         raise UserError(
             f"{known}: expected the channels {', '.join(names)}, but {', '.join(missing)} is missing; give a file for each."
         )
-    channels, remarks = [], []
+    channels: list[np.ndarray] = []
+    remarks: list[str] = []
     scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
     modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
     for name, path, fill, scale, modality in zip(names, paths, outside, scales, modalities, strict=True):
