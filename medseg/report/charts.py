@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from medseg.report.compare import FINISHED, METRICS, PEAK, STEP, VAL_DICE, Comparison, Study
+from medseg.report.compare import FINISHED, LARGEST, METRICS, PEAK, STEP, VAL_DICE, Comparison, Study
 
 _DICE_TITLE = "validation Dice"
 _SIZE_IN, _SMALL_SIZE_IN = (5.6, 3.3), (4.4, 3.0)
@@ -206,7 +206,8 @@ def _dice_chart(
     if len({comparison.setting_of[index].number for index in points}) < 2 or len({x for ((x, _),) in points.values()}) < 2:
         return []
     with suppress(ValueError):  # names: one place each, in the order of their appearance
-        points = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}
+        numbers = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}
+        points = numbers if all(abs(x) <= LARGEST for ((x, _),) in numbers.values()) else points
     return [
         (
             heading,

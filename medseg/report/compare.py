@@ -1,7 +1,6 @@
 """Comparison of runs: the metrics of each run, the keys that differ, the repeats of one setting, and the best setting."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,8 @@ PRUNED = "pruned"
 # Runs that differ in nothing else are repeats of one setting: their standard deviation says how much a difference is worth.
 REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
+# No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would overflow.
+LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _reader(key: str, column: str = "", pick: Callable[[Sequence[float]], float]
 
     def read(run: Run) -> float | None:
         value = run.summary.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
             return float(value)
         values = [value for _, value in run.curve(column)]
         return pick(values) if values else None

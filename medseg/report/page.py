@@ -78,7 +78,7 @@ def render(
         best_trials=_best_trials(comparison, study) if study else [],
         progress=progress(comparison, study) if study else [],
         statuses=sorted(Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED),
-        total_s=sum(value for run in runs if isinstance(value := run.summary.get("train_s"), int | float)),
+        total_s=sum(metric.of(run) or 0.0 for metric in METRICS if metric.key == "train_s" for run in runs),
         best=best,
         best_run=_best_run(best.runs) if best else None,
         best_metrics=[metric for metric in METRICS if best and metric.better and metric.key in best.metrics],

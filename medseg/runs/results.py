@@ -1,7 +1,6 @@
 """Results in run folders: reader of runs and searches, and the report over them."""
 
 import json
-import math
 import os
 import re
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 from medseg.console import say
 from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
-from medseg.report.compare import Run, Study, compare, csv_rows
+from medseg.report.compare import LARGEST, METRICS, Run, Study, compare, csv_rows
 from medseg.report.page import render
 from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE, read_config, read_file, read_record
@@ -20,6 +19,7 @@ from medseg.runs.sweeps import JOB_FILE
 
 HISTORY_FILE = "history.csv"
 STUDY_FILE = "study.json"
+MAX_KEYS = 1000
 # Keys that name places, or the way a run was started.
 HIDDEN_KEYS = frozenset({"name", "resume", "retry_failed", "run_dir", "data.cache", "data.phantoms.folder", "logger.save_dir"})
 
@@ -72,14 +72,15 @@ def read_run(run_dir: Path, folder: Path) -> Run:
         folder: Folder that its name is relative to.
     """
     job, summary = read_record(run_dir / JOB_FILE, dict), read_record(run_dir / SUMMARY_FILE, dict)
-    config = read_file(run_dir / CONFIG_FILE, lambda path: read_config(path.parent))
+    config = read_file(run_dir / CONFIG_FILE, read_settings)
     given = job.get("overrides")
     # Quotes that Hydra's grammar needs are no part of a value.
     overrides = {
-        key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value)) for key, value in (given if isinstance(given, dict) else {}).items()
+        key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value))
+        for key, value in (given if isinstance(given, dict) and len(given) <= MAX_KEYS else {}).items()
     }
     # A refused job has its overrides only.
-    settings = flat(config) if config is not None else {key: _value(text) for key, text in overrides.items()}
+    settings = config if config is not None else {key: _value(text) for key, text in overrides.items()}
     pictures = sorted(
         (int(match[1]), path)
         for path in (run_dir / "pictures").glob("step_*.png")
@@ -99,17 +100,31 @@ def read_run(run_dir: Path, folder: Path) -> Run:
     )
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a `config.yaml` as a flat mapping.
+
+    Raises:
+        UserError: If it is damaged; more keys than any configuration has would be compared with each other for hours.
+    """
+    settings = flat(read_config(path.parent))
+    require(len(settings) <= MAX_KEYS, f"expected at most {MAX_KEYS} keys, but found {len(settings)}")
+    return settings
+
+
 def read_study(folder: Path) -> Study | None:
-    """Read the result of a search in a folder; None where there is none."""
+    """Read the result of a search in a folder; None where there is none, or none of known objectives."""
     saved = read_record(folder / STUDY_FILE, dict)
-    if not {"objectives", "space"} <= saved.keys():
+    objectives, space, importances, best = (saved.get(key) for key in ("objectives", "space", "importances", "best"))
+    if not (isinstance(objectives, dict) and isinstance(space, dict) and objectives):
+        return None
+    if not objectives.keys() <= {metric.key for metric in METRICS}:
         return None
     return {
         "name": folder.name,
         "num_trials": 0,
-        "importances": {},
         **saved,
-        "best": [str(number) for number in saved.get("best", [])],
+        "importances": importances if isinstance(importances, dict) else {},
+        "best": list(map(str, best)) if isinstance(best, list) else [],
     }
 
 
@@ -119,12 +134,12 @@ def read_history(path: Path) -> list[dict[str, float]]:
     for line in read_file(path, read_csv) or []:
         with suppress(TypeError, ValueError):
             lines.append({key: float(value) for key, value in line.items() if key and value})
-    return [line for line in lines if all(map(math.isfinite, line.values()))]
+    return [line for line in lines if all(abs(value) <= LARGEST for value in line.values())]
 
 
 def _value(text: str) -> Any:
     """The value of an override as the configuration would have it: numbers, booleans, null and lists of them."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

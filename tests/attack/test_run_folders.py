@@ -23,7 +23,7 @@ from medseg.data.case_table import read_case_table
 from medseg.errors import UserError
 from medseg.report.tables import read_csv
 from medseg.runs.folder import changed_config, find_run, open_run, status_of_run
-from medseg.runs.results import write_report
+from medseg.runs.results import read_study, write_report
 from medseg.runs.status import Status
 from medseg.runs.sweeps import compare
 from medseg.runs.train_run import run_rank, train_run
@@ -191,13 +191,12 @@ def test_a_report_over_many_damaged_runs_shows_the_others(tmp_path: Path) -> Non
             damage(run_dir / name, content)
             made.add(run_dir.name)
     shutil.copytree(whole, Path(os.fsdecode(os.fsencode(whole.parent) + b"/not UTF-8 \xff")))
-    for number, (kind, content) in enumerate(CONTENTS.items()):
-        path = whole.with_name(f"study {number}") / "study.json"
-        shutil.copytree(whole, path.parent)
+    for number, content in enumerate(CONTENTS.values()):
+        path = tmp_path / f"study {number}" / "study.json"
+        path.parent.mkdir()
         path.touch()
         damage(path, content)
-        made.add(path.parent.name)
-        assert write_report(path.parent, tmp_path / kind, 3) == 1
+        assert read_study(path.parent) is None
     write_report(whole.parent, tmp_path / "page", 3)
     rows = read_csv(tmp_path / "page" / "report.csv")
     # Without its configuration or its record a folder is none of a run.

@@ -10,7 +10,7 @@ from medseg.commands.report import report
 from medseg.config.schema import ReportConfig
 from medseg.errors import UserError
 from medseg.report.tables import read_csv
-from medseg.runs.results import find_runs, read_run
+from medseg.runs.results import MAX_KEYS, find_runs, read_run
 from tests.report.made_runs import make_run
 
 
@@ -81,3 +81,23 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
         report(ReportConfig(str(tmp_path / "nowhere"), None, 24))
     with pytest.raises(UserError, match="no run lies below it"):
         report(ReportConfig(str(tmp_path), None, 24))
+
+
+def test_values_that_mean_nothing_are_left_out(tmp_path: Path) -> None:
+    for number, dice in enumerate((0.9, 0.8)):
+        make_run(tmp_path / str(number), {"seed": str(number)}, dice)
+    (tmp_path / "0" / "summary.json").write_text(
+        '{"status": "finished", "train_s": 1' + "0" * 400 + ', "val_dice_best": -1e308, "peak_gib": NaN}'
+    )
+    (tmp_path / "0" / "history.csv").write_text("step,loss,val_dice\n1,1e308,0.5\ninf,0.2,nan\n2,0.1,0.4\n")
+    (tmp_path / "1" / "job.json").write_text('{"status": "finished", "overrides": ["seed=1"]}')
+    (tmp_path / "study.json").write_text('{"objectives": {"speed": "maximize"}, "space": {}}')
+    assert report(ReportConfig(str(tmp_path), None, 24)) == 0
+    assert [line["val_dice"] for line in read_csv(tmp_path / "report.csv")] == ["0.4", "0.8"]
+
+
+def test_a_configuration_of_very_many_keys_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "0", {"seed": "1"}, 0.9)
+    (tmp_path / "0" / "config.yaml").write_text("\n".join(f"key{number}: {number}" for number in range(MAX_KEYS + 1)))
+    assert not read_run(tmp_path / "0", tmp_path).has_config
+    assert "expected at most 1000 keys" in capsys.readouterr().err
