@@ -1,1 +1,1 @@
-"""DICOM: file headers (`frames`), pixels of a slice in HU (`pixels`), and one series on a regular grid (`read`)."""
+"""DICOM: file headers (`frames`), the stack that is meant (`stacks`), pixels of a slice (`pixels`), its regular grid (`read`)."""

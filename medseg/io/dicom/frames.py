@@ -4,10 +4,9 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread, uid
@@ -19,8 +18,6 @@ from pydicom.tag import Tag
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.volume import AIR_HU, PACKED_BYTES, shown
-
-Item = TypeVar("Item")
 
 MAX_PLAIN = 100
 """Longer texts are cut in messages; those of the standard are shorter."""
@@ -188,22 +185,9 @@ class NoSlice:
     is_unreadable: bool = False
 
 
-def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """Collect items of equal key, in their order."""
-    groups: dict[Any, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
 def plain(text: str) -> str:
     """Prepare a text of a header for a message: quoted only where it is long or would act on a terminal."""
     return text if text.isprintable() and len(text) <= MAX_PLAIN else shown(text)
-
-
-def some(names: Sequence[object]) -> str:
-    """Name the first of several things and count the others."""
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else str(names[0])
 
 
 def _text(value: Any) -> str:
@@ -214,11 +198,7 @@ def _text(value: Any) -> str:
 
 
 def _whole(header: Dataset, keyword: str, default: int) -> int:
-    """Read a field that is a whole number.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Read a field that is a whole number; another value raises ValueError."""
     return default if header.get(keyword) in (None, "") else int(header[keyword].value)
 
 

@@ -1,0 +1,273 @@
+"""Choice of one stack of parallel slices among the files of a folder: series, acquisitions and phases, files that cannot be read."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from medseg.errors import UserError, require
+from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
+from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
+from medseg.io.volume import shown
+
+Item = TypeVar("Item")
+
+SAME_POSITION_MM = 0.01
+"""Slices nearer than this have one position: the thinnest CT slices are ten times as far apart."""
+
+SAME_SPACING = 1e-3
+"""Pixel spacings with a smaller relative difference are equal: headers store rounded decimals."""
+
+MAX_LISTED = 10
+"""More series are counted in a message."""
+
+
+def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Collect items of equal key, in their order."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def some(names: Sequence[object]) -> str:
+    """Name the first of several things and count the others."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else str(names[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Parallel slices of one size, at two positions at least, that may be one volume.
+
+    Attributes:
+        part: Number of the stack within its series, from 1; 0 where it is the only one.
+        phase: What distinguishes it from the other parts, or "".
+        frames: Its slices, sorted along the normal.
+        heights_mm: Their positions along the normal, ascending.
+    """
+
+    part: int
+    phase: str
+    frames: tuple[Frame, ...]
+    heights_mm: np.ndarray
+
+
+def normal_of(frame: Frame) -> np.ndarray:
+    """Compute the LPS unit vector across a slice, right-handed with its row and column."""
+    normal = np.cross(*frame.axes)
+    return np.asarray(normal / np.linalg.norm(normal))
+
+
+def natural(value: str) -> tuple[float, str]:
+    """Sort key that puts 2 before 10, and both before text."""
+    try:
+        return float(value), value
+    except ValueError:
+        return float("inf"), value
+
+
+def _is_parallel(frame: Frame, other: Frame) -> bool:
+    """Whether size, pixel spacing and orientation of two slices agree."""
+    return (
+        frame.pixels.shape == other.pixels.shape
+        and np.abs(frame.axes - other.axes).max() <= DIRECTION_TOLERANCE
+        and np.abs(np.divide(frame.spacing_mm, other.spacing_mm) - 1).max() <= SAME_SPACING
+    )
+
+
+def heights_of(frames: Sequence[Frame], normal: np.ndarray) -> np.ndarray:
+    """Compute the positions of slices along a normal, in mm."""
+    return np.array([frame.position_xyz_mm for frame in frames]) @ normal
+
+
+def num_positions(heights_mm: np.ndarray) -> int:
+    """Count the positions of sorted slices."""
+    return 1 + int((np.diff(heights_mm) > SAME_POSITION_MM).sum())
+
+
+def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
+    """Divide parallel slices that fill the same space more than once: acquisitions, time points, kernels.
+
+    Values that follow each other along the normal (the rotations of one scan) are one stack, also where they share a slice.
+
+    Returns:
+        Pairs (what distinguishes the stack, its slices).
+    """
+    for key in range(first_key, len(PHASES)):
+        groups = group_by(frames, lambda frame, key=key: frame.phases[key])  # type: ignore[misc]
+        # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+        if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values())):
+            return [
+                (", ".join(filter(None, (f"{PHASES[key][0]} {plain(value) or 'unknown'}", rest))), part)
+                for value in sorted(groups, key=natural)
+                for rest, part in _by_phase(groups[value], key + 1)
+            ]
+    return [("", frames)]
+
+
+def _overlap(groups: list[list[Frame]]) -> bool:
+    """Whether two groups of parallel slices share more than one position along the normal."""
+    heights_mm = [heights_of(group, normal_of(groups[0][0])) for group in groups]
+    steps_mm = np.diff(np.sort(np.concatenate(heights_mm)))
+    steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
+    step_mm = np.median(steps_mm) if steps_mm.size else 0.0
+    starts_mm, stops_mm = np.array(sorted((heights.min(), heights.max()) for heights in heights_mm)).T
+    return bool((np.maximum.accumulate(stops_mm)[:-1] - starts_mm[1:] > 0.5 * step_mm).any())
+
+
+def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
+    """Divide the slices of one series into stacks, and list the slices without a second one in their plane or at another position."""
+    found: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
+    alone: list[NoSlice] = []
+    planes = group_by(frames, lambda frame: next(first for first in frames if _is_parallel(frame, first)))
+    for phase, part in [stack for plane in planes.values() for stack in _by_phase(plane)]:
+        heights_mm = heights_of(part, normal_of(part[0]))
+        keys = [
+            (round(height_mm / SAME_POSITION_MM), frame.path, frame.index)
+            for height_mm, frame in zip(heights_mm, part, strict=True)
+        ]
+        order = sorted(range(len(part)), key=keys.__getitem__)
+        if num_positions(heights_mm[order]) > 1:
+            found.append((phase, tuple(part[index] for index in order), heights_mm[order]))
+        else:
+            alone += [NoSlice(frame.path, frame.series, "single slice without neighbours") for frame in part]
+    return [Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)], alone
+
+
+def _name_pattern(path: Path) -> str:
+    """Reduce a name to what names of slices share: a suffix of DICOM, else all but their numbers, which may have letters for digits.
+
+    Example:
+        >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z")), _name_pattern(Path("1.dcm"))
+        ('im.#', 'im.#', '.dcm')
+    """
+    name = path.name.lower()
+    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
+
+
+def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Iterator[NoSlice]:
+    """Find files that are named like the slices beside them and are no DICOM, such as copies that never got a byte."""
+    slices = {image.path for image in images if isinstance(image, Frame)}
+    for folder, neighbours in group_by(slices, lambda path: path.parent).items():
+        patterns = set(map(_name_pattern, neighbours))
+        for entry in sorted(folder.iterdir()):
+            if _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "." and not entry.is_dir():
+                num_bytes = entry.stat().st_size if entry.is_file() else 0
+                reason = (
+                    f"expected a slice, as its name is like those of the slices beside it, but its {num_bytes} bytes are no DICOM; "
+                    "copy it again or remove it."
+                )
+                yield NoSlice(entry, Series(), reason, is_unreadable=True)
+
+
+def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, list[str]]:
+    """Read the headers of all files and find the one stack that is meant.
+
+    Unreadable files are refused with their series: other series stay readable beside them. A series of unreadable files alone is
+    left out, like an object that is no CT, where there is one other to read.
+
+    Args:
+        path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
+        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
+        modality: Modality of the series, as DICOM names it; "" takes any.
+
+    Returns:
+        The stack, and remarks on what was left out.
+
+    Raises:
+        UserError: If there is none, or more than one, or a file of it cannot be read.
+    """
+    is_folder = path.is_dir() or is_dicomdir(path)
+    files = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_folder))
+    images = [image for file in files for image in read_frames(file, modality)]
+    images += _broken_copies(set(files), images)
+    only_file = None if is_folder else path
+    kind = f"{modality or 'scan'} series"
+    stacks: list[Stack] = []
+    left_out = [image for image in images if isinstance(image, NoSlice) and not image.is_unreadable]
+    unreadable = [image for image in images if isinstance(image, NoSlice) and image.is_unreadable]
+    frames = [image for image in images if isinstance(image, Frame)]
+    for same_series in group_by(frames, lambda frame: frame.series.uid).values():
+        its_stacks, alone = find_stacks(same_series)
+        stacks += its_stacks
+        left_out += alone
+    stacks.sort(key=lambda stack: (natural(stack.frames[0].series.number), stack.frames[0].series.uid, stack.part))
+    in_file = [stack for stack in stacks if only_file is None or any(frame.path == only_file for frame in stack.frames)]
+    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part or 1)]
+    require(
+        len(chosen) <= 1,
+        f"{path}: expected one {kind}, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
+        "column series of a case table.",
+    )
+    uids = {stack.frames[0].series.uid for stack in chosen} or {
+        image.series.uid
+        for image in images
+        if only_file in (None, image.path) and (wanted is None or not in_file or _is_meant(wanted, image.series))
+    }
+    in_folder = group_by(images, lambda image: image.path.parent)
+    broken = [image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])]
+    if broken:
+        raise UserError(f"{some([image.path for image in broken])}: {broken[0].reason}")
+    is_any = wanted is None and only_file is None
+    listed = Counter((str(image.series), image.reason) for image in left_out if is_any or image.series.uid in uids)
+    summary = _first([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], ", ")
+    require(
+        bool(in_file),
+        f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
+    )
+    require(bool(chosen), f"{path}: there is no series={plain(str(wanted))} among {_list(in_file, stacks)}; give one of them.")
+    num_patients = len({frame.patient for frame in chosen[0].frames} - {""})
+    require(
+        num_patients <= 1,
+        f"{path}: expected a series of one patient, but its slices carry {num_patients} different Patient IDs; put the files of each patient "
+        "into a folder of their own.",
+    )
+    remarks = [f"left out, because they are not slices of the scan: {summary}"] if summary else []
+    for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
+        names = some([f"'{image.path.name}'" for image in lost])
+        remarks.append(f"{series} was left out, since it cannot be read: {names}: {lost[0].reason.rstrip('.')}")
+    return chosen[0], remarks
+
+
+def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
+    """Whether `series=` names a series, and this part where it names one; `part` 0 stands for any part."""
+    uid_or_number, _, wanted_part = wanted.partition("/")
+    return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
+
+
+def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:
+    """Whether a file may belong to one of these series.
+
+    Where its own cannot be read, it may be any of the series in its folder; where the folder holds nothing else, any at all.
+    """
+    if image.series.uid:
+        return image.series.uid in uids
+    near = {neighbour.series.uid for neighbour in neighbours} - {""}
+    return not near or not near.isdisjoint(uids) or "" in uids
+
+
+def _first(texts: list[str], separator: str) -> str:
+    """Join the first texts, and count the others."""
+    return separator.join(texts[:MAX_LISTED]) + (f"{separator}and {len(texts) - MAX_LISTED} more" if texts[MAX_LISTED:] else "")
+
+
+def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
+    """List stacks by the value that `series=` takes, their description, number of slices and spacing (z, y, x)."""
+    uids = group_by(
+        {(stack.frames[0].series.number, stack.frames[0].series.uid) for stack in all_stacks}, lambda series: series[0]
+    )
+    names = []
+    for stack in stacks:
+        first, series = stack.frames[0], stack.frames[0].series
+        is_unique = series.number and len(uids[series.number]) == 1
+        key = plain(series.number if is_unique else series.uid) + (f"/{stack.part}" if stack.part else "")
+        about = ", ".join(filter(None, (shown(series.description) if series.description else "", stack.phase)))
+        step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
+        spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *first.spacing_mm))
+        names.append(f"series={key} {about + ' ' if about else ''}({len(stack.frames)} slices, {spacing} mm)")
+    return _first(names, "; ")
