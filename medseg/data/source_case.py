@@ -91,7 +91,7 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
             # The header of the label map is wrong: its voxels lie on those of the image.
             stored, misfits = orientation.to_lps(label_volume.array), []
         if not misfits:
-            may_be_empty = all(case.trust.get(region.name) == ABSENT for region in task.regions)
+            may_be_empty = all(case.trust.get(name) == ABSENT for name in task.parts)
             labels, odd = map_values(stored, task, label_values, may_be_empty=may_be_empty)
             findings += odd
             if not any(finding.code == "empty_labels" for finding in odd):

@@ -81,6 +81,11 @@ class Task:
         return 1 + max(len(region.labels) for region in self.regions)
 
     @property
+    def parts(self) -> list[str]:
+        """Names in the columns `trust_<name>` of a case table: the regions or, without any, the labels."""
+        return [region.name for region in self.regions] or list(self.labels)
+
+    @property
     def is_ct(self) -> bool:
         """Whether the first channel, which the audit and the clean-up look at, is in HU."""
         return self.channels[0].modality == "ct"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from medseg.errors import UserError
 from medseg.runs.folder import load_config
 from medseg.runs.train_run import train_run
 from medseg.training.module import RAW_WEIGHTS
@@ -100,6 +101,28 @@ def test_a_killed_run_goes_on_bit_by_bit(tiny_table: Path, tmp_path: Path) -> No
     assert [int(row["step"]) for row in history(moved) if row["loss"]] == list(range(1, 13))
     assert not run_dir.exists(), "nothing is written where the run lay before"
     assert [start["seed"] for start in json.loads((moved / "versions.json").read_text())] == [1, 1]
+
+
+def test_a_table_that_is_edited_between_kill_and_resume_is_refused(tiny_table: Path, tmp_path: Path) -> None:
+    rows = tiny_table.read_text(encoding="utf-8").splitlines()
+    table = tmp_path / "table.csv"
+
+    def write(lines: list[str]) -> None:
+        for file in tiny_table.parent.glob("*.nii.gz"):
+            (table.parent / file.name).unlink(missing_ok=True)
+            (table.parent / file.name).symlink_to(file)
+        table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    write(rows)
+    settings = [*SMALL, "data.val_patients=[]", "schedule=constant"]
+    train(tmp_path / "run", table, *settings, "steps=1")
+    write([row.replace("case 1", "case 9") for row in rows])
+    with pytest.raises(UserError, match=r"cases are not those that the run began with \(case 9 added; case 1 removed\)"):
+        train(tmp_path / "again", table, *settings, "steps=2", f"resume='{tmp_path / 'run'}'")
+    table = tmp_path / "moved" / "table.csv"
+    table.parent.mkdir()
+    write(rows)
+    assert train(tmp_path / "run", table, *settings, "steps=2", f"resume='{tmp_path / 'run'}'").is_file()
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def map_values(
     present = sorted(set().union(*map(_values_of, labels)) - {0})
     found = []
     if not may_be_empty and all(label_values.get(value) == IGNORE for value in present):
-        found.append(find("empty_labels", regions=", ".join(region.name for region in task.regions)))
+        found.append(find("empty_labels", regions=", ".join(task.parts)))
     if unknown := [value for value in present if value not in label_values]:
         found.append(
             find(

@@ -57,42 +57,16 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     usual_mm = {}
     if len(audits) >= MIN_CASES:
         usual_mm = {axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)}
-    first: dict[str, Case] = {}
-    compared = [
-        replace(one, compared=tuple(_compare(one.case, one.audit, usual_mm, first)) if one.audit else ()) for one in cases
-    ]
-    return _compare_thumbnails(compared)
-
-
-def _compare_thumbnails(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
-    """Add a finding where an image is nearly that of an earlier case of another patient, and not exactly so."""
-    found, earlier = [], list[tuple[Case, CaseAudit]]()
+    earlier: list[AuditedCase] = []
+    found = []
     for one in cases:
-        if one.audit is not None and one.audit.thumbnail:
-            near = [
-                (difference, twin)
-                for twin, audit in earlier
-                if twin.patient != one.case.patient and audit.voxels_sha256 != one.audit.voxels_sha256
-                if (difference := thumbnail_distance(audit, one.audit)) < NEAR_HU
-            ]
-            earlier.append((one.case, one.audit))
-            if near:
-                difference, twin = min(near, key=lambda pair: pair[0])
-                names = {"twin": twin.name, "patient": one.case.patient, "twin_patient": twin.patient}
-                one = replace(one, compared=(*one.compared, find("near_copy", difference=difference, **names)))
-        found.append(one)
+        found.append(replace(one, compared=tuple(_compare(one.case, one.audit, usual_mm, earlier)) if one.audit else ()))
+        earlier.append(one)
     return found
 
 
-def thumbnail_distance(one: CaseAudit, other: CaseAudit) -> float:
-    """Root mean square difference of two thumbnails in HU; infinite where one is missing."""
-    if not one.thumbnail or not other.thumbnail:
-        return math.inf
-    return float(np.sqrt(np.mean((np.array(one.thumbnail) - np.array(other.thumbnail)) ** 2)))
-
-
-def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], first: dict[str, Case]) -> Iterator[Finding]:
-    """Compare a case with the usual spacing, and with the first case of the same voxels (remembered in `first`)."""
+def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], earlier: Sequence[AuditedCase]) -> Iterator[Finding]:
+    """Compare a case with the usual spacing, and with the cases before it in the table."""
     odd = [
         f"its {what} are {spacing_mm:.3g} mm apart where the median of all cases is {usual_mm[axis]:.3g} mm"
         for axis, what, spacing_mm in zip((0, 1), ("slices", "pixels"), audit.grid.spacing_mm, strict=False)
@@ -100,14 +74,26 @@ def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], first:
     ]
     if odd:
         yield find("spacing_outlier", differences=" and ".join(odd))
-    twin = first.setdefault(audit.voxels_sha256, case)
-    if twin is not case:
-        yield find(
-            DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients",
-            twin=twin.name,
-            patient=case.patient,
-            twin_patient=twin.patient,
-        )
+    distances = [(copy_distance(one.audit, audit), one.case) for one in earlier if one.audit]
+    distance, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
+    names = {"twin": twin.name, "patient": case.patient, "twin_patient": twin.patient}
+    if distance == 0:
+        yield find(DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients", **names)
+    elif distance < NEAR_HU and case.patient != twin.patient:
+        yield find("near_copy", difference=distance, **names)
+
+
+def copy_distance(one: CaseAudit, other: CaseAudit) -> float:
+    """Measure how far two images are from being copies.
+
+    Returns:
+        0 for the same voxels; else the root mean square difference of their thumbnails in HU, above 0; infinite where one has none.
+    """
+    if one.voxels_sha256 == other.voxels_sha256:
+        return 0.0
+    if not one.thumbnail or not other.thumbnail:
+        return math.inf
+    return max(1e-9, float(np.sqrt(np.mean((np.array(one.thumbnail) - np.array(other.thumbnail)) ** 2))))
 
 
 def audit_csv(cases: Sequence[AuditedCase]) -> str:
