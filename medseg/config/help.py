@@ -34,11 +34,11 @@ def _lines(schema: type, values: dict[str, Any], path: str) -> Iterator[str]:
         key, value = f"{path}.{name}".lstrip("."), values.get(name, getattr(schema, name, "???"))
         files = sorted(file.stem for file in (conf_dir() / name).glob("*.yaml")) if not path else []
         options = f" ({name}={' | '.join(files)})" if files else ""
-        group = CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(key)) if isinstance(value, dict) else None
+        group: Any = CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(key)) if isinstance(value, dict) else None
         group = group or (hint if dataclasses.is_dataclass(hint) else None)
         if group is not None:
             yield f"\n{key}: {group.__doc__}{options}"
-            yield from _lines(typing.cast(type, group), value, key)
+            yield from _lines(group, value, key)
             continue
         kind, knob = typing.get_args(hint)
         parts = [_type_name(kind) + (f" in {knob.within}" if knob.within not in ("", "(-inf, inf)") else ""), knob.unit]
