@@ -26,7 +26,9 @@ def test_every_proof_is_a_test() -> None:
 
 def test_every_key_is_one_of_the_configuration() -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        roots = [OmegaConf.to_container(hydra.compose(root, given)) for root, given in (("plan", ["run_dir=none"]), ("predict", []))]
+        roots = [
+            OmegaConf.to_container(hydra.compose(root, given)) for root, given in (("plan", ["run_dir=none"]), ("predict", []))
+        ]
     named = {key for code in re.findall(r"`([^`]+)`", PAGE) for key in re.findall(r"(?:^| )([a-z_.]+)=", code)}
     assert len(named) > 20
     missing = {key for key in named - {"experiment"} if not any(has(root, key.split(".")) for root in roots)}
