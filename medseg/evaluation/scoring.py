@@ -121,17 +121,9 @@ def evaluate_folder(
             if region not in regions
         ],
     )
+    overlays = output / "overlays" if pictures else None
     for number, key in enumerate(common, start=1):
-        line = _score_case(
-            summary,
-            predictions[key],
-            references[key],
-            regions,
-            task,
-            label_values,
-            output / "overlays" if pictures else None,
-            metrics or {},
-        )
+        line = _score_case(summary, predictions[key], references[key], regions, task, label_values, overlays, metrics or {})
         progress(f"[{number}/{len(common)}] {references[key].name}: {line}")
     summary.statistics = summarise(summary.rows)
     _write(summary, output)

@@ -129,7 +129,7 @@ def predict_scans(
     batch = Batch(cascades, inference["budget_gib"], overwrite, len(cases), on_begin, on_end)
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
-    if not is_one_scan:
+    if not is_one_scan and output not in outputs:
         # Where cases failed, as on a full disk, the command ends with their number.
         with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext():
             write_summary(output, cases)

@@ -135,6 +135,9 @@ def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[tu
     assert {path.name for path in (tmp_path / "a.b").iterdir()} == {"a.nii.gz", "b.nii.gz", "summary.csv"}
     assert predict(scans / "b.nrrd", tmp_path / "a.b") == 0, "the folder is there now"
     assert predict(scans / "b.nrrd", tmp_path / "O.NRRD") == 0
+    (scans.parent / "one.csv").write_text("case,image\nx,scans/b.nrrd\n")
+    assert predict(scans.parent / "one.csv", tmp_path / "one" / "o.nrrd") == 0
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["o.nrrd"], "a summary is for folders"
     with pytest.raises(UserError, match="has 2 cases"):
         predict(scans, tmp_path / "o.mha")
     with pytest.raises(UserError, match="or a folder"):
