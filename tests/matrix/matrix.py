@@ -19,6 +19,7 @@ import torch
 from covering import Row, covering_rows
 from tiny import make_tiny_table
 
+from medseg.build.check import check_objects
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -28,6 +29,7 @@ from medseg.prediction.segmenter import Segmenter
 from medseg.report.tables import markdown_table
 from medseg.runs.folder import load_config, open_run
 from medseg.runs.train_run import train_run
+from medseg.studies.recipes import merge_arguments
 from medseg.training.preemption import STOP, Preempted
 
 # Factor to its values, and each value to its arguments of `train`. Networks have few channels and an input size of 32 voxels.
@@ -44,7 +46,7 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
             "model.filters=[4,8,8]",
             "model.deep_supr_num=1",
         ],
-        "swin_unetr": ["model=swin_unetr", "model.feature_size=12"],
+        "swin_unetr": ["model=swin_unetr", "model.feature_size=12", "spacing.target_spacing_mm=[1.5,1.5,1.5]"],
         "unetr": [
             "model=unetr",
             "model.img_size=[32,32,32]",
@@ -78,6 +80,8 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
     "optimizer": {"adamw": ["optimizer=adamw"], "sgd": ["optimizer=sgd"]},
     "schedule": {"one_cycle": ["schedule=one_cycle"], "constant": ["schedule=constant"]},
 }
+# Arguments that two values need together: SwinUNETR halves a patch five times, and normalises two voxels at least.
+TOGETHER = {("swin_unetr", "patches"): ["stage.patch_size=[64,64,64]", "inference.tile_size=[64,64,64]"]}
 # Several ranks are processes of their own, and belong to the full array only.
 RANKS = {"ddp": ["trainer=ddp"], "fsdp": ["trainer=fsdp"]}
 INTRODUCTION = """# Networks, stages, losses and switches together
@@ -88,7 +92,10 @@ its checkpoint predicts. `tests/matrix` checks the rows of one rank in the slow 
 
 """
 # Values that are refused together, with a part of the sentence that says so.
-REFUSED: list[tuple[Row, str]] = []
+REFUSED: list[tuple[Row, str]] = [
+    ({"network": "unetr", "stage": stage}, "the network accepts inputs of [32, 32, 32] voxels only")
+    for stage in ("coarse", "fine")
+]
 
 
 def is_allowed(row: Mapping[str, str]) -> bool:
@@ -106,14 +113,13 @@ def arguments_of(table: Path, row: Mapping[str, str]) -> list[str]:
     """Arguments of `train` for a row; factors that it lacks have their first value."""
     values = {**{factor: next(iter(known)) for factor, known in FACTORS.items()}, **row}
     batch_size = int(values["accumulate"]) * (2 if "ranks" in row else 1)
-    return targets_first(
-        [
-            *(argument for factor, value in values.items() for argument in {**FACTORS, "ranks": RANKS}[factor][value]),
-            f"stage.batch_size={max(2, batch_size)}", f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0",
-            "spacing=isotropic_4mm", "augment=none", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "steps=2",
-            "stage.validate_every=2", "checkpoint_every=1",
-        ]
-    )  # fmt: skip
+    common = [
+        f"stage.batch_size={max(2, batch_size)}", f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0",
+        "spacing=isotropic_4mm", "augment=none", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "steps=2",
+        "stage.validate_every=2", "checkpoint_every=1",
+    ]  # fmt: skip
+    own = [{**FACTORS, "ranks": RANKS}[factor][value] for factor, value in values.items()]
+    return targets_first(merge_arguments(common, *own, TOGETHER.get((values["network"], values["stage"]), [])))
 
 
 def compose(table: Path, row: Mapping[str, str], run_dir: Path) -> TrainConfig:
@@ -124,7 +130,9 @@ def compose(table: Path, row: Mapping[str, str], run_dir: Path) -> TrainConfig:
 def train_and_resume(table: Path, row: Mapping[str, str], folder: Path) -> Path:
     """Train a row in this process in one go, and again with a stop after the first step; returns the run folder."""
     whole, stopped = folder / "whole", folder / "stopped"
-    open_run(compose(table, row, whole))
+    config = compose(table, row, whole)
+    check_objects(config)
+    open_run(config)
     train_run(load_config(whole))
     open_run(compose(table, row, stopped))
     STOP.is_asked = True  # as by a signal during the first step
@@ -188,8 +196,10 @@ def run_row(table: Path, row: Mapping[str, str], folder: Path, others: Mapping[s
 
 
 def main() -> None:
-    """Run all rows, one after the other, and write the table of the page that the command line names."""
-    page, lines, num_failed = Path(sys.argv[1]), [], 0
+    """Run all rows, one after the other, and write the table of the page that the command line names after each."""
+    page, lines = Path(sys.argv[1]), []
+    combinations = [{"combination": " ".join(f"{key}={value}" for key, value in values.items()), "refused because": said}
+                    for values, said in REFUSED]  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "cases").mkdir()
@@ -198,20 +208,20 @@ def main() -> None:
             stage: train_and_resume(table, {"stage": stage}, folder / stage) / "checkpoints" / "last.ckpt"
             for stage in ("coarse", "fine")
         }
-        for number, row in enumerate([*ROWS, *RANK_ROWS]):
+        rows = [*ROWS, *RANK_ROWS]
+        for number, row in enumerate(rows, start=1):
             start_s = time.perf_counter()
             try:
                 run_row(table, row, folder / str(number), others)
                 outcome = "yes"
             except Exception as error:  # a row that fails must not end the others
-                outcome, num_failed = f"FAILS: {type(error).__name__}: {str(error).splitlines()[0]}", num_failed + 1
-            lines.append({"row": number + 1, "ranks": "one", **row, "trains, resumes bit-equal, predicts": outcome})
-            print(f"{number + 1} of {len(ROWS) + len(RANK_ROWS)}: {outcome}, {time.perf_counter() - start_s:.1f} s", flush=True)
+                outcome = f"FAILS: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            lines.append({"row": number, "ranks": "one", **row, "trains, resumes, predicts": outcome})
+            print(f"{number} of {len(rows)}: {outcome}, {time.perf_counter() - start_s:.1f} s", flush=True)
             shutil.rmtree(folder / str(number), ignore_errors=True)
-    refused = [{"combination": ", ".join(f"{key}={value}" for key, value in values.items()), "refused because": said}
-               for values, said in REFUSED]  # fmt: skip
-    page.write_text(INTRODUCTION + markdown_table(lines) + "\n## Refused\n\n" + markdown_table(refused), encoding="utf-8")
-    sys.exit(num_failed > 0)
+            text = INTRODUCTION + markdown_table(lines) + "\n## Refused\n\n" + markdown_table(combinations)
+            page.write_text(text, encoding="utf-8")
+    sys.exit(any(line["trains, resumes, predicts"] != "yes" for line in lines))
 
 
 if __name__ == "__main__":
