@@ -46,7 +46,7 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
             "model.filters=[4,8,8]",
             "model.deep_supr_num=1",
         ],
-        "swin_unetr": ["model=swin_unetr", "model.feature_size=12", "spacing.target_spacing_mm=[1.5,1.5,1.5]"],
+        "swin_unetr": ["model=swin_unetr", "model.feature_size=12", "spacing.target_spacing_mm=[2.0,2.0,2.0]"],
         "unetr": [
             "model=unetr",
             "model.img_size=[32,32,32]",
@@ -80,8 +80,11 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
     "optimizer": {"adamw": ["optimizer=adamw"], "sgd": ["optimizer=sgd"]},
     "schedule": {"one_cycle": ["schedule=one_cycle"], "constant": ["schedule=constant"]},
 }
-# Arguments that two values need together: SwinUNETR halves a patch five times, and normalises two voxels at least.
-TOGETHER = {("swin_unetr", "patches"): ["stage.patch_size=[64,64,64]", "inference.tile_size=[64,64,64]"]}
+# Arguments that two values need together: SwinUNETR halves its input five times, and normalises two voxels at least.
+TOGETHER = {
+    ("swin_unetr", "patches"): ["stage.patch_size=[64,64,64]", "inference.tile_size=[64,64,64]"],
+    ("swin_unetr", "fine"): ["stage.region_margin_mm=20.0"],
+}
 # Several ranks are processes of their own, and belong to the full array only.
 RANKS = {"ddp": ["trainer=ddp"], "fsdp": ["trainer=fsdp"]}
 INTRODUCTION = """# Networks, stages, losses and switches together
