@@ -39,16 +39,16 @@ class MachineLoad:
 
 
 def peak_bytes() -> int:
-    """Largest memory held so far: allocated on the GPU where there is one, else resident in this process."""
+    """Largest memory held so far: allocated by this process on all GPUs where there are some, else resident in it."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))  # a device map uses several
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _gpu_load() -> dict[str, float]:
-    load = {"gpu_gib": torch.cuda.memory_reserved() / 2**30}
+    load = {"gpu_gib": sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) / 2**30}
     try:
         from pynvml import NVMLError
     except ModuleNotFoundError:

@@ -87,7 +87,8 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypat
         return int(answer)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (1 + index) * 2**30)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError))
     seen = MachineLoad().read()
