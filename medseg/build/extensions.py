@@ -86,7 +86,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     if not augment.enabled:
         return None
     task, is_coarse = make_task(config.task), config.stage.name is StageName.coarse
-    has_sides = any(region.side for region in task.regions) and not augment.allow_mirroring
+    has_sides = task.has_sides and not augment.allow_mirroring
     made: list[Any] = []
     for n, node in enumerate(augment.transforms):
         if node == "effects":

@@ -271,9 +271,5 @@ def flips(task: Task, tta: bool) -> Sequence[tuple[int, ...]]:
     """List the sets of axes to flip, one for each pass of a network; the first is empty."""
     if not tta:
         return [()]
-    # A task without regions has sides if its labels say so.
-    has_sides = any(region.side for region in task.regions) or any(
-        side in name for name in task.labels for side in ("left", "right")
-    )
-    axes = [axis for axis in SPATIAL_AXES if axis != X_AXIS or not has_sides]
+    axes = [axis for axis in SPATIAL_AXES if axis != X_AXIS or not task.has_sides]
     return list(chain.from_iterable(combinations(axes, number) for number in range(len(axes) + 1)))

@@ -528,7 +528,8 @@ def _stage_rules(config: TrainConfig) -> Rules:
     """Flips, and the keys that only one of the stages has."""
     stage, flip_axes = config.stage, config.augment.flip_axes
     regions = config.task.regions or {}
-    sides = {region.side for region in regions.values()} - {None}
+    words = {word for label in config.task.labels for word in label.lower().replace("-", "_").split("_")}
+    sides = {region.side.value for region in regions.values() if region.side} | (words & {"left", "right"})
     rules = [
         (
             not (sides and 2 in flip_axes),

@@ -86,6 +86,12 @@ class Task:
         return [region.name for region in self.regions] or list(self.labels)
 
     @property
+    def has_sides(self) -> bool:
+        """Whether left and right differ: by the side of a region, or by the word `left` or `right` in the name of a label."""
+        words = {word for label in self.labels for word in label.lower().replace("-", "_").split("_")}
+        return any(region.side for region in self.regions) or not words.isdisjoint(("left", "right"))
+
+    @property
     def is_ct(self) -> bool:
         """Whether the first channel, which the audit and the clean-up look at, is in HU."""
         return self.channels[0].modality == "ct"

@@ -12,7 +12,7 @@ from medseg.build.task import make_task
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig, PrepareConfig, TrainConfig
-from medseg.data.task import Channel, Task
+from medseg.data.task import Channel, Region, Task
 
 TWO_CHANNELS = "task.channels=[{modality: ct, window_hu: [-1000, 400]}, {modality: mr, normalise: zscore}]"
 
@@ -43,6 +43,22 @@ def test_a_task_without_regions_has_one_stage() -> None:
     task = make_task(config("task.regions=null").task)
     assert task.regions == ()
     assert Task.from_dict(task.to_dict()) == task
+
+
+@pytest.mark.parametrize(
+    ("labels", "regions", "has_sides"),
+    [
+        ({"left_kidney": 1, "liver": 2}, (), True),
+        ({"Kidney-Right": 1}, (), True),
+        ({"bright_spot": 1, "cleft": 2}, (), False),
+        ({"lung": 1}, (Region("lung", ("lung",), "left"),), True),
+    ],
+)
+def test_sides_come_from_regions_or_from_words_of_labels(
+    labels: dict[str, int], regions: tuple[Region, ...], has_sides: bool
+) -> None:
+    """`bright_spot` names no side, and a task without regions may have sides."""
+    assert Task("t", labels, regions, (Channel(),)).has_sides == has_sides
 
 
 @pytest.mark.parametrize(("root", "schema"), [("train", TrainConfig), ("prepare", PrepareConfig), ("evaluate", EvaluateConfig)])
