@@ -28,7 +28,7 @@ def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], dic
     Raises:
         UserError: If the table or the label values are wrong.
     """
-    label_values = file_values(data.label_values)
+    label_values = file_values(data.label_values or {})
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
     phantoms, is_chest = data.phantoms, data.phantoms.scene is Scene.chest
     folder = Path(phantoms.folder) / ("" if is_chest else task.name)

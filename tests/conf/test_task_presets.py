@@ -21,7 +21,7 @@ from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
 
 T = TypeVar("T")
-PRESETS = ("kidneys", "spine", "abdomen")
+PRESETS = ("kidneys", "spine", "abdomen", "brain_tumour")
 SPACING = "target_spacing_mm=[8.0,8.0,8.0]"
 
 
