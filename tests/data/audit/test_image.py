@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from medseg.data.audit.finding import Severity
-from medseg.data.audit.image import audit_image, hash_voxels, measure_image, share_of
+from medseg.data.audit.image import audit_channels, audit_image, hash_voxels, measure_image, share_of
 
 
 def ct(seed: int = 0, lung: float = 0.2, soft: float = 0.35) -> np.ndarray:
@@ -115,3 +115,12 @@ def test_one_scan_has_one_hash_in_any_storage_order() -> None:
     assert hash_voxels(image.reshape(12, 50, 40)) != hash_voxels(image)
     image[3, 2, 1] += 1
     assert hash_voxels(image) != hash_voxels(ct(10))
+
+
+def test_the_modality_decides_which_findings_apply() -> None:
+    mr = np.random.default_rng(4).gamma(2.0, 200.0, (8, 30, 30)).astype(np.float32)
+    facts = [measure_image(image) for image in (mr, ct(11), np.zeros_like(mr))]
+    assert audit_channels(facts[:1], ["mr"]) == []
+    assert [finding.code for finding in audit_channels(facts[:1], ["ct"])] == ["hu_range"]
+    found = audit_channels([*facts, facts[0]], ["mr", "ct", "other", "ct"])
+    assert [(finding.code, finding.message.partition(":")[0]) for finding in found] == [("hu_range", "image_2"), ("hu_range", "image_3")]
