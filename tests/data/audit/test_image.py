@@ -123,4 +123,7 @@ def test_the_modality_decides_which_findings_apply() -> None:
     assert audit_channels(facts[:1], ["mr"]) == []
     assert [finding.code for finding in audit_channels(facts[:1], ["ct"])] == ["hu_range"]
     found = audit_channels([*facts, facts[0]], ["mr", "ct", "other", "ct"])
-    assert [(finding.code, finding.message.partition(":")[0]) for finding in found] == [("hu_range", "image_2"), ("hu_range", "image_3")]
+    assert [(finding.code, finding.message.partition(":")[0]) for finding in found] == [
+        ("hu_range", "image_2"),
+        ("hu_range", "image_3"),
+    ]
