@@ -112,7 +112,8 @@ def make_phantoms(config: PhantomCountsConfig, task: TaskConfig, folder: Path, n
         made = make_task(task)
         sides = {label: region.side for region in made.regions if region.side for label in region.labels}
         modalities = tuple(channel.modality for channel in made.channels)
-        scene = SceneSpec(config.seed, 0, made.labels, sides, modalities, made.ignore_label, has_own_grids=config.own_grids)
+        parts, own_grids = tuple(made.parts), config.own_grids
+        scene = SceneSpec(config.seed, 0, made.labels, sides, modalities, made.ignore_label, has_own_grids=own_grids, parts=parts)
     splits = {"train": num_train}
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}

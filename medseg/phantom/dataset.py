@@ -114,7 +114,7 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
         spec: The case.
 
     Returns:
-        Whether `left_lung` and `right_lung` are in the image of a chest.
+        Whether the image shows `left_lung` and `right_lung`, or each part of a scene.
     """
     note, files = folder / "phantom.json", [folder / name for name in file_names(spec).values()]
     fingerprint = hashlib.sha256(json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True).encode()).hexdigest()
@@ -132,7 +132,7 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
         present = {f"{name}_lung": bool(np.any(phantom.labels == value)) for name, value in (("left", 1), ("right", 2))}
     else:
         images, labels = make_scene(spec)
-        maps = [labels]
+        maps, present = [labels], dict.fromkeys(spec.parts, True)
     for file, (image, grid) in zip(files, images, strict=False):
         write_image(file, image, grid)
     for file, labels in zip(files[len(images) :], maps, strict=True):

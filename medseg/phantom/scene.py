@@ -38,6 +38,7 @@ class SceneSpec(CaseSeed):
         ignore_label: Value of a region that counts nowhere; None makes no such region.
         detail: `small` (about 5 mm) or `full` (about 1.6 mm).
         has_own_grids: Whether each channel after the first has a grid of its own, coarser by a fifth.
+        parts: Regions or labels that the case table calls exact (column `trust_<part>`).
     """
 
     labels: Mapping[str, int]
@@ -46,6 +47,7 @@ class SceneSpec(CaseSeed):
     ignore_label: int | None = None
     detail: str = "small"
     has_own_grids: bool = False
+    parts: tuple[str, ...] = ()
 
 
 class Organ(NamedTuple):

@@ -62,9 +62,16 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
         assert set(np.unique(labels.array)) <= {0, *config.task.labels.values()}
 
 
-@pytest.mark.parametrize(("task", "columns"), [("lungs", 1), ("brain_tumour", 4)])
-def test_the_command_writes_scenes_of_a_task(task: str, columns: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "columns", "parts"),
+    [("lungs", 1, ["left_lung", "right_lung"]), ("brain_tumour", 4, ["edema", "non_enhancing_tumour", "enhancing_tumour"])],
+)
+def test_the_command_writes_scenes_of_a_task(task: str, columns: int, parts: list[str], tmp_path: Path) -> None:
     counts = ["num_train=1", "num_val=1", "num_test=0"]
     assert phantom(compose("phantom", PhantomsConfig, f"task={task}", "scene=organs", f"output='{tmp_path}'", *counts)) == 0
-    head = (tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
-    assert sum(column.startswith("image") for column in head) == columns
+    with (tmp_path / "table.csv").open(encoding="utf-8") as file:
+        (first, _) = csv.DictReader(file)
+    assert sum(column.startswith("image") for column in first) == columns
+    assert {column: cell for column, cell in first.items() if column.startswith("trust_")} == {
+        f"trust_{part}": "reference" for part in parts
+    }
