@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from medseg.data.samples import Sample, collate
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
-from medseg.models.unet import RegionalNetwork, UNet
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
 from medseg.training.module import SegmentationModule
 
 SHAPES = {"crops": [(16, 20, 24), (24, 16, 16), (9, 30, 17), (16, 16, 33)], "patches": [(16, 24, 16)] * 4}
