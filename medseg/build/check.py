@@ -36,7 +36,7 @@ def check_objects(config: TrainConfig) -> None:
 
 
 def _check_optimisation(config: TrainConfig) -> None:
-    """Take two steps with the optimiser and the schedule of a small convolution, whose tensors have one and five axes."""
+    """Take up to two steps with the optimiser and the schedule of a small convolution, whose tensors have one and five axes."""
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     weights = list(nn.Conv3d(1, 2, 3).parameters())
     node = config.optimizer
@@ -44,7 +44,7 @@ def _check_optimisation(config: TrainConfig) -> None:
         optimizer = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(weights)
         node = config.schedule
         schedule = make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets)(optimizer)
-        for _ in range(2):
+        for _ in range(min(2, config.steps)):
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
             node = config.optimizer

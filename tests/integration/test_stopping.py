@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,24 @@ def test_nothing_in_the_working_folder_is_imported(tiny_table: Path, tmp_path: P
     assert not list(tmp_path.glob("imported_*"))
 
 
+@pytest.mark.slow
+def test_the_processes_of_a_clone_run_its_own_code(tiny_table: Path, tmp_path: Path) -> None:
+    root, clone = Path(medseg.__file__).parents[1], tmp_path / "clone"
+    for name in ("medseg", "conf"):
+        shutil.copytree(root / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "train.py", clone)
+    module = clone / "medseg" / "runs" / "train_run.py"
+    module.write_text(
+        f"{module.read_text(encoding='utf-8')}\nwith open(__file__ + '.log', 'a') as log:\n    log.write('imported\\n')\n"
+    )
+    _, _, _, _, *arguments = command(
+        tiny_table, tmp_path / "run", "steps=1", "data.num_workers=0", "trainer=ddp", "stage.batch_size=2"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run([sys.executable, str(clone / "train.py"), *arguments], cwd=tmp_path, env=environment, check=True)
+    assert module.with_name("train_run.py.log").read_text() == "imported\n" * 3, "the command and its two ranks"
+
+
 def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[int, str, dict[str, str]]:
     """Exit code, what was said without the lines of the start, and summary of a run that has to end in a sentence."""
     _, said = process.communicate(timeout=120)
@@ -170,7 +189,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(tiny_table: Path,
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, encoding="utf-8", preexec_fn=limit)
     code, said, summary = ended(process, tmp_path / "run")
     assert (code, summary["status"]) == (2, "refused"), said
-    assert "last.ckpt: cannot be written (File too large)" in said
+    assert "ckpt: cannot be written (File too large)" in said
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     subprocess.run(arguments, check=True)
     assert saved_step(tmp_path / "run") == 4

@@ -194,6 +194,7 @@ def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, moment
         (["optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.1"], None),
         (["optimizer._target_=torch.optim.LBFGS", "optimizer.lr=0.1"], None),
         (["optimizer.fused=true"], None),
+        (["steps=1"], None),
     ],
 )
 def test_an_optimizer_or_schedule_is_tried_before_data_is_read(overrides: list[str], said: str | None) -> None:
