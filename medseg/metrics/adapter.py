@@ -24,8 +24,8 @@ class CaseMetric:
         self.num_classes = num_classes
         self.is_monai = type(metric).__module__.startswith("monai.")
         compute = getattr(metric, "_compute_tensor", None)
-        takes_any = compute is not None and inspect.signature(compute).parameters
-        self.takes_spacing = bool(takes_any) and any(one.kind is one.VAR_KEYWORD for one in takes_any.values())
+        parameters = [] if compute is None else list(inspect.signature(compute).parameters.values())
+        self.takes_spacing = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     def __call__(self, pred_labels: Tensor, target_labels: Tensor, spacing_mm: tuple[float, float, float]) -> float:
         """Score a case.

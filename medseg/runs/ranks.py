@@ -79,7 +79,8 @@ def choose_gpus(gpus: Sequence[int] | None) -> None:
     Numbers count among the GPUs that are visible already.
     """
     if gpus is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        # Kept for processes that choose again: the jobs of a sweep, and what this process starts.
+        visible = os.environ.setdefault("MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus)
 
 

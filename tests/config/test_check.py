@@ -215,7 +215,10 @@ def test_a_list_of_devices_names_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (trainer.devices, trainer.gpus) == (1, [1])
     for visible, expected in (("", "1"), ("4,6,7", "6")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        choose_gpus(trainer.gpus)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+        monkeypatch.delenv("MEDSEG_VISIBLE_GPUS", raising=False)
+        for _ in range(2):  # again in a process that this one starts
+            choose_gpus(trainer.gpus)
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    monkeypatch.delenv("MEDSEG_VISIBLE_GPUS")
     with pytest.raises(UserError, match=r"trainer\.gpus=\[1, 1\]: expected 2 different numbers"):
         to_config(compose("trainer=ddp", "trainer.devices=[1,1]", "stage.batch_size=2"), TrainConfig)
