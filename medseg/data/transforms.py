@@ -6,7 +6,7 @@ their start method or an interruption.
 
 import copy
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,6 +145,6 @@ def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:
     """Whether the four blocks of a probe have changed their handedness; in a crop of one region only a reversed x axis counts."""
     if any(not (target == value).any() for value in PROBE_VALUES):
         return False  # a block has left the field of view
-    origin, x_end, y_end, z_end = (cast(Tensor, (target == value).nonzero().double()).mean(0) for value in PROBE_VALUES)
+    origin, x_end, y_end, z_end = ((target == value).nonzero().double().mean(0) for value in PROBE_VALUES)
     axes = torch.stack([z_end - origin, y_end - origin, x_end - origin])
     return bool(torch.linalg.det(axes) < 0) and (is_coarse or float(axes[2, 2]) < 0)

@@ -96,10 +96,10 @@ class TrainingLoss(nn.Module):
 
     def _one(self, term: Term, logits: Tensor, target: Tensor) -> Tensor:
         if isinstance(term.loss, DiceCrossEntropyLoss):
-            return term.loss(logits, target, self.ignore_value)  # type: ignore[no-any-return]
+            return term.loss(logits, target, self.ignore_value)
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         if self.ignore_value is None:
-            return term.loss(logits, in_form(target, term.form, logits.shape[1]))  # type: ignore[no-any-return]
+            return term.loss(logits, in_form(target, term.form, logits.shape[1]))
         # Without the ignored voxels each sample is a line of voxels, which is the same for a sum over voxels.
         parts = []
         for sample, labels in zip(logits, target, strict=True):
