@@ -167,7 +167,7 @@ def _bind(
     found = import_target(point, key, node, trusted)
     given = {name: value for name, value in node.items() if name not in (TARGET, *own_keys)}
     added = _call(key, partial(defaults, found, inspect.signature(found).parameters, given))
-    return bind_arguments(point, key, found, given | added)
+    return cast("partial[Any]", bind_arguments(point, key, found, given | added))
 
 
 def _call(key: str, make: Callable[[], Any]) -> Any:

@@ -57,7 +57,7 @@ def test_one_term_of_ours_is_passed_through_unchanged() -> None:
     assert torch.equal(alone[1], through[1])
 
 
-VOXELWISE = [
+VOXELWISE: list[tuple[type, dict[str, Any]]] = [
     (DiceCrossEntropyLoss, {}), (monai.losses.DiceCELoss, {}), (monai.losses.DiceFocalLoss, {}), (monai.losses.TverskyLoss, {}),
     (monai.losses.GeneralizedDiceLoss, {}), (monai.losses.FocalLoss, {}), (nn.CrossEntropyLoss, {}), (nn.BCEWithLogitsLoss, {}),
     (nn.MSELoss, {}),
