@@ -341,7 +341,7 @@ class MemoryConfig:
     offload: Annotated[bool, Knob("Keep saved activations in host memory (GPU).", neutral=True)]
     channels_last: Annotated[bool, Knob("Channels-last memory layout.", neutral=True)]
     compile: Annotated[
-        bool, Knob("Compile the network with torch.compile; once for all shapes where crops differ.", neutral=True)
+        bool, Knob("Compile the network with torch.compile; sizes are variables where crops differ.", neutral=True)
     ]
     cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)]
     budget_gib: Annotated[

@@ -40,7 +40,7 @@ def apply_switches(
         channels_last: Use the channels-last memory layout.
         compile: Compile with `torch.compile` at the first call.
         compile_mode: Mode of `torch.compile`, with underscores.
-        has_many_shapes: Whether inputs differ in shape, so that one compilation must serve all of them.
+        has_many_shapes: Whether inputs differ in shape, so that the compiler must treat sizes as variables.
         synchronise: Share the statistics of batch norms among all ranks.
         device_type: Device that the network will run on, `cpu` or `cuda`.
 

@@ -12,6 +12,7 @@ A network may state `divisor` and `blocks()` itself, as `medseg.models.unet.UNet
 import difflib
 import fnmatch
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -121,7 +122,14 @@ def find_traits(
         divisor = getattr(network, "divisor", None)
     if blocks is None and divisor is not None and callable(getattr(network, "blocks", None)):
         return Traits(divisor, tuple(network.blocks()))  # type: ignore[operator]
-    trace, shape = _first_trace(network, in_channels, num_classes, divisor, fixed_size)
+    try:
+        trace, shape = _first_trace(network, in_channels, num_classes, divisor, fixed_size)
+    except _UntraceableError:
+        if divisor is None or blocks is None:
+            raise
+        return Traits(divisor, tuple(_matching(network, blocks)), fixed_size, has_unused=True)  # which is not known
+    if divisor is not None and fixed_size is None:
+        _verify_divisor(network, divisor, in_channels, num_classes)
     if divisor is None:
         divisor, fixed_size = _find_divisor(network, trace, (1, in_channels, *shape), num_classes)
     names = _matching(network, blocks) if blocks is not None else _find_blocks(network, trace)
@@ -142,6 +150,10 @@ def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:
     else:
         outputs = list(result.values() if isinstance(result, Mapping) else result)
     return outputs if is_training and len(outputs) > 1 else outputs[0]
+
+
+class _UntraceableError(ValueError):
+    """The network cannot run on tensors without values."""
 
 
 class _Trace:
@@ -235,7 +247,7 @@ def _first_trace(
             continue
         _check_outputs(network, trace.result, shape, num_classes)
         return trace, shape
-    raise ValueError(
+    raise _UntraceableError(
         f"{type(network).__name__} cannot be traced without computing ({errors[0]}); correct its arguments, or state model.divisor and "
         "model.blocks for a network that decides by computed values"
     )
@@ -246,6 +258,21 @@ def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: i
     found = tuple(logits.shape) if isinstance(logits, Tensor) else type(result).__name__
     if found != (1, num_classes, *shape):
         raise ValueError(f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but returned {found}")
+
+
+def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:
+    """Refuse a stated divisor with odd multiples that the network does not accept."""
+    depth, height, width = (step * max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor)
+    try:
+        _check_outputs(
+            network, _Trace(network, (1, in_channels, depth, height, width)).result, (depth, height, width), num_classes
+        )
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:150]
+        raise ValueError(
+            f"divisor={list(divisor)}: {type(network).__name__} fails on an input of {[depth, height, width]} voxels ({reason}); "
+            "state a larger divisor, or none"
+        ) from error
 
 
 def _find_divisor(network: nn.Module, trace: _Trace, image_shape: Sequence[int], num_classes: int) -> tuple[Shape, Shape | None]:

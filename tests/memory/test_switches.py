@@ -279,15 +279,20 @@ def test_compiled_network_computes_the_same() -> None:
         torch.testing.assert_close(grads[name], grad, rtol=1e-2, atol=1e-3 * grad.abs().max().item(), msg=name)
 
 
+def test_the_compiler_treats_sizes_as_variables_where_crops_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: asked.append(options))
+    apply_switches(make(), compile=True, compile_mode="reduce_overhead", has_many_shapes=True)
+    apply_switches(make(), compile=True)
+    assert asked == [{"mode": "reduce-overhead", "dynamic": True}, {"mode": "default", "dynamic": None}]
+
+
 @pytest.mark.slow
-@needs_compiler
-def test_one_compilation_serves_all_shapes_where_crops_differ() -> None:
+def test_sizes_as_variables_make_one_graph_of_all_shapes() -> None:
     torch._dynamo.reset()
-    network = apply_switches(make(), compile=True, has_many_shapes=True).eval()
-    counters = torch._dynamo.utils.counters
+    torch._dynamo.utils.counters.clear()
+    network = torch.compile(make().eval(), dynamic=True, backend="eager")  # inductor may add some for its own kernels
     with torch.no_grad():
-        network(torch.zeros(1, 1, 16, 24, 32))
-        compiled = counters["stats"]["unique_graphs"]
-        network(torch.zeros(1, 1, 24, 16, 40))
-        network(torch.zeros(1, 1, 32, 40, 24))
-    assert counters["stats"]["unique_graphs"] == compiled
+        for shape in ((32, 40, 48), (40, 32, 56), (48, 56, 32)):
+            network(torch.zeros(1, 1, *shape))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -159,6 +159,11 @@ def test_a_network_that_does_not_fit_is_one_sentence(make: Callable[[], nn.Modul
     assert "\n" not in str(caught.value)
 
 
+def test_a_network_that_decides_by_values_works_where_both_are_stated() -> None:
+    traits = find_traits(lambda: ByValue(1, 3), 1, 3, divisor=(2, 2, 2), blocks=["conv"])
+    assert traits == Traits((2, 2, 2), ("conv",), has_unused=True)
+
+
 def test_channels_follow_the_task_by_the_names_of_arguments() -> None:
     assert channel_arguments(ByValue, {}, 2, 5) == {"in_channels": 2, "out_channels": 5}
     assert channel_arguments(nets.SwinUNETR, {}, 4, 2) == {"spatial_dims": 3, "in_channels": 4, "out_channels": 2}

@@ -1,0 +1,58 @@
+"""What a network refuses, in one sentence and before data is read."""
+
+from __future__ import annotations
+
+import hydra
+import pytest
+
+from medseg.build.check import check_objects
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
+from medseg.config.targets import targets_first
+from medseg.errors import UserError
+
+SEGRESNET = ["model._target_=monai.networks.nets.SegResNet"]
+UNETR = ["model=unetr", "model.img_size=[32,32,32]", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2"]
+
+
+def check(*overrides: str) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("train", targets_first(["stage=fine", "trainer.accelerator=cpu", *overrides, "run_dir=none"]))
+    check_objects(to_config(composed, TrainConfig))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([*SEGRESNET, "model.init_filter=8"], r"model: SegResNet does not take .*did you mean init_filters\? it knows"),
+        ([*SEGRESNET, "model.out_channels=5"], "model: out_channels=5, but the task has 2 classes; leave out_channels out"),
+        ([*SEGRESNET, "model.init_filters=9"], "model: "),
+        ([*SEGRESNET, "model.divisor=[3,3,3]"], r"model: divisor=\[3, 3, 3\]: SegResNet fails on an input of \[45, 45, 45\] voxels"),
+        ([*SEGRESNET, "model.blocks=[encoder.*]"], r"model: blocks names 'encoder\.\*', which is no module of the network"),
+        ([*SEGRESNET, "stage.patch_size=[36,40,40]", "inference.tile_size=[40,40,40]"], r"stage\.patch_size: expected multiples of 8"),
+        ([*SEGRESNET, "memory.checkpointing=[encoder]"], "memory: checkpointing names 'encoder', which is no block; the blocks are"),
+        ([*SEGRESNET, "trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true", "trainer.accelerator=auto"], "batch norm only"),
+        (["model=attention_unet", "trainer=fsdp", "stage.batch_size=2"], "has batch norm, which cannot be combined with trainer=fsdp"),
+        (["model._target_=torch.nn.Conv3d", "model.kernel_size=1", "trainer=fsdp", "stage.batch_size=2"], r"trainer=fsdp: no block of"),
+        (["model._target_=torch.nn.Linear"], "model: the constructor of Linear has no argument for the number of channels of the image"),
+        (UNETR, r"stage\.patch_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
+        ([*UNETR, "stage.patch_size=[32,32,32]"], r"inference\.tile_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
+    ],
+)  # fmt: skip
+def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        check(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SEGRESNET, "memory.checkpointing=[down_layers.*]"],
+        [*UNETR, "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"],
+        [*UNETR, "spacing=fixed_size", "spacing.size=[32,32,32]"],
+    ],
+)
+def test_what_fits_is_accepted(overrides: list[str]) -> None:
+    check(*overrides)
