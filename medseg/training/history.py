@@ -75,11 +75,16 @@ class History(pl.Callback):
         self.load = MachineLoad()
         self.device = pl_module.device
         if trainer.is_global_zero:
-            self.rows = earlier_rows(
-                self.path,
-                lambda rows: [{column: row[column] for column in self.columns if column in row} for row in rows[: self.num_rows]],
-            )
+            self.rows = earlier_rows(self.path, lambda rows: [self._row_of(row) for row in rows[: self.num_rows]])
             write_csv(self.path, self.rows, self.columns)
+
+    def _row_of(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Take a line of an earlier attempt over, which had all columns but those of metrics that are new.
+
+        Raises:
+            KeyError: If it lacks another column.
+        """
+        return {column: row[column] if column in HISTORY_COLUMNS else row.get(column, "") for column in self.columns}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the learning rate before the schedule moves on; subtract the time of a validation."""
