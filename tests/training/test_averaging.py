@@ -15,6 +15,7 @@ from medseg.data.sampler import StepBatchSampler
 from medseg.training.averaging import WeightAverage
 from medseg.training.checkpoints import Checkpoints
 from medseg.training.module import RAW_WEIGHTS, SegmentationModule
+from medseg.training.preemption import StopRequest
 
 STEPS, EVERY, DECAY = 9, 4, 0.75
 
@@ -112,7 +113,7 @@ def fit(folder: Path, ema_decay: float | None, kill_at: int | None = None, accum
         accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, accumulate_grad_batches=accumulate,
         val_check_interval=EVERY * accumulate,
         check_val_every_n_epoch=None, num_sanity_val_steps=0, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, callbacks=[Checkpoints(folder, EVERY, checkpoint_every=3)],
+        enable_model_summary=False, use_distributed_sampler=False, callbacks=[Checkpoints(folder, EVERY, 3, None, StopRequest())],
         default_root_dir=folder,
     )  # fmt: skip
     last = folder / "last.ckpt"
