@@ -26,6 +26,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
+from medseg.build.optimisation import make_scheduled_optimizer
 from medseg.config.check import explain, to_config, to_typed
 from medseg.config.overrides import text_of
 from medseg.config.schema import TrainConfig
@@ -122,7 +123,7 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
     for number in range(max(map(len, ends.values()))):
         values = {key: texts[number % len(texts)] for key, texts in ends.items()}
         try:
-            to_typed(compose({**values, "run_dir": "none"}), TrainConfig)
+            make_scheduled_optimizer(to_typed(compose({**values, "run_dir": "none"}), TrainConfig))  # binds the arguments
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
         except UserError as error:

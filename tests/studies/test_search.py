@@ -269,7 +269,7 @@ def test_trials_say_the_searched_keys_and_the_command_line_the_others(trials: Tr
 @pytest.mark.parametrize(
     ("key", "parameter", "said"),
     [
-        ("optimizer.lrr", {"type": "float", "low": 1, "high": 2}, "optimizer.lrr: there is no such key; did you mean optimizer.lr"),
+        ("optimizer.lrr", {"type": "float", "low": 1, "high": 2}, "(got an unexpected keyword argument 'lrr'); did you mean lr?"),
         ("optimizer.lr", {"type": "float", "low": -1, "high": 2}, "optimizer.lr: must lie in (0, inf), but got -1"),
         ("model.width", {"type": "float", "low": 1, "high": 2.5}, "model.width: Value '2.5'"),
         ("memory", {"type": "choice", "choices": ["plain", "tiny"]}, "'memory/tiny'; there are: amp,"),
