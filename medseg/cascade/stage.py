@@ -161,7 +161,7 @@ class TrainedStage:
         """Count the memory of the network per voxel; a crop that exceeds the budget then goes through it in tiles."""
         call = functools.partial(self._call, self.network, region_index=0)
         shape = (1, self.network.in_channels, *self.network.traits.small_size)  # type: ignore[union-attr, misc]
-        self.bytes_per_voxel = forward_bytes_per_voxel(self.network, call, shape, self.device)  # type: ignore[arg-type]
+        self.bytes_per_voxel = forward_bytes_per_voxel(self.network, call, shape, self.device)
 
     def has_views(self, options: CascadeOptions) -> bool:
         """Whether several networks or flips are averaged."""

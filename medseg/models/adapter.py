@@ -253,7 +253,7 @@ def _first_trace(
     )
 
 
-def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: int) -> None:
+def _check_outputs(network: nn.Module, result: Any, shape: Sequence[int], num_classes: int) -> None:
     logits = outputs_of(result, is_training=False) if isinstance(result, (Tensor, Mapping, list, tuple)) else None
     found = tuple(logits.shape) if isinstance(logits, Tensor) else type(result).__name__
     if found != (1, num_classes, *shape):
