@@ -90,8 +90,8 @@ def start_ranks(config: TrainConfig) -> int:
             elastic_launch(launch, _rank)(config)
         except ChildFailedError as failed:
             # The other ranks fail for want of the one that was killed.
-            number, failure = min(failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
-            return _note_end(run_dir, failure.exitcode, f"rank {number}", before)
+            failed_rank, failure = min(failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+            return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", before)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stopped
