@@ -160,7 +160,7 @@ class CasesDataModule(pl.LightningDataModule):
             spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
             scan_spacings = ScanSpacings(spacings_mm, [weight / sum(self.weights) for weight in self.weights])
         if self.coarse is not None:
-            boxes = {case.name: coarse_boxes(case, self.coarse) for case in (*self.train_cases, *self.val_cases)}
+            boxes = {case.name: coarse_boxes(case, self.coarse, self.task) for case in (*self.train_cases, *self.val_cases)}
         self.crops = StageCrops(
             given.rule,
             scan_spacings,
@@ -310,16 +310,17 @@ class _FirstBatch(Dataset[Any]):
         return self.samples[n % self.batch_size]
 
 
-def coarse_boxes(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:
+def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str, VoxelBox]:
     """Find the regions of a cached case with the coarse stage, as tight boxes on the case's grid.
 
     Args:
         case: Case in the cache of the fine stage.
         coarse: Trained coarse stage.
+        task: Task of the fine stage, with the channels of the case; those of the coarse stage may have another intensity.
     """
     intensities = [
-        own or intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
-        for own, image, channel in zip(case.intensities, case.images, coarse.task.channels, strict=True)
+        own if own and channel == ours else intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
+        for own, ours, image, channel in zip(case.intensities, task.channels, case.images, coarse.task.channels, strict=True)
     ]
     images = [np.asarray(image) for image in case.images]
     # Without a budget: training has no key for it, and a pass that takes too much ends in a sentence.

@@ -15,6 +15,7 @@ import torch
 
 from medseg.cascade.stage import TrainedStage
 from medseg.data.cache import CachedCase
+from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.io.read import read_image, read_labels
@@ -143,8 +144,8 @@ def test_the_fine_stage_trains_in_the_boxes_of_the_coarse_one(
 ) -> None:
     boxed: list[str] = []
 
-    def watched(case: CachedCase, coarse: TrainedStage) -> dict[str, VoxelBox]:
-        boxes = coarse_boxes(case, coarse)
+    def watched(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str, VoxelBox]:
+        boxes = coarse_boxes(case, coarse, task)
         assert set(boxes) == {"left_lung", "right_lung"}
         boxed.append(case.name)
         return boxes

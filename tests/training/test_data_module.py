@@ -8,7 +8,8 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.geometry.grid_rule import PLAIN
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
+from medseg.preprocess.intensity import Intensity, window, zscore
 from medseg.preprocess.scale import HuScale
 from medseg.runs.status import end_of
+from medseg.training import data_module
 from medseg.training.data_module import CasesDataModule, StageInput, TrainLoader
 from medseg.training.preemption import SIGNALS
 
@@ -149,3 +152,24 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
         with pytest.raises(UserError) as refused:
             set_up(train, val, tmp_path).load_state_dict(state)
         assert said in str(refused.value)
+
+
+def test_the_coarse_stage_gets_the_intensity_of_its_own_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a fine stage with `zscore` holds that map, but the coarse stage may have been trained with a window."""
+    image = np.linspace(-1000, 400, 64, dtype=np.float32).reshape(4, 4, 4)
+    own = zscore(image, "ct")
+    case: Any = SimpleNamespace(
+        intensities=(own,), images=[image], grid=None, audit=SimpleNamespace(grid=SimpleNamespace(spacing_mm=None))
+    )
+    given: list[list[Intensity]] = []
+
+    def localise(*arguments: Any) -> Any:
+        given.append(arguments[-1])
+        return SimpleNamespace(boxes={})
+
+    monkeypatch.setattr(data_module, "localise", localise)
+    fine = replace(TASK, channels=(Channel("ct", None, "zscore"),))
+    for task in (TASK, fine):
+        coarse: Any = SimpleNamespace(task=task)
+        data_module.coarse_boxes(case, coarse, fine)
+    assert given == [[window((-1000.0, 400.0))], [own]]
