@@ -173,6 +173,10 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
 def _may_draw(module: nn.Module) -> bool:
     """Whether a module may draw random numbers: a dropout that is on, or a class of neither torch, MONAI nor medseg."""
+    if isinstance(module, (nn.RReLU, nn.FractionalMaxPool3d)):
+        return True
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout != 0
     if "drop" in type(module).__name__.lower():
         return getattr(module, "p", getattr(module, "drop_prob", 1.0)) != 0
     return type(module).__module__.partition(".")[0] not in ("torch", "monai", "medseg")

@@ -108,8 +108,9 @@ def test_checkpointing_costs_nothing_without_gradient() -> None:
     assert plain.get_total_flops() == lean.get_total_flops()
 
 
-def test_checkpointing_repeats_random_numbers() -> None:
-    blocks = {"noise": nn.Sequential(nn.Conv3d(1, 4, 1), nn.Dropout(0.5), nn.Conv3d(4, 1, 1))}
+@pytest.mark.parametrize("random", [nn.Dropout(0.5), nn.RReLU()])
+def test_checkpointing_repeats_random_numbers(random: nn.Module) -> None:
+    blocks = {"noise": nn.Sequential(nn.Conv3d(1, 4, 1), random, nn.Conv3d(4, 1, 1))}
     inputs, grads = image(), []
     for policy in ("none", "all"):
         block = copy.deepcopy(blocks["noise"])
