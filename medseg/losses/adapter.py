@@ -49,7 +49,7 @@ class TrainingLoss(nn.Module):
         ignore_value: Value of the target whose voxels count nowhere; None for none.
 
     Raises:
-        ValueError: If a term cannot leave voxels out.
+        ValueError: If a term cannot leave voxels out, or no output has a weight.
 
     Source: Isensee et al., nnU-Net (Nature Methods 2021), supplement: the weights of deep supervision.
     """
@@ -60,6 +60,8 @@ class TrainingLoss(nn.Module):
         super().__init__()
         self.losses = nn.ModuleList(term.loss for term in terms)
         self.terms, self.output_weights, self.ignore_value = terms, output_weights, ignore_value
+        if output_weights is not None and not (min(output_weights, default=-1) >= 0 and sum(output_weights) > 0):
+            raise ValueError(f"output_weights={list(output_weights)}: expected numbers from 0 on, one of them above 0")
         for loss in self.losses if ignore_value is not None else ():
             is_known = isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)) or type(loss).__name__ in VOXELWISE_LOSSES
             if not getattr(loss, "is_voxelwise", is_known or type(loss).__module__.startswith("torch.nn.")):
@@ -101,13 +103,18 @@ class TrainingLoss(nn.Module):
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, logits.shape[1]))
         # Without the ignored voxels each sample is a line of voxels, which is the same for a sum over voxels.
-        parts = []
-        for sample, labels in zip(logits, target, strict=True):
-            kept = labels != self.ignore_value
-            line, voxels = sample[:, kept][None, :, :, None, None], labels[kept][None, :, None, None]
-            parts.append(
-                term.loss(line, in_form(voxels, term.form, logits.shape[1])) if len(labels[kept]) else 0.0 * logits.sum()
-            )
+        lines = [
+            (sample[:, kept], labels[kept])
+            for sample, labels, kept in zip(logits, target, target != self.ignore_value, strict=True)
+        ]
+        if getattr(term.loss, "batch", False):  # a sum over the voxels of all samples
+            lines = [(torch.cat([line for line, _ in lines], dim=1), torch.cat([voxels for _, voxels in lines]))]
+        parts = [
+            term.loss(line[None, :, :, None, None], in_form(voxels[None, :, None, None], term.form, logits.shape[1]))
+            if len(voxels)
+            else 0.0 * logits.sum()
+            for line, voxels in lines
+        ]
         return torch.stack(parts).mean()
 
 

@@ -91,6 +91,19 @@ def test_ignored_voxels_count_nowhere(target: type, arguments: dict[str, Any]) -
     assert not no_gradient.any()
 
 
+def test_a_loss_of_a_batch_stays_one_when_voxels_are_ignored() -> None:
+    logits, target = sample()
+    expected = loss_and_gradient(adapted(monai.losses.DiceLoss, batch=True), logits, target)
+    found = loss_and_gradient(adapted(monai.losses.DiceLoss, 255, batch=True), logits, target)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -0.5], []])
+def test_outputs_without_a_weight_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="expected numbers from 0 on, one of them above 0"):
+        TrainingLoss([Term(1.0, DiceCrossEntropyLoss(), "indices")], weights)
+
+
 def test_a_loss_of_distances_cannot_ignore_voxels() -> None:
     with pytest.raises(ValueError, match=r"HausdorffDTLoss is no sum over voxels, so that task\.ignore_label"):
         adapted(monai.losses.HausdorffDTLoss, 255)
