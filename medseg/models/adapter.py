@@ -51,12 +51,14 @@ class Traits(NamedTuple):
         blocks: Names of the blocks, those that keep the most bytes for the backward pass first.
         fixed_size: The only input size of the network, (z, y, x); None = every multiple of the divisor.
         has_unused: Whether weights of the network do not influence its outputs.
+        num_outputs: Outputs in training, several with deep supervision; None = unknown.
     """
 
     divisor: Shape
     blocks: tuple[str, ...]
     fixed_size: Shape | None = None
     has_unused: bool = False
+    num_outputs: int | None = None
 
     @property
     def small_size(self) -> Shape:
@@ -119,8 +121,10 @@ def find_traits(
     """
     network = build_on_meta(make_network)
     if divisor is None:
-        divisor = getattr(network, "divisor", None)
-    if blocks is None and divisor is not None and callable(getattr(network, "blocks", None)):
+        stated = getattr(network, "divisor", None)
+        divisor = (stated, stated, stated) if isinstance(stated, int) else stated
+    # A list of modules with this name is no statement.
+    if blocks is None and divisor is not None and inspect.ismethod(getattr(network, "blocks", None)):
         return Traits(divisor, tuple(network.blocks()))  # type: ignore[operator]
     try:
         trace, shape = _first_trace(network, in_channels, num_classes, divisor, fixed_size)
@@ -134,7 +138,9 @@ def find_traits(
         divisor, fixed_size = _find_divisor(network, trace, (1, in_channels, *shape), num_classes)
     names = _matching(network, blocks) if blocks is not None else _find_blocks(network, trace)
     ordered = sorted(names, key=lambda name: -trace.interior_bytes(name))
-    return Traits((1, 1, 1) if fixed_size else divisor, tuple(ordered), fixed_size, trace.has_unused())
+    outputs = outputs_of(trace.result, is_training=True)
+    num_outputs = len(outputs) if isinstance(outputs, list) else 1
+    return Traits((1, 1, 1) if fixed_size else divisor, tuple(ordered), fixed_size, trace.has_unused(), num_outputs)
 
 
 def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:

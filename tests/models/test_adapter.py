@@ -136,6 +136,23 @@ def test_what_is_stated_counts() -> None:
         find_traits(Odd, 1, 3, blocks=["joinin"])
 
 
+class WithListOfBlocks(nn.Module):
+    divisor = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1))])
+        self.head = nn.Conv3d(4, 3, 1)
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        logits = self.head(self.blocks[0](image))
+        return [logits, logits[..., ::2, ::2, ::2]]
+
+
+def test_a_list_of_modules_named_blocks_is_no_statement() -> None:
+    assert find_traits(WithListOfBlocks, 1, 3) == Traits((4, 4, 4), ("blocks.0",), num_outputs=2)
+
+
 class ByValue(nn.Module):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
