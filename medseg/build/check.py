@@ -27,8 +27,15 @@ def check_objects(config: TrainConfig) -> None:
     network = make_network_on_meta(config)
     _check_sizes(config, network)
     _check_switches(config, network)
+    weights, num_outputs = config.loss.get("output_weights"), network.traits.num_outputs
+    require(
+        weights is None or num_outputs in (None, len(weights)),
+        f"loss.output_weights={weights}: expected {num_outputs} numbers, one for each output of the network; leave it out, or correct it",
+    )
     check_loss(config)
     make_transforms(config)
+    for name in sorted({"dice", "dice_worst"} & config.metrics.keys()):
+        raise UserError(f"metrics.{name}: a column of history.csv is val_{name} already; choose another name")
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
     make_callbacks(config)
     make_loggers(config)

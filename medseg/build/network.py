@@ -88,7 +88,12 @@ def _find_traits(
 
 def network_node(model: dict[str, Any], spacing: SpacingConfig) -> dict[str, Any]:
     """Describe the network of the `model` group by its class and arguments; the strides of our UNet follow the spacing."""
-    node = {name: value for name, value in model.items() if name != "device_map" and value is not None}
+    # Null is an argument like any other, but for the keys of the framework.
+    node = {
+        name: value
+        for name, value in model.items()
+        if name != "device_map" and (value is not None or name not in ("divisor", "blocks"))
+    }
     return {**node, "strides": choose_strides(model, spacing)} if model[TARGET] == UNET else node
 
 

@@ -20,7 +20,7 @@ from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
 from medseg.build.versions import collect_versions
 from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.memory.precision import lightning_precision, set_tf32
 from medseg.models.regional import RegionalNetwork
 from medseg.training.callbacks import View
@@ -145,7 +145,9 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
             data_parallel_size=trainer.devices * trainer.num_nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     if trainer.strategy is Strategy.ddp and (
-        config.stage.region_mode is RegionMode.separate or make_network_on_meta(config).traits.has_unused
+        config.stage.region_mode is RegionMode.separate
+        or 0 in (config.loss.get("output_weights") or ())  # an output that no loss sees
+        or make_network_on_meta(config).traits.has_unused
     ):
         return "ddp_find_unused_parameters_true"
     return trainer.strategy.value
@@ -171,9 +173,18 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         is_mirrored=stage.region_mode is RegionMode.mirrored,
         tile_size=config.inference.tile_size,
     )
+    task, coarse = make_task(config.task), None
+    if stage.coarse:
+        coarse = load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator), trusted=config.trusted_targets)
+        ours, theirs = ([channel.modality for channel in one.channels] for one in (task, coarse.task))
+        require(
+            ours == theirs,
+            f"stage.coarse={stage.coarse}: it was trained on the channels {theirs}, but task={task.name} has {ours}; give a checkpoint of "
+            "the same channels",
+        )
     return CasesDataModule(
         find_sources(data, config.task),
-        make_task(config.task),
+        task,
         stage_input,
         cache_dir=Path(data.cache),
         augmentation=make_transforms(config),
@@ -186,9 +197,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         pin_memory=data.pin_memory,
         overfit=config.debug.overfit,
         train_trust=data.train_trust,
-        coarse=load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator), trusted=config.trusted_targets)
-        if stage.coarse
-        else None,
+        coarse=coarse,
     )
 
 

@@ -521,6 +521,10 @@ def _optimisation_rules(config: TrainConfig) -> Rules:
             config.lr_scaling is not LrScaling.linear or optimizer not in ADAPTIVE_OPTIMIZERS,
             f"lr_scaling=linear: the steps of {optimizer} do not grow with the gradient; choose lr_scaling=sqrt",
         ),
+        (
+            config.lr_scaling is LrScaling.none or "lr" in config.optimizer,
+            f"lr_scaling={config.lr_scaling.value}: optimizer.lr is missing, so no rate would be scaled; give optimizer.lr=<number>",
+        ),
     ]
 
 

@@ -58,7 +58,8 @@ def plan(config: PlanConfig) -> int:
     if config.largest_batch:
         peak = functools.cache(lambda samples: count_memory(config, shape, samples=samples).peak)
         batch_size = num_shares(config) * largest_batch(peak, int(budget))
-        found = f"stage.batch_size={batch_size} optimizer.lr={propose_lr(config, batch_size):.3g}" if batch_size else "none"
+        rate = f" optimizer.lr={propose_lr(config, batch_size):.3g}" if "lr" in config.optimizer else ""
+        found = f"stage.batch_size={batch_size}{rate}" if batch_size else "none"
         print(f"largest batch within memory.budget_gib={budget_gib:g}: {found}")
     fits = memory.peak <= budget
     if config.output is not None:

@@ -6,6 +6,7 @@ import hydra
 import pytest
 
 from medseg.build.check import check_objects
+from medseg.build.network import network_node
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -38,6 +39,9 @@ def check(*overrides: str) -> None:
         (["model._target_=torch.nn.Linear"], "model: the constructor of Linear has no argument for the number of channels of the image"),
         (UNETR, r"stage\.patch_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
         ([*UNETR, "stage.patch_size=[32,32,32]"], r"inference\.tile_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
+        ([*SEGRESNET, "loss.output_weights=[1,0.5]"], r"loss\.output_weights=\[1\.0, 0\.5\]: expected 1 numbers, one for each output"),
+        (["metrics.dice._target_=monai.metrics.DiceMetric"], r"metrics\.dice: a column of history\.csv is val_dice already"),
+        (["lr_scaling=sqrt", "optimizer._target_=torch.optim.Adam", "schedule=cosine"], r"lr_scaling=sqrt: optimizer\.lr is missing"),
     ],
 )  # fmt: skip
 def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said: str) -> None:
@@ -56,3 +60,11 @@ def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said:
 )
 def test_what_fits_is_accepted(overrides: list[str]) -> None:
     check(*overrides)
+
+
+def test_null_is_an_argument_of_a_network_like_any_other() -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("train", [*SEGRESNET, "model.dropout_prob=null", "run_dir=none"])
+    config = to_config(composed, TrainConfig)
+    node = network_node(config.model, config.spacing)
+    assert node == {"_target_": "monai.networks.nets.SegResNet", "dropout_prob": None}
