@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medseg.errors import require
+from medseg.io.volume import MIN_SPACING_MM
 
 # The metadata of a run hold some hundred values, nested four deep.
 MAX_VALUES = 100_000
@@ -22,12 +23,12 @@ DTYPES = frozenset({
 })  # fmt: skip
 # Number in the metadata to its least and largest value.
 RANGES = {
-    "spacing_mm": (0.01, 100.0),
+    "spacing_mm": (MIN_SPACING_MM, 100.0),
     "region_margin_mm": (0.0, 1000.0),
     "tile_size": (1, 4096),
     "patch_size": (1, 4096),
     "size": (1, 4096),
-    "range_mm": (0.01, 100.0),
+    "range_mm": (MIN_SPACING_MM, 100.0),
     "window_hu": (-1e6, 1e6),
 }
 MAX_ARGUMENT = 65536
@@ -35,6 +36,8 @@ MAX_ARGUMENT = 65536
 MAX_NAMES = 2
 # Arguments of networks that count blocks: each block holds a tensor of weights at least.
 COUNTS = ("block", "depth", "layer", "unit")
+# What such an argument has in its name where it gives the size of a block, as `block_channels`.
+SIZES = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 
 def check_plain(given: str, metadata: object) -> None:
@@ -113,7 +116,7 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
         raise ValueError("its labels are not numbered 1, 2, …, or its regions have other ones")
     for key, value in _pairs({"model": metadata["model"]}):
         numbers = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, (int, float))]
-        is_count = any(word in key for word in COUNTS)
+        is_count = any(word in key for word in COUNTS) and not any(word in key for word in SIZES)
         if any(not abs(one) <= MAX_ARGUMENT for one in numbers) or (is_count and sum(map(abs, numbers)) > num_tensors):
             raise ValueError(f"{key} of its network, which is more than its {num_tensors} tensors of weights allow")
 
