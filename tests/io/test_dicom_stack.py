@@ -261,3 +261,12 @@ def test_a_stack_that_runs_away_is_refused(tmp_path: Path) -> None:
         tmp_path / "e",
         "expected slices stacked above each other, but they are offset sideways by up to 400 mm; give one stack per folder.",
     )
+
+
+def test_negative_intensities_of_another_modality_survive_a_missing_slice(tmp_path: Path) -> None:
+    image = make_hu()
+    save_stack(tmp_path / "d", image, list(2.5 * np.arange(len(image))))
+    sorted((tmp_path / "d").iterdir())[2].unlink()
+    hu, other = (read_image(tmp_path / "d", modality=modality).array for modality in ("ct", "other"))
+    assert other.min() < -500
+    assert np.array_equal(np.maximum(other, -1024), hu)

@@ -84,8 +84,8 @@ def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> L
         @lru_cache(maxsize=2)  # two neighbours, for the planes between them
         def placed(index: int) -> np.ndarray:
             """Read one slice and move it to its position on the grid."""
-            # Padding far below air would blur into its neighbours.
-            image_hu = np.maximum(hu(frames[index]), first.air).astype(np.float32)
+            # Padding far below air would blur into its neighbours. Other intensities than HU may be negative, and their padding is 0.
+            image_hu = np.maximum(hu(frames[index]), first.air if first.is_hu else -np.inf).astype(np.float32)
             return shifted(image_hu, shifts_px[index], shape[1:], first.air) if tilt else image_hu
 
         for below, weight in planes:
