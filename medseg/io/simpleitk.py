@@ -19,7 +19,7 @@ import SimpleITK
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
-from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
+from medseg.io.volume import AIR_HU, LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
 
 MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
 
@@ -311,11 +311,12 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
     return grid_from_columns(path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3])
 
 
-def from_simpleitk(image: Any) -> Volume:
+def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     """Convert an image, as if it were read from a file.
 
     Args:
-        image: `SimpleITK.Image` of three axes, one number per voxel, in HU.
+        image: `SimpleITK.Image` of three axes, one number per voxel, a CT in HU.
+        air: See `load_image`.
 
     Returns:
         HU (D, H, W), int16 where that is exact, else float32, in the image's own order.
@@ -328,7 +329,7 @@ def from_simpleitk(image: Any) -> Volume:
     grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
     # One slice at a time: conversions need no second copy of the volume.
-    return load_image(LazyVolume(path, grid, array.dtype, lambda: map(np.ravel, array)))
+    return load_image(LazyVolume(path, grid, array.dtype, lambda: map(np.ravel, array)), air)
 
 
 def to_simpleitk(labels: np.ndarray, image: Any) -> Any:

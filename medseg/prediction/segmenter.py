@@ -11,7 +11,7 @@ import torch
 from medseg.cascade.cascade import Segmentation, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.io.read import read_image
-from medseg.io.volume import Volume
+from medseg.io.volume import AIR_HU, Volume
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.case import read_scan, segment_scan
 from medseg.preprocess.channels import resample_to
@@ -74,7 +74,7 @@ class Segmenter:
         if len(paths) == len(scans):
             volume, more_channels = read_scan(paths, task, None, hu)
         else:
-            volume, *others = map(_to_volume, scans)
+            volume, *others = (_to_volume(one, channel.modality) for one, channel in zip(scans, task.channels, strict=True))
             volume = replace(volume, array=hu.apply(volume.array))
             more_channels = [
                 resample_to(other.array, other.grid, volume.grid, channel.outside)
@@ -91,15 +91,15 @@ class Segmenter:
         return replace(result, labels=labels, durations_s=durations_s)
 
 
-def _to_volume(scan: str | Path | Volume | Any) -> Volume:
-    """Read a path, convert a `SimpleITK.Image`; a `Volume` is returned as it is."""
+def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
+    """Read a path, as a scan of a modality, convert a `SimpleITK.Image`; a `Volume` is returned as it is."""
     if isinstance(scan, Volume):
         return scan
     if isinstance(scan, (str, Path)):
-        return read_image(Path(scan))
+        return read_image(Path(scan), modality=modality)
     from medseg.io.simpleitk import from_simpleitk  # SimpleITK takes 50 MiB
 
-    return from_simpleitk(scan)
+    return from_simpleitk(scan, AIR_HU if modality == "ct" else 0)
 
 
 class LungSegmenter(Segmenter):

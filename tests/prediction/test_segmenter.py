@@ -20,6 +20,7 @@ from medseg.io.volume import Volume
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
+from medseg.prediction.segmenter import _to_volume
 from medseg.preprocess.orient import Orientation
 from medseg.preprocess.scale import HuScale
 
@@ -82,6 +83,16 @@ def test_an_image_of_simpleitk_is_read_as_from_a_file(segmenter: medseg.LungSegm
     ):
         with pytest.raises(UserError, match=said):
             segmenter.segment(bad)
+
+
+@pytest.mark.parametrize(("modality", "air"), [("ct", -1024), ("mr", 0)])
+def test_voxels_without_a_number_are_what_the_modality_has_outside(modality: str, air: int, tmp_path: Path) -> None:
+    image = SimpleITK.GetImageFromArray(np.arange(60, dtype=np.float64).reshape(3, 4, 5) - 7.0)
+    image[0, 0, 0] = np.nan
+    SimpleITK.WriteImage(image, tmp_path / "a.mha")
+    volumes = [_to_volume(given, modality) for given in (image, tmp_path / "a.mha")]
+    assert [volume.array[0, 0, 0] for volume in volumes] == [air, air]
+    assert volumes[0].remarks == volumes[1].remarks
 
 
 def test_what_is_no_scan_is_refused(segmenter: medseg.LungSegmenter, tmp_path: Path) -> None:
