@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medseg.data.task import Task
-from medseg.errors import UserError, is_out_of_memory
+from medseg.errors import UserError, is_out_of_memory, require
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.tile_workers import TileWorkers
 from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
 from medseg.memory.accounting import forward_bytes_per_voxel
-from medseg.memory.precision import autocast, inference_precision, tf32_as
+from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
 from medseg.models.blocks import InstanceNorm
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
@@ -147,7 +147,18 @@ class TrainedStage:
         return (self.network, *self.others)
 
     def use_tiles(self, tile_size: tuple[int, int, int]) -> None:
-        """Predict in tiles of a size, and warn of another size than in training where a norm sees the field of view."""
+        """Predict in tiles of a size, and warn of another size than in training where a norm sees the field of view.
+
+        Raises:
+            UserError: If the network accepts inputs of another size only.
+        """
+        traits = getattr(self.network, "traits", None)
+        only = traits.fixed_size if traits is not None else None
+        require(
+            only in (None, tile_size),
+            f"inference.tile_size={list(tile_size)}: the network of the {self.name} stage accepts inputs of {list(only or ())} voxels only; "
+            "leave inference.tile_size out",
+        )
         trained, self.tile_size = self.tile_size, tile_size
         if tile_size != trained and any(isinstance(module, FIELD_OF_VIEW_NORMS) for module in self.network.modules()):
             used, usual = ("×".join(map(str, size)) if size else "whole crops" for size in (tile_size, trained))
@@ -262,9 +273,17 @@ class TrainedStage:
     def _on_cpu(self) -> TrainedStage:
         """The same stage on the CPU; a copy, because the next case may find the GPU free."""
         cpu = torch.device("cpu")
-        network, *others = (copy.deepcopy(network).to(cpu) for network in self.networks)
+        network, *others = map(_copy_on_cpu, self.networks)
         precision = inference_precision(self.precision, "cpu")
         return replace(self, network=network, others=tuple(others), precision=precision, device=cpu, tile_workers=None)
+
+
+def _copy_on_cpu(network: nn.Module) -> nn.Module:
+    """Copy a network to the CPU without memory of its device, half-precision weights as float32: the CPU may compute in that alone."""
+    weights = ((one, one.detach().cpu()) for one in chain(network.parameters(), network.buffers()))
+    copies = {id(one): found.float() if found.dtype in HALF.values() else found.clone() for one, found in weights}
+    copies |= {id(one): nn.Parameter(copies[id(one)], requires_grad=False) for one in network.parameters()}
+    return copy.deepcopy(network, copies)  # which takes the copies that it is given
 
 
 def flips(task: Task, tta: bool) -> Sequence[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from medseg.build.network import load_initial_weights, make_network
 from medseg.build.run import make_metadata
 from medseg.build.stages import load_stage, load_stages
 from medseg.build.task import make_task, with_known_volumes
+from medseg.cascade.stage import CascadeOptions
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -21,7 +23,8 @@ from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.models.regional import RegionalNetwork
 from medseg.runs.signature import plain
-from medseg.weights.files import shipped_weights, write_weights
+from medseg.weights.checks import check_ranges
+from medseg.weights.files import read_weights, shipped_weights, write_weights
 
 CPU = torch.device("cpu")
 
@@ -187,3 +190,32 @@ def test_a_hostile_class_of_a_checkpoint_is_never_imported(target: str, tmp_path
     with pytest.raises(UserError, match=r"is not on the white list .* add trusted_targets="):
         load_stage(path, "fine", CPU)
     assert not (tmp_path / "imported").exists()
+
+
+def test_half_precision_weights_run_on_a_processor_without_half_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, image = tmp_path / "w.safetensors", torch.randn(1, 32, 32, 32)
+    write(path, compose())
+    half = load_stage(path, "fine", CPU, "bf16", (), half_weights=True)
+    monkeypatch.setattr("medseg.cascade.stage.inference_precision", lambda *_: "fp32")
+    weights = [weight.dtype for weight in half.network.parameters()]
+    on_cpu = half._on_cpu()
+    full = load_stage(path, "fine", CPU, "fp32").predict_probs(image, 0, CascadeOptions()).probs
+    torch.testing.assert_close(on_cpu.predict_probs(image, 0, CascadeOptions()).probs, full, rtol=0, atol=0.02)
+    assert {weight.dtype for weight in on_cpu.network.parameters()} == {torch.float32}
+    assert [weight.dtype for weight in half.network.parameters()] == weights
+
+
+def test_arguments_that_give_the_size_of_blocks_are_no_number_of_blocks() -> None:
+    metadata, weights = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
+    for extra, is_refused in (({"block_channels": [32, 64, 128, 256]}, False), ({"num_blocks": [32, 64, 128, 256]}, True)):
+        with pytest.raises(ValueError, match="num_blocks of its network") if is_refused else nullcontext():
+            check_ranges({**metadata, "model": {**metadata["model"], **extra}}, len(weights))
+
+
+def test_weights_may_have_the_smallest_spacing_that_the_reader_takes() -> None:
+    metadata, weights = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
+    check_ranges({**metadata, "spacing_mm": [0.005] * 3}, len(weights))
+    with pytest.raises(ValueError, match="spacing_mm"):
+        check_ranges({**metadata, "spacing_mm": [1e-5] * 3}, len(weights))

@@ -16,6 +16,7 @@ from medseg.cascade.stage import CascadeOptions, TrainedStage, flips
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.inference.tiles import TilingPlan
+from medseg.models.adapter import Traits
 from medseg.models.blocks import InstanceNorm
 from medseg.preprocess.orient import Orientation
 
@@ -91,6 +92,17 @@ def test_tiles_of_another_size_than_in_training_are_warned_of(
         warning for warning in result.warnings if "the fine stage runs in tiles of 96×96×96 voxels, but was trained on" in warning
     ]
     assert len(told) == is_told
+
+
+def test_tiles_that_a_network_of_one_input_size_cannot_take_are_refused() -> None:
+    network = Sloped()
+    network.traits = Traits((1, 1, 1), (), (96, 96, 96))
+    trained = stage(network, "fine", tile_size=(96, 96, 96))
+    trained.use_tiles((96, 96, 96))
+    with pytest.raises(
+        UserError, match=r"inference\.tile_size=\[64, 64, 64\]: the network .* inputs of \[96, 96, 96\] voxels only"
+    ):
+        trained.use_tiles((64, 64, 64))
 
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
