@@ -77,7 +77,8 @@ def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
 def storages() -> dict[int, int]:
     """Bytes of every storage of a living tensor, by its address."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and not is_fake(one) and one.device.type == "cpu"]
+    tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and not is_fake(one)]
+    tensors = [one for one in tensors if one.device.type == "cpu" and one.layout is torch.strided]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
