@@ -18,7 +18,7 @@ from medseg.io.atomic import replace_text
 from medseg.report.tables import markdown_table, read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
-# Name of a configuration to its arguments; each has its own way of using memory.
+# Arguments of each configuration by name; each uses memory in a different way.
 CONFIGURATIONS = {
     "fp32": ["memory.precision=fp32"],
     "tf32": ["memory.precision=tf32"],

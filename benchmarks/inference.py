@@ -2,7 +2,7 @@
 
     python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
 
-Writes `bench.csv` and `bench.md`; ratios are those to the first row, medseg from file to file. Each baseline is measured in a process of
+Writes `bench.csv` and `bench.md`; ratios refer to the first row, medseg from file to file. Each baseline is measured in a process of
 its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. One that would take hours runs a stated part of its work.
 """
 
@@ -181,7 +181,7 @@ def measure_baseline(name: str, scan: str, threads: str) -> None:
     """Run the work of a baseline on a scan.
 
     The last line that is printed is JSON: seconds and CPU seconds of the part that ran, its share of the whole work in (0, 1], and the
-    same in words.
+    part in words.
     """
     torch.set_num_threads(int(threads))
     volume = read_image(Path(scan))

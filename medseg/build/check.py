@@ -1,4 +1,4 @@
-"""Check of a run's objects before data is read: each is built and tried once, the network without memory."""
+"""Check of a run's objects before data is read: each is built and tried once, the network on the meta device."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ def check_objects(config: TrainConfig) -> None:
     """Build the network on the meta device, and every other object of an extension point on small data.
 
     Raises:
-        UserError: If one of them refuses its arguments, or the network does not go with the sizes and switches.
+        UserError: If one of them refuses its arguments, or the network does not fit the sizes and switches.
     """
     network = make_network_on_meta(config)
     _check_sizes(config, network)
@@ -69,7 +69,7 @@ def _check_optimisation(config: TrainConfig) -> None:
 
 
 def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
-    """Refuse input sizes that the network does not accept; the configuration alone decides those of our UNet."""
+    """Refuse input sizes that the network does not accept; `medseg.config.rules` checks those of our UNet."""
     if stated_divisor(config.model, config.spacing) is None:
         norms = (InstanceNorm, _InstanceNorm)
         needs_two_voxels = network.traits.fixed_size is None and any(isinstance(module, norms) for module in network.modules())
@@ -88,7 +88,7 @@ def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
 
 
 def _check_switches(config: TrainConfig, network: RegionalNetwork) -> None:
-    """Refuse switches that this network does not allow; the rules between keys know our UNet."""
+    """Refuse switches that the network does not allow; `medseg.config.rules` checks those of our UNet."""
     policy = config.memory.checkpointing
     needs_blocks = (
         (policy not in ("none", []), "memory.checkpointing"),

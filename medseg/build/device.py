@@ -33,9 +33,10 @@ def pick_device_type(accelerator: Accelerator) -> str:
 
 
 def propose_workers(config: TrainConfig) -> int:
-    """Choose the number of loader processes of a rank where none is given: `tune_loader` measures a better one.
+    """Choose the default number of loader processes of a rank; `tune_loader` measures a better one.
 
-    On a CPU one, which leaves the processors to the network; on a GPU those that the ranks of this machine leave, at most eight each.
+    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank in the processors, less one for the
+    rank itself, at most eight.
     """
     if pick_device(config.trainer.accelerator).type == "cpu":
         return 1
@@ -77,6 +78,6 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
     held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
     weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
-    in_order = dict.fromkeys((*memory.order, *parts))  # a network per region: the second runs in other steps
+    in_order = dict.fromkeys((*memory.order, *parts))  # networks of other regions did not run in the counted step
     sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in in_order}
     return plan_device_map(sizes, gpus)

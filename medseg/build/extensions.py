@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Defaults = Callable[[type, Iterable[str], Iterable[str]], dict[str, Any]]
 # Keys of a loss beside the arguments of its class.
 LOSS_KEYS = ("output_weights", "factor", "target_form")
-# Effects of the keys of `augment` in their order: the keys are the fields of the class, most of them behind this word.
+# Prefix of the keys of `augment` to the class of the effect, in the order of application; the rest of a key is a field of the class.
 EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
@@ -171,14 +171,14 @@ def _bind(
 
 
 def _call(key: str, make: Callable[[], Any]) -> Any:
-    """Call a function of a class that the configuration names; whatever it raises is one sentence."""
+    """Call a function of a class that the configuration names; turn any exception into a `UserError` of one sentence."""
     try:
         return make()
     except UserError:
         raise
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{key}: a package is missing ({first_line(error)}); install it (the file of a preset names the extra of medseg)"
+            f"{key}: a package is missing ({first_line(error)}); install it (presets name the extra of medseg in their file in conf/)"
         ) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

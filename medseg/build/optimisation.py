@@ -27,8 +27,8 @@ def make_schedule(
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """Return the `schedule` group as a function of the optimiser, multiplied by the warm-up.
 
-    In step n, counted from 0, of the warm-up the rate is (n + 1) / (`warmup_steps` + 1) of the schedule's. The momentum of the optimiser
-    stays unless the group says `cycle_momentum`.
+    In warm-up step n, counted from 0, the rate is (n + 1) / (`warmup_steps` + 1) of the scheduled rate. The optimiser keeps its momentum
+    unless `cycle_momentum` is set.
     """
     if group[TARGET] in CYCLING:
         group = {"cycle_momentum": False, **group}
@@ -59,9 +59,9 @@ def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim
 
 
 def propose_lr(config: TrainConfig, batch_size: int) -> float:
-    """Scale `optimizer.lr` to another batch size: with its root for optimisers whose steps do not grow with the gradient, else linearly.
+    """Scale `optimizer.lr` to another batch size: with its square root for adaptive optimisers, else linearly.
 
-    With `lr_scaling` the run does that itself, and the rate that is given stays.
+    With `lr_scaling` the run scales the rate itself, so `optimizer.lr` is returned unchanged.
 
     Source: Goyal et al. 2017 (linear); Malladi et al. 2022 (root).
     """

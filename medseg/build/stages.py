@@ -33,7 +33,7 @@ def load_stage(
     trusted: Sequence[str] = (),
     half_weights: bool = False,
 ) -> TrainedStage:
-    """Load a stage from a checkpoint, as data: `weights_only`, nothing in it is executed.
+    """Load a stage from a checkpoint with `weights_only`: no code in the file runs.
 
     Args:
         path: Checkpoint, or safetensors file.
@@ -96,7 +96,7 @@ def load_stage(
             precision in HALF,
             f"inference.half_weights=true: the {stage} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
         )
-        # Norms keep their weights: autocast rounds those of these layers only, and computes the same with rounded ones.
+        # Autocast rounds the weights of these layers at each call, so storing them rounded changes no result. It does not round those of norms.
         for module in network.modules():
             if isinstance(module, (_ConvNd, nn.Linear)):
                 module.to(HALF[precision])
@@ -124,7 +124,7 @@ def load_stages(
         half_weights: See `load_stage`.
 
     Raises:
-        UserError: As `load_stage`, and if the checkpoints do not ask for the same input.
+        UserError: As `load_stage`, and if the checkpoints differ in their input.
     """
     first, *others = (load_stage(path, stage, device, precision, trusted, half_weights) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):

@@ -29,7 +29,7 @@ def make_task(config: TaskConfig) -> Task:
 
 
 def with_known_volumes(task: Task) -> Task:
-    """Complete the task of a checkpoint that predates plausible volumes by those of `conf/task/<name>.yaml`, if its labels are the same."""
+    """Add the plausible volumes of `conf/task/<name>.yaml` to the task of an older checkpoint without them, if the labels agree."""
     path = conf_dir() / "task" / f"{task.name}.yaml"
     if task.volume_ml or not task.name.isidentifier() or not path.is_file():
         return task

@@ -205,7 +205,7 @@ def _segment_whole(
         grid: Their grid, oriented.
         stage: The only stage.
         options: How the networks run.
-        result: Takes durations, tiling plan and remarks.
+        result: Receives durations, tiling plan and warnings.
 
     Returns:
         The probabilities for `join`, as of one region with all labels, and their standard deviation for `paste_std`.
@@ -235,7 +235,7 @@ def _refine_regions(
         found: Boxes of the coarse stage.
         fine: The fine stage.
         options: How the networks run.
-        result: Takes boxes, durations, tiling plans and remarks.
+        result: Receives boxes, durations, tiling plans and warnings.
 
     Returns:
         The probabilities of the regions for `join`, and their standard deviations for `paste_std`.

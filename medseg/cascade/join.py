@@ -46,7 +46,7 @@ def join(
     if task.regions:
         clean_labels(labels, values, (options or CascadeOptions()).min_part_fraction, is_gas)
     elif is_gas is not None:
-        # Lesions may be small and many, and enclose each other: of a task without regions only gas is removed.
+        # A task without regions only loses its gas: lesions may be small and many, and enclose each other.
         for value in values:
             remove_small_components(labels, value, 0.0, is_gas)
     return labels

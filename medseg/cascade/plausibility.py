@@ -79,7 +79,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions
 def position_warnings(
     image_hu: np.ndarray, labels: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task
 ) -> list[str]:
-    """Warn where the patient seems to lie otherwise than the header says, which exchanges left and right.
+    """Warn if the position of the patient seems to contradict the header, which exchanges left and right.
 
     Args:
         image_hu: Image (D, H, W) in HU on the coarse grid.
@@ -89,20 +89,20 @@ def position_warnings(
         task: Labels and regions.
     """
     warnings = [
-        f"between {left.name} and {right.name} most voxels as dense as bone are at the front: if the patient lay the other way "
-        "round than the header says, left and right are exchanged"
+        f"between {left.name} and {right.name} most voxels as dense as bone are at the front: if the position of the "
+        "patient contradicts the header, left and right are exchanged"
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         warnings.append(
-            "the lower ends of the lungs look like their apices: if the patient lay the other way round than the header says, left and "
-            "right are exchanged"
+            "the lower ends of the lungs look like their apices: if the position of the patient contradicts the header, left and right "
+            "are exchanged"
         )
     return warnings
 
 
 def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: Task) -> list[str]:
-    """Warn where a label or region has a volume that the task calls implausible; one that a face of the scan cuts may be small.
+    """Warn of labels and regions with a volume outside `volume_ml`; a part that the border of the scan cuts may be smaller.
 
     Args:
         volumes_ml: Volume of each label.

@@ -30,7 +30,7 @@ from medseg.preprocess.resample import ANTIALIASED
 SPATIAL_AXES = (-3, -2, -1)
 X_AXIS = -1
 MAX_BATCH = 8
-# Norms with statistics of the voxels that they are given: another field of view changes the labels.
+# Norms that compute statistics from their input: another field of view changes the labels.
 FIELD_OF_VIEW_NORMS = (InstanceNorm, nn.GroupNorm, _InstanceNorm)
 # Networks run one at a time: the budget holds for all of them together, and the TF32 switches belong to the process.
 _NETWORK_LOCK = threading.Lock()
@@ -147,7 +147,7 @@ class TrainedStage:
         return (self.network, *self.others)
 
     def use_tiles(self, tile_size: tuple[int, int, int]) -> None:
-        """Predict in tiles of a size, and warn of another size than in training where a norm sees the field of view.
+        """Predict in tiles of a size; warn if it differs from training and a norm depends on the field of view.
 
         Raises:
             UserError: If the network accepts inputs of another size only.
@@ -163,7 +163,7 @@ class TrainedStage:
         if tile_size != trained and any(isinstance(module, FIELD_OF_VIEW_NORMS) for module in self.network.modules()):
             used, usual = ("×".join(map(str, size)) if size else "whole crops" for size in (tile_size, trained))
             self.warnings = (
-                f"the {self.name} stage runs in tiles of {used} voxels, but was trained on {usual}, and its norm sees the tile: with the "
+                f"the {self.name} stage runs in tiles of {used} voxels, but was trained on {usual}, and its norm depends on the size of the tile: with the "
                 "included lung weights tiles of 96×96×96 instead of 128×160×160 lowered the Dice of a lung from 0.99 to 0.87, tiles of "
                 "64×64×64 to 0.38; leave inference.tile_size out",
             )
@@ -181,8 +181,8 @@ class TrainedStage:
     def predict_probs(self, image: Tensor, region_index: int, options: CascadeOptions) -> Prediction:
         """Run the networks on one normalised image.
 
-        Where a GPU's memory runs out, tiles go through the network one by one, and at last on the CPU, and the result says so. Tiles
-        keep their size: a norm that sees the field of view would change the labels.
+        If the memory of a GPU runs out, tiles go through the network one by one, then on the CPU, and the result gets a warning. Tiles
+        keep their size: a norm that depends on the field of view would change the labels.
 
         Args:
             image: Normalised image (C, D, H, W).

@@ -46,7 +46,7 @@ def read(composed: DictConfig) -> TrainConfig:
     if rank() == 0:
         for note in notes(config):
             say(note)
-        from medseg.build.check import check_objects  # loads torch, which a mistake found above need not wait for
+        from medseg.build.check import check_objects  # loads torch, which takes seconds; the checks above do without it
 
         check_objects(config)
     return config
@@ -72,7 +72,7 @@ def train(config: TrainConfig) -> int:
 
 
 def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
-    """Open the run folder that `resume` and `run_dir` mean; None where that run has finished.
+    """Open the run folder that `resume` or `run_dir` names; None if that run has finished.
 
     Args:
         config: Checked configuration; changed in place to the one of the run.

@@ -43,7 +43,7 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
 def to_typed(composed: DictConfig, schema: type[T]) -> T:
     """Check one key at a time: names, types, ranges, targets; the keys may still contradict each other."""
     points = [field.name for field in dataclasses.fields(schema) if field.name in EXTENSION_KEYS]  # type: ignore[arg-type]
-    if points:  # before their values are resolved, which may refer to what a named class does not have
+    if points:  # before references are resolved: the key that they refer to may be an argument of another class
         for point, key, node in list_nodes(typing.cast(dict[str, Any], OmegaConf.to_container(composed))):
             check_target(point, key, node, composed.get("trusted_targets") or ())
     values = resolved(composed)
@@ -171,9 +171,9 @@ def _check_range(key: str, value: Any, knob: Knob) -> None:
 
 
 def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], composed: DictConfig) -> dict[str, Any]:
-    """Check the node of an extension point; a configuration is data until it has passed here.
+    """Check the node of an extension point; no class is imported before all nodes have passed.
 
-    Keys of a schema (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults, and are checked and converted to plain values.
+    Keys that a schema knows (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted to its types.
     """
     if TARGET not in node and (point == "logger" or "terms" in node):
         return node

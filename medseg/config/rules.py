@@ -110,7 +110,7 @@ def notes(config: TrainConfig) -> list[str]:
         )
     if config.augment.enabled and "effects" not in config.augment.transforms:
         found.append(
-            "augment.transforms replaces the effects of the other keys of augment, whose numbers count only where it names them"
+            "augment.transforms replaces the effects of the other keys of augment; add effects to the list to use those as well"
         )
     if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
         found.append(
@@ -344,7 +344,7 @@ def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
 
 
 def _size_rules(config: TrainConfig) -> Rules:
-    """Sizes of network inputs within the crop, and, where the configuration decides it, multiples of the network's divisor."""
+    """Rules of the sizes of network inputs: within the crop and, if the divisor is known without building the network, multiples of it."""
     model, stage, whole = config.model, config.stage, config.spacing.size
     divisor = stated_divisor(model, config.spacing)
     rules = divisor_rules(config, divisor, model.get("norm") == "instance") if divisor is not None else []
@@ -375,7 +375,7 @@ def input_sizes(config: TrainConfig) -> dict[str, tuple[int, int, int] | None]:
 
 
 def divisor_rules(config: TrainConfig, divisor: tuple[int, int, int], needs_two_voxels: bool) -> Rules:
-    """Sizes of network inputs: multiples of the divisor, and more than one voxel at the deepest level.
+    """Rules of the sizes of network inputs: multiples of the divisor, and more than one voxel at the deepest level.
 
     Args:
         config: The configuration.

@@ -1,7 +1,7 @@
-"""Schema of the configuration: every key with its type, range, unit and sentence; the values stand in `conf/`.
+"""Schema of the configuration: every key with its type, range, unit and description; the values are in `conf/`.
 
 `check.py` merges what Hydra composes into one of the roots at the end of this file. It refuses unknown keys, wrong types, missing values
-and numbers outside their range, however they came in. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
+and numbers outside their range, whatever their source. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
 `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see `medseg.config.targets`; classes of ours have a schema in `CLASS_SCHEMAS`.
 `--help` of a command prints all this.
 The file is long because each key has its documentation beside it.
@@ -116,7 +116,7 @@ class TaskConfig:
     )
     ignore_label: Annotated[
         int | None,
-        Knob("Value of voxels that count nowhere: not in the loss, the sampling or the scores; null: none.", "[1, 255]"),
+        Knob("Value of voxels that the loss, the sampling and the scores ignore; null: none.", "[1, 255]"),
     ] = None
     volume_ml: Annotated[
         dict[str, Any] | None,
@@ -573,7 +573,9 @@ class CompareSpacingConfig(TrainConfig):
 class TimeToDiceConfig(TrainConfig):
     """Keys of `time_to_dice`."""
 
-    output: Annotated[str, Knob("Folder of time_to_dice.{csv,md} and of one folder per row; started again in it, it continues.")]
+    output: Annotated[
+        str, Knob("Folder of time_to_dice.{csv,md} and of one folder per row; the same command with this folder resumes.")
+    ]
     metric: Annotated[Metric, Knob("Column of history.csv that must reach the target.")]
     target_dice: Annotated[float, Knob("Dice that ends a row.", "(0, 1]")]
     max_minutes: Annotated[float, Knob("Time after which a row is stopped.", "(0, inf)", "CPU minutes")]
@@ -652,9 +654,7 @@ class PhantomsConfig(PhantomCountsConfig):
 
     output: Annotated[str, Knob("Folder of the scans and their case table.")]
     task: TaskConfig
-    data: Annotated[
-        dict[str, Any] | None, Knob("Label values that the file of a task may set; the scans do not depend on them.")
-    ] = None
+    data: Annotated[dict[str, Any] | None, Knob("Accepted because files of tasks set it; the scans do not depend on it.")] = None
 
 
 @dataclass
@@ -672,7 +672,9 @@ class ReportConfig:
 class WatchConfig:
     """Keys of `watch`."""
 
-    run: Annotated[str, Knob("Run folder, or a folder of runs, of which the newest is shown; `medseg watch <folder>` means it.")]
+    run: Annotated[
+        str, Knob("Run folder, or folder of runs (shows the newest); `medseg watch <folder>` is short for run=<folder>.")
+    ]
     every_s: Annotated[float, Knob("Interval of the readings.", "(0, inf)", "s")]
 
 

@@ -1,4 +1,4 @@
-"""Augmentation effects of one sample: an affine resampling, then effects of scanners in place.
+"""Augmentation effects of one sample: an affine resampling, then effects of the scanner in place.
 
 The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. They are transforms of `augment.transforms`, one class each.
 """
@@ -132,7 +132,7 @@ class Flip(Effect):
 
 @dataclass(frozen=True)
 class Resolution(Effect):
-    """Coarse scan, and Gaussian blur along all axes; both are linear along each axis, so that one matrix per axis does both.
+    """Low resolution and Gaussian blur along all axes; both are linear along each axis, so one matrix per axis applies both.
 
     Averages over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all axes; an axis that is coarser
     already stays as it is.

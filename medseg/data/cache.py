@@ -42,7 +42,7 @@ DIGEST_LENGTH = 8
 
 
 INTENSITIES = {"zscore": zscore, "percentile": percentile}
-"""Maps of a channel by the values of each case."""
+"""Normalisations whose map follows from the values of each case."""
 
 Targets = Sequence[tuple[tuple[float, float, float] | None, str]]
 """Spacing of each cache entry, (z, y, x) or None for that of the scan, and the filter of its image."""
@@ -60,7 +60,7 @@ class CachedCase:
         label_boxes: The same for each label.
         intensities: Map of each channel to the range of the network, by the values of this case; None where the channel has a window.
         trust: Region name to the trust in its reference.
-        content: Digest of what the case was made from: the content of its files, their scale and label values; not their places.
+        content: Digest of what the case was made from: the content of its files, their scale and label values; not their paths.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.

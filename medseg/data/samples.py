@@ -1,4 +1,4 @@
-"""Data set of samples: whole volumes for the coarse stage, crops or patches of regions for the fine stage.
+"""Data set of samples: whole scans or patches of them for the coarse stage, crops or patches of regions for the fine stage.
 
 Sample n is a function of (seed, n). The data set holds plain data, so it can be pickled for loader workers.
 """
@@ -41,9 +41,12 @@ Found = tuple[VoxelBox, tuple[int, ...]]
 Sample = dict[str, Any]
 """One training sample.
 
-image (C, D, H, W) float32, of a channel with a window in [-1, 1]; target (D, H, W) uint8, classes of the network or the ignore label of the task; inside (3, 2) int64: start and stop of the scan in the
-sample per axis (z, y, x), before any augmentation; region: number of the region in the task (0 for the coarse stage);
-case: name of the case; spacing_mm: of the sample, (z, y, x).
+* `image`: (C, D, H, W) float32; a channel with a window is in [-1, 1].
+* `target`: (D, H, W) uint8, classes of the network or the ignore label of the task.
+* `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any augmentation.
+* `region`: number of the region in the task; 0 for the coarse stage.
+* `case`: name of the case.
+* `spacing_mm`: voxel spacing of the sample, (z, y, x).
 """
 
 
@@ -101,16 +104,16 @@ class _Scan(NamedTuple):
 class Samples(Dataset[Sample]):
     """Samples of one stage, or of its validation; sample n depends on (seed, n) alone.
 
-    The coarse stage sees the body in whole scans, the fine stage one region in each sample. Samples 0 … len-1 go once through all items
-    (cases, or pairs of a case and a region that it has) in a random order, the next len samples again in another one, and so on; n has no
-    upper end. The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
+    A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region. Samples 0 … len-1 go once through all items
+    (cases, or pairs of a case and a region that it has) in a random order, the next len samples in another random order, and so on
+    without end. The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
 
     Args:
         cases: Cases with labels.
         task: Labels, regions and channels.
         crops: Chooses the spacing and the crop of a region as prediction does, jittered when it gets a generator.
         seed: Seed of the run.
-        is_coarse: Whether a sample is a whole scan; else it is a region.
+        is_coarse: Whether samples come from whole scans; else each is a region.
         patch_size: Shape of a sample, (D, H, W); None takes the whole volume or crop.
         augmentation: None for validation.
         jitter: Whether `crops` gets the generator of the sample.
@@ -118,8 +121,8 @@ class Samples(Dataset[Sample]):
         max_voxels: Coarse stage: bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
         slab_share: Coarse stage: share of samples that are cut to a random range of slices, as if no more had been scanned.
         is_mirrored: Fine stage: whether regions on the patient's right are mirrored along x, so that all look like left ones.
-        boundary_share: Share of patches that are placed so that they hold a voxel at the boundary of the region, in the coarse stage of a
-            label of the case, each label as often.
+        boundary_share: Share of patches that contain a voxel at the boundary of the region (fine stage) or of a label of the case
+            (coarse stage; each label is chosen equally often).
         elsewhere_share: Fine stage: share of samples that are cut anywhere in the scan, whether the region is there or not.
         train_trust: Take only regions whose reference has this trust; in the coarse stage only cases whose regions all have it or are
             absent. None takes all.
@@ -242,7 +245,7 @@ class Samples(Dataset[Sample]):
                 return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
             depth, whole = self._bounded_depth(shape) or shape[0], body
             if any(channel.window_hu is None for channel in self.task.channels):
-                # Filled after the intensity, as in prediction: air has no value that all maps share.
+                # Padded after the intensity map, as in prediction: maps differ in the value of air.
                 depth, shape = min(depth, body.shape[0]), body.shape
             crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
@@ -273,7 +276,7 @@ class Samples(Dataset[Sample]):
         return _Scan(case.images, case.labels, case.grid, case, self.task)
 
     def _any_label(self, case: CachedCase, rng: np.random.Generator) -> Found | None:
-        """Choose one of the labels that a case has, each as often; None if it has none."""
+        """Choose one of the labels of a case, each with the same probability; None if it has none."""
         names = [name for name in self.task.labels if name in case.label_boxes]
         if not names:
             return None
@@ -329,16 +332,16 @@ class Samples(Dataset[Sample]):
 
 
 def _is_trusted(case: CachedCase, region: Region | None, train_trust: str) -> bool:
-    """Whether a region, or without one all of a case, has a trust."""
+    """Whether a region has a trust; without a region, whether all regions of the case have it or are absent, and one has it."""
     if region is not None:
         return case.trust.get(region.name) == train_trust
     return bool(case.trust) and train_trust in case.trust.values() and set(case.trust.values()) <= {train_trust, ABSENT}
 
 
 def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Round a shape up to multiples, (z, y, x), and to two of them where it is a single one.
+    """Round a shape up to a multiple on each axis, (z, y, x); a shape of one multiple on all axes becomes two on all.
 
-    A norm of one sample has no variance at the deepest level of a network if that has one voxel.
+    Otherwise the deepest level of a network has a single voxel, and the norm of one sample has no variance.
     """
     z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, multiple, strict=True))
     return (2 * z, 2 * y, 2 * x) if (z, y, x) == tuple(multiple) else (z, y, x)
@@ -350,8 +353,8 @@ def collate(
     """Make a micro-batch: a list of stacks that the network sees one after the other.
 
     Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its own shape: filled to a common one it
-    would give another loss, since norms and means see the filling. The choice is fixed for a run, not made by the shapes that meet in a
-    micro-batch, so that all ranks call the network equally often.
+    would give another loss, since norms and means see the filling. The choice is the same for all micro-batches of a run, so that
+    all ranks call the network equally often.
 
     Args:
         samples: At least one sample.
@@ -388,7 +391,7 @@ def one_thread() -> Iterator[None]:
 
 
 def init_worker(_: int) -> None:
-    """Keep a loader worker to one thread, and let it end where it cannot hand a sample over (`worker_init_fn`).
+    """Limit a loader worker to one thread, and end it if it cannot send a sample (`worker_init_fn`).
 
     Signals to the process group do not reach it, see `medseg.training.data_module.TrainLoader`.
     """
@@ -398,5 +401,5 @@ def init_worker(_: int) -> None:
 
 
 def _end_worker(error: Exception, _: object) -> None:
-    say(f"a loader worker cannot hand over a sample: {type(error).__name__}: {first_line(error)}")
+    say(f"a loader worker cannot send a sample to the training: {type(error).__name__}: {first_line(error)}")
     os._exit(EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else EXIT_FAILED)

@@ -17,10 +17,10 @@ def sources_of(case: Case, task: Task) -> dict[str, Path]:
 
 
 def _source_files(path: Path) -> list[Path]:
-    """List all files that an image consists of, the one that is named first.
+    """List all files that an image consists of, the given one first.
 
     Raises:
-        UserError: If it is no image, such as a device, which would be read without end.
+        UserError: If it is not an image, such as a device (reading it might never end).
     """
     if path.exists():
         input_format(path)

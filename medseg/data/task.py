@@ -58,7 +58,7 @@ class Task:
         regions: Regions of interest, one fine crop each; empty for a task of one stage, which segments all labels at once.
         channels: Channels of the input, at least one, in the order of the columns `image`, `image_1`, ….
         least_hu: A connected component with a lower median HU is no organ; None accepts every component.
-        ignore_label: Value in label maps and targets of voxels that count nowhere; None where all count.
+        ignore_label: Value of ignored voxels in label maps and targets; None where no voxel is ignored.
         volume_ml: Name of a region or label to its smallest and largest plausible volume; names may be absent.
     """
 

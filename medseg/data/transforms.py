@@ -18,8 +18,8 @@ from medseg.data.sampler import sample_rng
 # Packages of MONAI whose transforms move voxels, so that the labels must move with the image.
 SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
 IMAGE, LABEL = "image", "label"
-# Samples that a transform is tried on, and the values of four blocks in them: interpolation between two of them gives none of them.
-NUM_PROBES, PROBE_SHAPE, PROBE_VALUES = 24, (20, 24, 28), (50, 100, 150, 200)
+NUM_PROBES, PROBE_SHAPE = 24, (20, 24, 28)  # samples that a transform is tried on
+PROBE_VALUES = (50, 100, 150, 200)  # labels of four blocks in them; interpolated labels differ from all four
 
 
 class Transforms:
@@ -71,7 +71,7 @@ def _apply_to_dictionary(transform: Any, image: Tensor, labels: Tensor, rng: np.
 
 
 def default_arguments(target: type, known: Iterable[str], given: Iterable[str]) -> dict[str, Any]:
-    """Choose `keys` and `mode` of a dictionary transform where the user does not: image and labels move together, labels to the nearest.
+    """Choose `keys` and `mode` of a dictionary transform where the user does not: image and labels move together, labels by the nearest voxel.
 
     Args:
         target: Class of the transform.

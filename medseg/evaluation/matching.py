@@ -98,7 +98,7 @@ def read_pair(
     )
     target = _task_values(target, reference.labels, task, label_values)
     if task.ignore_label is not None:
-        # In both maps background, ignored voxels count nowhere.
+        # Background in both maps, so that the scores leave ignored voxels out.
         is_ignored = target == task.ignore_label
         pred, target = np.where(is_ignored, 0, pred), np.where(is_ignored, 0, target).astype(np.uint8)
     return pred, target, grid

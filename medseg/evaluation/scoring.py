@@ -285,13 +285,13 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Compute the statistics of every group: each region and all, each trust and all.
 
     Args:
-        rows: Scores with the keys `case`, `region`, `trust` ("" = not given) and `METRICS`; none give no statistics.
+        rows: Scores with the keys `case`, `region`, `trust` ("" = not given) and `METRICS`; an empty list gives no statistics.
 
     Returns:
-        Rows with the keys `COLUMNS`: `number` of scores, those without a finite value among them (`infinite`), which the following figures leave
-        out; `std` is divided by the number, not by one less; the figures are None where every score is infinite.
-        `worst_case` has the worst score (an infinite distance counts); it is empty for volumes, which are neither, and for further
-        metrics, whose direction is not known.
+        Rows with the keys `COLUMNS`: `number` of scores; `infinite`, those of them without a finite value, which the following figures leave out;
+         `std` is divided by the number, not by one less; the figures are None where every score is infinite.
+        `worst_case` has the worst score (an infinite distance counts); it is empty for volumes, which have no better or worse, and for
+        further metrics, whose direction is not known.
     """
     statistics = []
     for region in [*dict.fromkeys(row["region"] for row in rows), ALL]:

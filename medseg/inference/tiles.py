@@ -81,9 +81,9 @@ def most_probable(probs: Tensor) -> Tensor:
 
 
 def round_up(shape: tuple[int, ...], divisor: Shape) -> Shape:
-    """Raise a shape to the next multiple of the divisor on each axis, and to two of them where it is a single one.
+    """Raise a shape to the next multiple of the divisor on each axis; a shape of one multiple on all axes becomes two on all.
 
-    The deepest level of a network would have a single voxel, and an instance norm has no variance of one.
+    Otherwise the deepest level of a network has a single voxel, and an instance norm has no variance.
     """
     z, y, x = (-(-size // step) * step for size, step in zip(shape, divisor, strict=True))
     return (2 * z, 2 * y, 2 * x) if (z, y, x) == tuple(divisor) else (z, y, x)
@@ -191,7 +191,7 @@ def plan_tiling(
 ) -> TilingPlan:
     """Check that the input of a network fits the budget, and find the number of tiles that fit together.
 
-    The budget never changes the tile: a norm that sees the field of view would then change the labels.
+    The budget never changes the tile: a norm that depends on the field of view would change the labels.
 
     Args:
         shape: Size of the crop, (z, y, x).

@@ -68,7 +68,7 @@ def replace_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all; half a surrogate, as in a name that is not UTF-8, is written as its number.
+    """Write a text file in UTF-8, whole or not at all; a lone surrogate, as in a file name that is not UTF-8, is written as its number.
 
     Raises:
         UserError: If the file cannot be written.

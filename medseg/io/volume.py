@@ -37,7 +37,7 @@ PACKED_BYTES = 2**18
 """Bytes of a compressed stream that are taken from the file at once."""
 
 MAX_WORD_BYTES = 100
-"""A longer word of text is no number of a voxel."""
+"""Longest text of one voxel; a longer word is not a number."""
 
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
 """Largest factor by which bytes of an encoding grow when they are decoded; a header that promises more is damaged."""
@@ -212,10 +212,10 @@ def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[b
     rest, part = b"", file.read(PACKED_BYTES)
     while part or rest:
         words = (rest + part).split()
-        # The last word may go on in the next part.
+        # The last word may continue in the next part.
         rest = words.pop() if part and not part[-1:].isspace() else b""
         try:
-            # Python alone takes 1_000 for a number. NumPy makes room for the longest word in the place of each.
+            # 1_000 is a number in Python only. NumPy reserves the length of the longest word for every word.
             if b"_" in part or max(map(len, [*words, rest])) > MAX_WORD_BYTES:
                 raise ValueError
             yield np.array(words, "S").astype(dtype).tobytes()
@@ -289,7 +289,7 @@ def lazy_volume(
 
     def runs() -> Iterator[np.ndarray]:
         for name in files:
-            # `rest` is a voxel of which the next chunk has the other bytes.
+            # `rest` holds the first bytes of a voxel that the next chunk completes.
             skipped, rest, num_bytes = 0 if encoding == "raw" else num_skipped, b"", 0
             with name.open("rb") as file:
                 file.seek(starts[name])

@@ -46,7 +46,7 @@ class TrainingLoss(nn.Module):
         terms: Terms, one at least.
         output_weights: Weight of each output under deep supervision, the full-size one first; None halves it from one to the next. They
             are divided by their sum.
-        ignore_value: Value of the target whose voxels count nowhere; None for none.
+        ignore_value: Value of ignored voxels in the target; None if there are none.
 
     Raises:
         ValueError: If a term cannot leave voxels out, or no output has a weight.
@@ -66,7 +66,7 @@ class TrainingLoss(nn.Module):
             is_known = isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)) or type(loss).__name__ in VOXELWISE_LOSSES
             if not getattr(loss, "is_voxelwise", is_known or type(loss).__module__.startswith("torch.nn.")):
                 raise ValueError(
-                    f"{type(loss).__name__} is no sum over voxels, so that task.ignore_label cannot be left out of it; choose another loss"
+                    f"{type(loss).__name__} is not a sum over voxels, so it cannot leave out the voxels of task.ignore_label; choose another loss"
                 )
 
     def forward(self, logits: Tensor | Sequence[Tensor], target: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class TrainingLoss(nn.Module):
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, logits.shape[1]))
-        # Without the ignored voxels each sample is a line of voxels, which is the same for a sum over voxels.
+        # The remaining voxels of a sample form a line; a sum over voxels does not depend on their order.
         lines = [
             (sample[:, kept], labels[kept])
             for sample, labels, kept in zip(logits, target, target != self.ignore_value, strict=True)
@@ -119,7 +119,7 @@ class TrainingLoss(nn.Module):
 
 
 def sum_all(values: Iterable[Tensor]) -> Tensor:
-    """Add tensors; one alone stays as it is."""
+    """Add tensors; a single one is returned unchanged."""
     first, *others = values
     return sum(others, start=first)
 

@@ -62,7 +62,7 @@ class DiceCrossEntropyLoss(nn.Module):
         Args:
             logits: (N, K, D, H, W), floating point.
             target: (N, D, H, W), integers in [0, K) or `ignore_value`; other values raise or are undefined, as in torch's losses.
-            ignore_value: Value of voxels that count nowhere; None for none.
+            ignore_value: Value of ignored voxels; None if there are none.
 
         Returns:
             The loss, a scalar of fp32 (fp64 for fp64 logits).

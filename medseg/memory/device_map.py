@@ -66,7 +66,7 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
 class _JoinDevices(TorchFunctionMode):
     """Bring the operands of an operation between parts, such as the sum of a skip and deeper features, to one device.
 
-    That of a weight counts, else that of the first tensor. Inside a part all tensors are on one device already, so that recomputation in
+    The device of a weight is used, else that of the first tensor. Inside a part all tensors are on one device already, so that recomputation in
     the backward pass, which this mode does not reach, needs no copies.
     """
 

@@ -1,4 +1,4 @@
-"""Adapter: what the framework needs to know of any network, found by tracing it on the meta device, which computes nothing.
+"""Network adapter: channels, divisor, blocks and outputs of any network, found by tracing it on the meta device.
 
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
 * Divisor of the input size: by the sizes of the features of a traced pass, verified by a second pass.
@@ -39,7 +39,7 @@ OUT_CHANNELS = (
 )
 # Sides of the cubes that a network is traced with, in voxels, until one fits.
 TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256)
-# Blocks are joined to one unless it keeps more than this share of all that the network keeps.
+# Small blocks are joined to one that keeps at most this share of the bytes that the network keeps for the backward pass.
 MAX_BLOCK_SHARE = 1 / 3
 
 
@@ -131,7 +131,9 @@ def find_traits(
     except _UntraceableError:
         if divisor is None or blocks is None:
             raise
-        return Traits(divisor, tuple(_matching(network, blocks)), fixed_size, has_unused=True)  # which is not known
+        return Traits(
+            divisor, tuple(_matching(network, blocks)), fixed_size, has_unused=True
+        )  # assumed: without a trace it is not known
     if divisor is not None and fixed_size is None:
         _verify_divisor(network, divisor, in_channels, num_classes)
     if divisor is None:

@@ -48,13 +48,13 @@ class RegionalNetwork(nn.Module):
             traits: What is known of each network; None = what it states itself, as `medseg.models.unet.UNet` does.
 
         Raises:
-            ValueError: If the mode is unknown or does not go with the number of regions.
+            ValueError: If the mode is unknown or does not fit the number of regions.
         """
         super().__init__()
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
         if num_regions < 1 or (mode == "whole" and num_regions > 1):
-            raise ValueError(f"mode {mode!r} does not serve {num_regions} regions")
+            raise ValueError(f"mode {mode!r} does not fit {num_regions} regions")
         self.in_channels = in_channels
         self.mode = mode
         self.num_regions = num_regions

@@ -35,7 +35,7 @@ class SceneSpec(CaseSeed):
         labels: Label name to value; names that differ only by the word `left` or `right` are mirror images.
         sides: Label name to `left` or `right`, for the labels that lie on one side.
         modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units, with a bias field.
-        ignore_label: Value of a region that counts nowhere; None makes no such region.
+        ignore_label: Value of a region of ignored voxels; None makes no such region.
         detail: `small` (about 5 mm) or `full` (about 1.6 mm).
         has_own_grids: Whether each channel after the first has a grid of its own, coarser by a fifth.
         parts: Regions or labels that the case table calls exact (column `trust_<part>`).

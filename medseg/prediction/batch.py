@@ -88,7 +88,7 @@ def predict_scans(
     Args:
         source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         output: File or folder of the label maps.
-        checkpoints: By the name of the range of `by_spacing`; a single one with an empty name serves all scans.
+        checkpoints: Checkpoints of each spacing range, by its name in `by_spacing`; one with an empty name is used for all scans.
         inference: `tile_size` and `half_weights`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
         split: Only this split of a case table.
         series: Which DICOM series the input is.
@@ -130,7 +130,7 @@ def predict_scans(
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
     if not is_one_scan and output not in outputs:
-        # Where cases failed, as on a full disk, the command ends with their number.
+        # If cases have failed already, such as on a full disk, the command reports those instead of this file.
         with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext():
             write_summary(output, cases)
     return cases

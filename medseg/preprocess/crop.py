@@ -20,7 +20,7 @@ BODY_MARGIN_MM = 10.0
 
 
 def body_box(image: np.ndarray, spacing_mm: tuple[float, float, float], modality: str = "ct") -> VoxelBox:
-    """Find the box of the body, with a margin: all voxels denser than air, table and clothes included; all that are not 0 if it is no CT.
+    """Find the box of the body, with a margin: all voxels of a CT denser than air, with table and clothes; the nonzero voxels of other modalities.
 
     A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts the network's norms.
 

@@ -102,7 +102,7 @@ def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any
     values = plain(load_config(run_dir, composed["trusted_targets"]))
     unchanged, changed = flat(default), OmegaConf.create(values)
     names = [override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in overrides]
-    # Keys of `steps` in the schedule, and arguments of another class: `steps` changes those of the default schedule too.
+    # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of another class than that of the run.
     foreign = [f"{name}." for name in EXTENSION_KEYS if values[name].get(TARGET) != composed[name].get(TARGET)]
     foreign.append(f"{_length_key(values['schedule'][TARGET])}.")
     for key, value in flat(composed).items():
@@ -196,14 +196,14 @@ def write_end(run_dir: Path, status: Status, message: str) -> None:
 def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
     """Read the configuration of a run folder, which may have been moved, and check its names, types and ranges.
 
-    Files that it names may be gone: whoever trains with it checks the rules between keys.
+    The rules between keys are not checked, because files that the configuration names may be gone; `train` checks them.
 
     Args:
         run_dir: The run folder.
         trusted: `trusted_targets` of the present command; a run folder can trust nothing.
 
     Raises:
-        UserError: If it is damaged or not right.
+        UserError: If it is damaged or invalid.
     """
     config = to_typed(OmegaConf.create({**read_config(run_dir), "trusted_targets": list(trusted)}), TrainConfig)
     _set_run_dir(config, run_dir)

@@ -89,7 +89,7 @@ def start_ranks(config: TrainConfig) -> int:
         try:
             elastic_launch(launch, _rank)(config)
         except ChildFailedError as failed:
-            # The other ranks fail for want of the one that was killed.
+            # A killed rank makes the others fail, so it is reported first.
             failed_rank, failure = min(failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
             return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", before)
         except SignalException as stopped:
@@ -102,8 +102,8 @@ def start_ranks(config: TrainConfig) -> int:
 def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
     """Run a job of a sweep in a process of its own, which may run out of memory or be killed without ending the sweep.
 
-    A signal that asks this process to stop is recorded in `STOP` alone: no library can catch it, as it could an exception, and lose it.
-    The job is then asked to stop, and saves. On Linux the job receives SIGINT when this process dies.
+    A stop signal to this process is only recorded in `STOP`, since a library could catch and lose an exception. The job is then asked to
+    stop, and saves. On Linux the job receives SIGINT when this process dies.
 
     Args:
         config: Configuration of an opened run folder.

@@ -104,7 +104,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a `config.yaml` as a flat mapping.
 
     Raises:
-        UserError: If it is damaged; more keys than any configuration has would be compared with each other for hours.
+        UserError: If it is damaged, or has more keys than any configuration, whose comparison would take hours.
     """
     settings = flat(read_config(path.parent))
     require(len(settings) <= MAX_KEYS, f"expected at most {MAX_KEYS} keys, but found {len(settings)}")

@@ -323,7 +323,7 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
         for own, ours, image, channel in zip(case.intensities, task.channels, case.images, coarse.task.channels, strict=True)
     ]
     images = [np.asarray(image) for image in case.images]
-    # Without a budget: training has no key for it, and a pass that takes too much ends in a sentence.
+    # No budget: training has no key for it, and a lack of memory is reported in one sentence.
     options = CascadeOptions(budget_gib=math.inf)
     found = localise(images, case.grid, coarse, options, case.audit.grid.spacing_mm, intensities)
     return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}

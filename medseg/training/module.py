@@ -110,7 +110,7 @@ class SegmentationModule(pl.LightningModule):
                 parts = list(zip(zip(*(output.split(1) for output in outputs), strict=True), target.split(1), strict=True))
             losses += [self.loss(*part) for part in parts]
             counts += [len(some) for _, some in parts]
-        # One alone stays as it is, to the bit.
+        # A single loss is kept bit by bit.
         loss: Tensor = sum_all(part * (count / sum(counts)) for part, count in zip(losses, counts, strict=True))
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()
@@ -151,7 +151,7 @@ class SegmentationModule(pl.LightningModule):
         kept[inside] = labels[inside]
         target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
-        if ignore_value is not None:  # background on both sides counts nowhere
+        if ignore_value is not None:  # background in both maps, which no score counts
             kept, target = (labels.masked_fill(target == ignore_value, 0) for labels in (kept, target))
         scores: dict[Any, float] = dice_per_label(kept, target, tuple(range(1, int(self.metadata["num_classes"]))))
         scores |= {name: metric(kept, target, batch["spacing_mm"][0]) for name, metric in self.metrics.items()}

@@ -13,11 +13,11 @@ class Preempted(BaseException):
 
 
 class StopRequest:
-    """Notes the signals that ask this process to stop.
+    """Records the signals that ask this process to stop.
 
     Attributes:
-        is_asked: Whether one came.
-        is_safe: Whether a run that ends at once loses nothing; then it does end at once.
+        is_asked: Whether such a signal has arrived.
+        is_safe: Whether the process can end at once without loss; a signal then ends it at once.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def end_at_once(self) -> None:
-        """Let a request end this process at once from now on, and so one that came before."""
+        """From now on, end this process at once on a request; end it now if a request has arrived already."""
         self.is_safe = True
         if self.is_asked:
             raise Preempted
@@ -42,5 +42,5 @@ class StopRequest:
             raise Preempted
 
 
-# One for the process, so that a request counts that came before the run began.
+# One object per process: a request before the run begins counts too.
 STOP = StopRequest()

@@ -56,9 +56,9 @@ def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
         (["loss._target_=monai.losses.DiceLoss", "loss.sigmoid=true", "loss.softmax=true"], "loss: Incompatible values"),
         (
             ["loss._target_=monai.losses.SSIMLoss", "loss.spatial_dims=3", "task.ignore_label=255"],
-            "SSIMLoss is no sum over voxels",
+            "SSIMLoss is not a sum over voxels",
         ),
-        (["loss=hausdorff_dt", "task.ignore_label=255"], "HausdorffDTLoss is no sum over voxels"),
+        (["loss=hausdorff_dt", "task.ignore_label=255"], "HausdorffDTLoss is not a sum over voxels"),
         (["loss=sum", "loss.terms=[{_target_: os.system}]"], "loss.terms[0]._target_: os.system is not on the white list"),
         (["loss=sum", "loss.terms=[3]"], "loss.terms[0]._target_: the name of a class is needed"),
     ],

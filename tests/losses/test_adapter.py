@@ -105,7 +105,9 @@ def test_outputs_without_a_weight_are_refused(weights: list[float]) -> None:
 
 
 def test_a_loss_of_distances_cannot_ignore_voxels() -> None:
-    with pytest.raises(ValueError, match=r"HausdorffDTLoss is no sum over voxels, so that task\.ignore_label"):
+    with pytest.raises(
+        ValueError, match=r"HausdorffDTLoss is not a sum over voxels, so it cannot leave out the voxels of task\.ignore_label"
+    ):
         adapted(monai.losses.HausdorffDTLoss, 255)
 
 

@@ -81,7 +81,7 @@ def test_loader_workers_make_the_same_batches_however_they_start(
 
 
 class Numbers(Dataset[int]):
-    """Samples that a loader worker makes slowly, or cannot hand over."""
+    """Samples that a loader worker makes slowly, or cannot send."""
 
     def __init__(self, sample: object = 0) -> None:
         self.sample = sample
@@ -120,7 +120,7 @@ def test_a_loader_worker_that_cannot_hand_a_sample_over_ends_the_run_in_one_sent
     assert (code, is_defect) == (EXIT_OUT_OF_MEMORY, False)
     assert "out of memory" in message
     said = capfd.readouterr().err
-    assert "a loader worker cannot hand over a sample: MemoryError: no room" in said
+    assert "a loader worker cannot send a sample to the training: MemoryError: no room" in said
     assert "Traceback" not in said
 
 

@@ -106,7 +106,7 @@ KINDS = {
     ),
     "misplaced_labels:shifted": Kind(
         ERROR,
-        "the edges of the image lie {shifts} beside those of the labels: the label map was shifted",
+        "the edges of the labels do not match the image, whose edges are {shifts}: the label map was shifted",
         "look at the picture; correct the origin in the header of the label map, or write it again",
     ),
     "unknown_values": Kind(
@@ -128,20 +128,20 @@ KINDS = {
         ERROR,
         "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS): the "
         "labels are swapped",
-        "look at the picture: if the labels are exchanged, correct data.label_values or the file; if the body itself lies otherwise than the "
-        "header says, correct the headers, since with exchanged values the network would learn swapped sides",
+        "look at the picture: if the labels are exchanged, correct data.label_values or the file; if the position of the body contradicts "
+        "the header, correct the headers, since with exchanged values the network would learn swapped sides",
     ),
     "swapped_sides:position": Kind(
         ERROR,
         "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS), and the "
-        "body itself seems to be {position} against the header",
+        "body itself seems to be {position}, contrary to the header",
         "look at the picture; correct the headers of the image and the label map, and leave data.label_values as they are: with exchanged "
         "values the network would learn swapped sides",
     ),
     "body_position": Kind(
         WARNING,
-        "the body seems to be {position} against the header: {sign}; left and right would be exchanged",
-        "look at the picture; correct the headers of the image and the label map if the patient lay otherwise",
+        "the body seems to be {position}, contrary to the header: {sign}; left and right would be exchanged",
+        "look at the picture; if it confirms this, correct the headers of the image and the label map",
     ),
     "implausible_volume": Kind(
         WARNING,

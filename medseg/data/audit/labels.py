@@ -50,7 +50,7 @@ SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
 MIN_FACES = 200
-# Edges are looked for within this distance of those of the labels. A shift is told from this one on; labels of real scans lie within 1.
+# Distance in voxels within which edges of the image are searched, and the smallest shift that is reported; real labels are within 1.
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
@@ -245,7 +245,7 @@ def audit_labels(
 def _position(
     image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, regions: Mapping[str, RegionFacts]
 ) -> tuple[str, str]:
-    """Describe how the body seems to lie against the header, and the sign of it; empty where it lies as it should."""
+    """Describe a position of the body that contradicts the header, and its sign in the image; two empty texts where there is none."""
     boxes = {name: one.box for name, one in regions.items()}
     if turned_pairs(image_hu, boxes, grid, task):
         return "turned by 180 degrees about its long axis", "the spine lies at the front"
@@ -391,8 +391,8 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
 def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
     """Find labels that lie beside the edges of the image, by whole voxels along an axis.
 
-    Where lines along an axis enter and leave the labels, the image must change. If it changes more some voxels further, in the same
-    direction for entering and leaving, the labels are shifted; if in opposite directions, they are only larger or smaller.
+    The image should change most where a line along the axis enters or leaves the labels. The labels are shifted if the strongest changes
+    are some voxels further in the same direction for both. If the directions are opposite, the labels are only too large or too small.
 
     Args:
         image_hu: Oriented image in HU, (D, H, W).

@@ -1,4 +1,4 @@
-"""Position of the patient: signs in the image that the body lies otherwise than the header says.
+"""Position of the patient: signs in the image that contradict the header.
 
 The audit and the prediction use the same tests. In both positions left and right are exchanged.
 """
@@ -12,13 +12,12 @@ import numpy as np
 from medseg.data.task import Region, Task, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 
-# Organs with a lower median are full of air. Share of a lung's voxels at either end.
-AIRY_HU = -500.0
-END_SHARE = 0.05
-# Bone at 2 mm; distance from the middle in which the spine is expected; share of the slices that are denser at the back. Eleven real
-# scans: 1.0, with contrast agent in the heart 0.48 to 0.70; phantoms: 0.85 and above.
-SPINE_HU = 200
-SPINE_REACH_MM = 35.0
+AIRY_HU = -500.0  # organs with a lower median are full of air
+END_SHARE = 0.05  # part of a lung's voxels that counts as its end
+SPINE_HU = 200  # bone at 2 mm
+SPINE_REACH_MM = 35.0  # distance from the middle in which the spine is expected
+# Least share of slices that are denser at the back. Eleven real scans: 1.0, with contrast agent in the heart 0.48 to 0.70;
+# phantoms: 0.85 and above.
 SPINE_SHARE = 1 / 3
 
 
@@ -34,8 +33,8 @@ def side_pairs(task: Task) -> list[tuple[Region, Region]]:
 def turned_pairs(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task) -> list[tuple[Region, Region]]:
     """List the (left, right) regions between which the spine seems to be at the front: the body is turned about its long axis.
 
-    Between the two sides of an organ the spine is in the back half of nearly every slice. The heart, which contrast agent makes as dense,
-    is in the front half of some. A scan is doubted where few slices are denser at the back.
+    Between the two sides of an organ the spine is in the back half of nearly every slice. A heart with contrast
+    agent is as dense and in the front half of some slices. A scan is doubted where few slices are denser at the back.
 
     Args:
         image_hu: Image (D, H, W) in HU, best at about 2 mm.

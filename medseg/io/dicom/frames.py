@@ -279,7 +279,7 @@ def _check_inflated(file: BinaryIO) -> None:
     """Refuse a deflated file that would become larger than any image: pydicom inflates it as a whole.
 
     Raises:
-        UserError: If it would; without the path.
+        UserError: If it would; the message has no path.
     """
     read_preamble(file, force=True)
     if _read_file_meta_info(file).get("TransferSyntaxUID") == uid.DeflatedExplicitVRLittleEndian:
@@ -288,7 +288,7 @@ def _check_inflated(file: BinaryIO) -> None:
             num_bytes += len(decoder.decompress(packed, PACKED_BYTES))
             require(
                 num_bytes <= MAX_INFLATED_BYTES,
-                f"expected a deflated DICOM file of at most {MAX_INFLATED_BYTES >> 20} MiB, but it is larger; it is damaged, or export "
+                f"expected a deflated DICOM file of at most {MAX_INFLATED_BYTES >> 20} MiB, but it is larger; copy it again, or export "
                 "it without compression.",
             )
     file.seek(0)
@@ -298,7 +298,7 @@ def _other_kind(header: FileDataset, wanted: str) -> str:
     """Name an object that holds no slice of the wanted modality; "" for one that does.
 
     Raises:
-        UserError: If no image is there, and the object is an image of that modality or of unknown kind; without the path.
+        UserError: If no image is there, and the object is an image of that modality or of unknown kind; the message has no path.
     """
     modality, sop_class = _text(header.get("Modality")), _text(header.get("SOPClassUID"))
     words = uid.UID(sop_class or _text(header.file_meta.get("MediaStorageSOPClassUID"))).name.split()
@@ -408,7 +408,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         f"expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} bits with {stored} "
         f"used up to bit {high_bit}; export the DICOM series again.",
     )
-    # The encoding that the file names, which need not be the one that it has.
+    # The transfer syntax in the header; the actual encoding may differ.
     is_implicit, is_little_endian = header.original_encoding
     syntax = uid.UID(
         header.file_meta.get("TransferSyntaxUID") or (uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian)

@@ -92,7 +92,7 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
             # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed.
             options: dict[str, Any] = {"raw": True, "decoding_plugin": "pydicom", "correct_unused_bits": False}
             values, _ = decoder.as_array(dataset, index=frame.index, **options)
-        # pydicom cuts off what a damaged code has too much, with a warning: "387 vs. 384 bytes expected".
+        # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes expected".
         told = " ".join(str(one.message) for one in caught)
         if any(int(found) - int(wanted) > MAX_SURPLUS_BYTES for found, wanted in re.findall(r"(\d+) vs\. (\d+) bytes", told)):
             raise ValueError("the code becomes longer than the slice")
@@ -147,7 +147,7 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
 def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Correct the sign of stored values where writers break the standard, and clear old overlays.
 
-    * Unsigned values that can only be negative become so, such as padding of -2000 that was written as 63536. Such values extend
+    * Unsigned values that can only be meant as negative become signed, such as padding of -2000 that was written as 63536. Such values extend
       into unused bits, or lie at the end of the range and beyond all HU. Other unused bits are overlays.
     * Signed values without sign bits (none is negative although the file stores HU) get them.
 

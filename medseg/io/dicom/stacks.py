@@ -24,7 +24,7 @@ SAME_SPACING = 1e-3
 """Pixel spacings with a smaller relative difference are equal: headers store rounded decimals."""
 
 MAX_LISTED = 10
-"""More series are counted in a message."""
+"""Largest number of series that a message lists; it counts the others."""
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
@@ -36,7 +36,7 @@ def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, lis
 
 
 def some(names: Sequence[object]) -> str:
-    """Name the first of several things and count the others."""
+    """Join a list to its first name and the number of the others."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else str(names[0])
 
 
@@ -168,8 +168,8 @@ def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Itera
 def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, list[str]]:
     """Read the headers of all files and find the one stack that is meant.
 
-    Unreadable files are refused with their series: other series stay readable beside them. A series of unreadable files alone is
-    left out, like an object that is no CT, where there is one other to read.
+    Unreadable files are refused with their series: other series stay readable beside them. A series that consists of unreadable
+    files only is left out, like an object of another modality, if exactly one other series can be read.
 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
@@ -235,7 +235,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
 
 
 def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
-    """Whether `series=` names a series, and this part where it names one; `part` 0 stands for any part."""
+    """Whether `series=` names a series and, if it names a part, this part; `part` 0 stands for any part."""
     uid_or_number, _, wanted_part = wanted.partition("/")
     return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
 
@@ -243,7 +243,7 @@ def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
 def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:
     """Whether a file may belong to one of these series.
 
-    Where its own cannot be read, it may be any of the series in its folder; where the folder holds nothing else, any at all.
+    If its own series cannot be read, it may belong to any series in its folder; without others in the folder, to any series at all.
     """
     if image.series.uid:
         return image.series.uid in uids
