@@ -170,7 +170,7 @@ class StageConfig:
     ]
     region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
     region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
-    box_jitter_mm: Annotated[float | None, Knob("Standard deviation of each box face in training.", "[0, inf)", "mm")]
+    box_jitter_mm: Annotated[float | None, Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm")]
     coarse: Annotated[Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")]
     validate_every: Annotated[int, Knob("Interval of validations.", "[1, inf)", "optimiser steps")]
     patience: Annotated[
@@ -226,7 +226,7 @@ class DataConfig(LabelsConfig):
     train_trust: Annotated[
         Text, Knob("Train only on regions with this trust (columns trust_<region>), e.g. reference; null: on all.")
     ] = None
-    ignore_findings: Annotated[list[str], Knob("Codes of audit findings that exclude no case; the table's column adds to them.")]
+    ignore_findings: Annotated[list[str], Knob("Codes of audit findings that are accepted; the column of the case table adds to them.")]
     cache: Annotated[str, Knob("Folder of the resampled cases.", neutral=True)]
     fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
@@ -278,12 +278,12 @@ class AugmentConfig:
     gamma_probability: Annotated[float, Knob("Probability of a gamma change.", "[0, 1]")]
     gamma_range: Annotated[Pair, Knob("Range of gamma.", "(0, inf)")]
     window_shift_hu: Annotated[float, Knob("Largest shift of each window bound.", "[0, inf)", "HU")]
-    truncate_probability: Annotated[float, Knob("Probability of a partial scan: slices at one end become air.", "[0, 1]")]
-    truncate_max_fraction: Annotated[float, Knob("Largest share of the slices that is removed.", "[0, 1)")]
+    truncate_probability: Annotated[float, Knob("Probability of a partial scan: slices at one end repeat the last one that is left.", "[0, 1]")]
+    truncate_max_fraction: Annotated[float, Knob("Largest share of the slices that is replaced.", "[0, 1)")]
     narrow_probability: Annotated[float, Knob("Probability of a field of view that cuts one side.", "[0, 1]")]
     narrow_max_fraction: Annotated[float, Knob("Largest share of the width that is removed.", "[0, 1)")]
     circle_probability: Annotated[float, Knob("Probability of a round field of view.", "[0, 1]")]
-    circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the shorter side.", "(0, inf)")]
+    circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the longer side.", "(0, inf)")]
     # Absent from older run folders.
     transforms: Annotated[
         list[Any], Knob("Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}.")
@@ -382,7 +382,7 @@ class LossConfig:
     _target_: Annotated[str, Knob("Class of the loss, of medseg.losses, monai.losses, torch.nn or trusted_targets.")] = DICE_CE
     output_weights: Annotated[
         list[float] | None,
-        Knob("Weights of the outputs of a network with deep supervision; null: each half of the last.", "[0, inf)"),
+        Knob("Weights of the outputs of a network with deep supervision; null: 1, 1/2, 1/4, … from full resolution on.", "[0, inf)"),
     ] = None
 
 
@@ -398,7 +398,7 @@ class DiceCeConfig(LossConfig):
 
 @dataclass
 class DebugConfig:
-    """Tools to find faults; they cost time, and the run says when one is on."""
+    """Tools to find faults; they cost time, and the run prints those that are on."""
 
     anomaly: Annotated[bool, Knob("Stop at the operation that produced a NaN; several times slower.", neutral=True)]
     overfit: Annotated[bool, Knob("Train on the first batch only.")]
@@ -492,10 +492,10 @@ class TrainConfig:
         Knob("Name: metric of monai.metrics or torchmetrics (_target_) for validation, logged as val/<name>.", neutral=True),
     ] = field(default_factory=dict)
     callbacks: Annotated[dict[str, Any], Knob("Name: callback of Lightning (_target_).")] = field(default_factory=dict)
-    tags: Annotated[list[str], Knob("Words to find the run by; loggers that know tags get them.", neutral=True)] = field(
+    tags: Annotated[list[str], Knob("Tags of the run, for loggers that support them.", neutral=True)] = field(
         default_factory=list
     )
-    notes: Annotated[str, Knob("Remark on the run; loggers that know notes get it.", neutral=True)] = ""
+    notes: Annotated[str, Knob("Remark on the run, for loggers that support it.", neutral=True)] = ""
     debug: DebugConfig
 
 
@@ -521,7 +521,7 @@ class TuneLoaderConfig(TrainConfig):
 
 @dataclass
 class ExtentConfig:
-    """Size of what each stage sees whole."""
+    """Extent of the input of each stage without a patch size."""
 
     coarse: Annotated[Triple, Knob("Extent of a scan.", "(0, inf)", "mm (z, y, x)")]
     fine: Annotated[Triple, Knob("Extent of a crop.", "(0, inf)", "mm (z, y, x)")]
@@ -683,7 +683,7 @@ class RecipeConfig:
     """Experiments that train a cascade."""
 
     cases: Annotated[str, Knob("Case table (CSV).")]
-    output: Annotated[str, Knob("Folder of the results; started again in it, the command continues.")]
+    output: Annotated[str, Knob("Folder of the results; the same command with this folder resumes.")]
     coarse: Annotated[str, Knob("Experiment of the coarse stage (conf/experiment).")]
     fine: Annotated[str, Knob("Experiment of the fine stage.")]
     pretrain_coarse: Annotated[Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")]
