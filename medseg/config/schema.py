@@ -170,7 +170,9 @@ class StageConfig:
     ]
     region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
     region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
-    box_jitter_mm: Annotated[float | None, Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm")]
+    box_jitter_mm: Annotated[
+        float | None, Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm")
+    ]
     coarse: Annotated[Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")]
     validate_every: Annotated[int, Knob("Interval of validations.", "[1, inf)", "optimiser steps")]
     patience: Annotated[
@@ -226,7 +228,9 @@ class DataConfig(LabelsConfig):
     train_trust: Annotated[
         Text, Knob("Train only on regions with this trust (columns trust_<region>), e.g. reference; null: on all.")
     ] = None
-    ignore_findings: Annotated[list[str], Knob("Codes of audit findings that are accepted; the column of the case table adds to them.")]
+    ignore_findings: Annotated[
+        list[str], Knob("Codes of audit findings that are accepted; the column of the case table adds to them.")
+    ]
     cache: Annotated[str, Knob("Folder of the resampled cases.", neutral=True)]
     fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
@@ -278,7 +282,9 @@ class AugmentConfig:
     gamma_probability: Annotated[float, Knob("Probability of a gamma change.", "[0, 1]")]
     gamma_range: Annotated[Pair, Knob("Range of gamma.", "(0, inf)")]
     window_shift_hu: Annotated[float, Knob("Largest shift of each window bound.", "[0, inf)", "HU")]
-    truncate_probability: Annotated[float, Knob("Probability of a partial scan: slices at one end repeat the last one that is left.", "[0, 1]")]
+    truncate_probability: Annotated[
+        float, Knob("Probability of a partial scan: slices at one end repeat the last one that is left.", "[0, 1]")
+    ]
     truncate_max_fraction: Annotated[float, Knob("Largest share of the slices that is replaced.", "[0, 1)")]
     narrow_probability: Annotated[float, Knob("Probability of a field of view that cuts one side.", "[0, 1]")]
     narrow_max_fraction: Annotated[float, Knob("Largest share of the width that is removed.", "[0, 1)")]
@@ -382,7 +388,9 @@ class LossConfig:
     _target_: Annotated[str, Knob("Class of the loss, of medseg.losses, monai.losses, torch.nn or trusted_targets.")] = DICE_CE
     output_weights: Annotated[
         list[float] | None,
-        Knob("Weights of the outputs of a network with deep supervision; null: 1, 1/2, 1/4, … from full resolution on.", "[0, inf)"),
+        Knob(
+            "Weights of the outputs of a network with deep supervision; null: 1, 1/2, 1/4, … from full resolution on.", "[0, inf)"
+        ),
     ] = None
 
 
