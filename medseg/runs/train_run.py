@@ -111,9 +111,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     join_ranks()
     trainer = make_trainer(config, callbacks, start_step)
     if trainer.is_global_zero:
-        for pattern in ("*.tmp", f"{PART_PREFIX}*"):  # half-written when the run was killed
-            for part in run_dir.rglob(pattern):
-                part.unlink()
+        remove_parts(run_dir)
         _note_start(run_dir, {"seed": config.seed, **collect_versions()})
     module = make_module(config, network, make_metadata(config, read_config(run_dir)))
     data = make_data_module(config)
@@ -139,6 +137,12 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
         print(f"run folder: {run_dir}", flush=True)
     return summary
+
+
+def remove_parts(run_dir: Path) -> None:
+    """Remove what was half-written when the run was killed; other files stay, since the user may have chosen a folder with some."""
+    for part in run_dir.rglob(f"{PART_PREFIX}*.part*"):
+        part.unlink(missing_ok=True)
 
 
 def debug_switches(debug: DebugConfig) -> dict[str, bool]:
