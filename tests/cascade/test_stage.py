@@ -95,9 +95,10 @@ def test_tiles_of_another_size_than_in_training_are_warned_of(
 
 
 def test_tiles_that_a_network_of_one_input_size_cannot_take_are_refused() -> None:
-    network = Sloped()
-    network.traits = Traits((1, 1, 1), (), (96, 96, 96))
-    trained = stage(network, "fine", tile_size=(96, 96, 96))
+    class Fixed(Sloped):
+        traits = Traits((1, 1, 1), (), (96, 96, 96))
+
+    trained = stage(Fixed(), "fine", tile_size=(96, 96, 96))
     trained.use_tiles((96, 96, 96))
     with pytest.raises(
         UserError, match=r"inference\.tile_size=\[64, 64, 64\]: the network .* inputs of \[96, 96, 96\] voxels only"
