@@ -6,15 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from medseg.cascade.cascade import Segmentation, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.io.read import read_image
-from medseg.io.volume import AIR_HU, Volume
+from medseg.io.volume import AIR_HU, LazyVolume, Volume, load_image
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.case import read_scan, segment_scan
-from medseg.preprocess.channels import resample_to
+from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
 
 
@@ -75,11 +76,12 @@ class Segmenter:
             volume, more_channels = read_scan(paths, task, None, hu)
         else:
             volume, *others = (_to_volume(one, channel.modality) for one, channel in zip(scans, task.channels, strict=True))
-            volume = replace(volume, array=hu.apply(volume.array))
-            more_channels = [
-                resample_to(other.array, other.grid, volume.grid, channel.outside)
-                for other, channel in zip(others, task.channels[1:], strict=True)
-            ]
+            more_channels, remarks = [], list(volume.remarks)
+            for number, (other, channel) in enumerate(zip(others, task.channels[1:], strict=True), start=1):
+                placed, uncovered = place_channel(other.array, other.grid, volume.grid, channel.outside, f"image_{number}")
+                more_channels.append(placed)
+                remarks += [*uncovered, *(f"image_{number}: {remark}" for remark in other.remarks)]
+            volume = replace(volume, array=hu.apply(volume.array), remarks=tuple(remarks))
         read_s = time.perf_counter() - start_s
         result = segment_scan(volume, name, self.cascade, more_channels)
         labels: Any = Volume(result.labels, volume.grid, volume.header)
@@ -92,14 +94,18 @@ class Segmenter:
 
 
 def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
-    """Read a path, as a scan of a modality, convert a `SimpleITK.Image`; a `Volume` is returned as it is."""
+    """Read a path, as a scan of a modality, convert a `SimpleITK.Image`; a `Volume` is returned as it is, but for NaN and infinity."""
+    air = AIR_HU if modality == "ct" else 0
     if isinstance(scan, Volume):
-        return scan
+        if np.isfinite(scan.array).all():
+            return scan
+        lazy = LazyVolume(Path("Volume"), scan.grid, scan.array.dtype, lambda: map(np.ravel, scan.array), remarks=scan.remarks)
+        return replace(load_image(lazy, air), header=scan.header)
     if isinstance(scan, (str, Path)):
         return read_image(Path(scan), modality=modality)
     from medseg.io.simpleitk import from_simpleitk  # SimpleITK takes 50 MiB
 
-    return from_simpleitk(scan, AIR_HU if modality == "ct" else 0)
+    return from_simpleitk(scan, air)
 
 
 class LungSegmenter(Segmenter):

@@ -54,6 +54,38 @@ def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside
     return back.from_lps(affine_transform(filtered, matrix, first, wanted.shape, order=1, mode="grid-constant", cval=outside))
 
 
+def place_channel(
+    image: np.ndarray, source: VoxelGrid, target: VoxelGrid, fill: float, name: str, begin: str = "", first: str = "image"
+) -> tuple[np.ndarray, list[str]]:
+    """Resample a channel to the grid of the first one.
+
+    Args:
+        image: Image (D, H, W) on `source`, without NaN.
+        source: Its grid.
+        target: Grid of the first channel.
+        fill: Value of voxels outside the channel.
+        name: Name of the channel, for messages.
+        begin: Beginning of the sentence that refuses it.
+        first: Name of the first channel in that sentence.
+
+    Returns:
+        Image (D', H', W') on `target`, and a remark where it does not cover all of it.
+
+    Raises:
+        UserError: If it covers nothing.
+    """
+    image = resample_to(image, source, target, math.nan)
+    gaps = np.isnan(image)
+    share = float(gaps.mean())
+    require(
+        share < 1.0,
+        f"{begin}expected {name} to show the same patient region as {first}, but the two do not overlap; check both.",
+    )
+    if share > 0.0:  # the image itself, where the grids agree, is not changed
+        image[gaps] = fill
+    return image, [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"] if share > SHARE_TOLD else []
+
+
 def read_channels(
     paths: Sequence[Path | None],
     outside: Sequence[float],
@@ -98,15 +130,8 @@ def read_channels(
         if not channels:
             first = replace(volume, array=image)
         else:
-            image = resample_to(image, volume.grid, first.grid, math.nan)
-            gaps = np.isnan(image)
-            share = float(gaps.mean())
-            require(
-                share < 1.0,
-                f"{path}: expected {name} to show the same patient region as {paths[0]}, but the two do not overlap; check both.",
-            )
-            image[gaps] = fill
-            remarks += [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"] if share > SHARE_TOLD else []
+            image, uncovered = place_channel(image, volume.grid, first.grid, fill, name, f"{path}: ", str(paths[0]))
+            remarks += uncovered
         channels.append(image)
         remarks += [f"{name}: {remark}" if len(paths) > 1 else remark for remark in volume.remarks]
     stacked = np.stack(channels).astype(np.float32, copy=False) if len(channels) > 1 else channels[0][None]

@@ -22,7 +22,7 @@ from medseg.config.schema import PredictConfig
 from medseg.data.task import Channel
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
-from medseg.io.read import read_labels
+from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
 
@@ -110,6 +110,20 @@ def test_two_channels_from_files_from_a_table_and_from_python_agree(
     second = Volume(mr_of(target), volume.grid)
     from_arrays = segmenter.segment([volume, second]).labels.array
     assert all(dice(from_arrays == value, target == value) > 0.9 for value in task.labels.values())
+
+
+def test_channels_from_python_are_placed_as_those_of_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, ONE_STAGE)
+    segmenter = Segmenter(["c"], accelerator="cpu")
+    paths = [folder / "ct.nii.gz", folder / "mr.nrrd"]
+    from_files, from_arrays = segmenter.segment(paths), segmenter.segment([read_image(path) for path in paths])
+    assert np.array_equal(from_files.labels.array, from_arrays.labels.array)
+    assert from_files.warnings == from_arrays.warnings
+    assert any("of the scan is outside image_1 and counts as 0 there" in warning for warning in from_arrays.warnings)
+    volume, labels = scan()
+    away = Volume(mr_of(labels), replace(volume.grid, origin_xyz_mm=(5000.0, 0.0, 0.0)))
+    with pytest.raises(UserError, match="expected image_1 to show the same patient region as image, but the two do not overlap"):
+        segmenter.segment([volume, away])
 
 
 def test_a_changed_channel_makes_another_result(

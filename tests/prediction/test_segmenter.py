@@ -15,6 +15,7 @@ from oracle import CoarseOracle, FineOracle, dice, scan, stage
 
 import medseg
 from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image, write_labels
@@ -90,9 +91,11 @@ def test_voxels_without_a_number_are_what_the_modality_has_outside(modality: str
     image = SimpleITK.GetImageFromArray(np.arange(60, dtype=np.float64).reshape(3, 4, 5) - 7.0)
     image[0, 0, 0] = np.nan
     SimpleITK.WriteImage(image, tmp_path / "a.mha")
-    volumes = [_to_volume(given, modality) for given in (image, tmp_path / "a.mha")]
-    assert [volume.array[0, 0, 0] for volume in volumes] == [air, air]
-    assert volumes[0].remarks == volumes[1].remarks
+    array = Volume(SimpleITK.GetArrayFromImage(image), VoxelGrid((3, 4, 5), (1.0, 1.0, 1.0)))
+    volumes = [_to_volume(given, modality) for given in (image, tmp_path / "a.mha", array)]
+    assert [volume.array[0, 0, 0] for volume in volumes] == [air, air, air]
+    assert len({volume.remarks for volume in volumes}) == 1
+    assert np.isnan(array.array[0, 0, 0]), "what was given is left as it is"
 
 
 def test_what_is_no_scan_is_refused(segmenter: medseg.LungSegmenter, tmp_path: Path) -> None:
