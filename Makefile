@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup demo lint test test-slow test-all matrix gpu clean
+.PHONY: help setup demo lint test test-slow test-all attack matrix gpu clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -28,7 +28,10 @@ test: lint       ## the default tests (no GPU, no network, no data beside the re
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
 
 test-slow: setup ## only the slow tests: training to a score, two ranks, the wheel, the commands of the README
-	$(BIN)/python -m pytest -m "slow and not gpu" --durations=15
+	$(BIN)/python -m pytest -m "slow and not gpu and not attack" -n 2 --durations=15
+
+attack: setup    ## hostile files, kills, signals, races and full disks (about an hour)
+	$(BIN)/python -m pytest -m attack -n 2 --durations=15
 
 test-all: test test-slow   ## both
 

@@ -1,8 +1,16 @@
-"""Put the tools of the attacks, and the makers of files of the io tests, on the path (tests are imported by path, not as packages)."""
+"""Marker of the attacks; their tools, and the makers of files of the io tests, on the path (tests are imported by path)."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "io")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("attack")
