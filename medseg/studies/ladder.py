@@ -19,7 +19,7 @@ from medseg.build.extensions import make_loss
 from medseg.build.network import make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.switches import switch_on
-from medseg.build.task import make_task
+from medseg.build.task import count_classes, make_task
 from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
@@ -183,12 +183,13 @@ def measure_row(
     """
     if packages is not None:
         sys.path.insert(0, str(packages))
-    task, precision, device = make_task(config.task), config.memory.precision.value, pick_device(config.trainer.accelerator)
+    task, num_classes = make_task(config.task), count_classes(config)
+    precision, device = config.memory.precision.value, pick_device(config.trainer.accelerator)
     try:
         check_precision(precision, device.type)
     except ValueError as error:
         raise UserError(f"memory.{error}") from error
-    make_other = partial(make_baseline, baseline, task.num_region_classes) if baseline else None
+    make_other = partial(make_baseline, baseline, num_classes) if baseline else None
     memory = count_memory(config, shape, make_other)
     measured = {"saved_per_voxel": memory.saved_per_voxel, "peak_bytes": memory.peak, "parameter_bytes": memory.parameters}
     if not timed_steps:
@@ -206,7 +207,7 @@ def measure_row(
             make_network(config).to(device), config.memory, device.type, sync_batchnorm=config.trainer.sync_batchnorm
         )
         inputs.append(torch.zeros(samples, dtype=torch.int64, device=device))  # number of the region of each sample
-    target = torch.randint(task.num_region_classes, (samples, *shape), dtype=torch.uint8, device=device)
+    target = torch.randint(num_classes, (samples, *shape), dtype=torch.uint8, device=device)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     loss, optimizer = make_loss(config), make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(network.parameters())
     durations_s = []

@@ -59,6 +59,13 @@ def test_a_row_is_counted_and_timed() -> None:
     assert 0 < measured["seconds_per_step"] < 60
 
 
+def test_a_task_of_one_stage_is_counted() -> None:
+    given = ["stage=coarse", "task.regions=null", "model.width=4", "trainer.accelerator=cpu", "run_dir=none"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = ladder_app.compose(ladder_app.Row("one", tuple(given)))
+    assert ladder_app.measure_row(config, (16, 32, 32), timed_steps=1)["peak_bytes"] > 0
+
+
 def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
     rows = [ladder_app.Row("MONAI's UNet", (), baseline="monai"), ladder_app.Row("plain", ("a=1", "b=2"), ("b=2",))]
     measured = {"saved_per_voxel": 100.0, "peak_bytes": 2**20, "parameter_bytes": 2**19}
