@@ -45,7 +45,10 @@ class CaseMetric:
         else:
             value = self.metric.to(pred_labels.device)(*(labels.long()[None] for labels in maps))
         self.metric.reset()
-        return float(torch.as_tensor(value, dtype=torch.float64).nanmean())
+        scores = torch.as_tensor(value, dtype=torch.float64)
+        if not self.is_monai and type(self.metric).__name__ == "MeanIoU":
+            scores = scores.masked_fill(scores < 0, torch.nan)  # torchmetrics gives -1 to a class that both lack
+        return float(scores.nanmean())
 
 
 def default_arguments(_: type, known: Iterable[str], given: Iterable[str], num_classes: int) -> dict[str, Any]:

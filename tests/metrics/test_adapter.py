@@ -50,6 +50,12 @@ def test_intersection_over_union_of_torchmetrics() -> None:
     )
 
 
+def test_a_class_that_both_lack_has_no_share_in_the_mean() -> None:
+    _, target = maps()
+    per_class = torchmetrics.segmentation.MeanIoU(num_classes=4, per_class=True, input_format="index")
+    assert CaseMetric(per_class, 4)(target, target, SPACING_MM) == pytest.approx(1.0)
+
+
 def test_distances_are_in_mm_and_a_missing_class_has_no_score() -> None:
     _, target = maps()
     distance = CaseMetric(monai.metrics.HausdorffDistanceMetric(include_background=False), 3)
