@@ -156,7 +156,7 @@ class Samples(Dataset[Sample]):
             for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
             for number in range(1 if is_coarse else len(task.regions))
             if is_coarse or task.regions[number].name in case.region_boxes
-            if train_trust is None or _is_trusted(case, None if is_coarse else task.regions[number], train_trust)
+            if train_trust is None or _is_trusted(case, task.parts if is_coarse else [task.regions[number].name], train_trust)
         ]
         if cases and train_trust is not None and not found:
             raise UserError(
@@ -331,11 +331,10 @@ class Samples(Dataset[Sample]):
         return None
 
 
-def _is_trusted(case: CachedCase, region: Region | None, train_trust: str) -> bool:
-    """Whether a region has a trust; without a region, whether all regions of the case have it or are absent, and one has it."""
-    if region is not None:
-        return case.trust.get(region.name) == train_trust
-    return bool(case.trust) and train_trust in case.trust.values() and set(case.trust.values()) <= {train_trust, ABSENT}
+def _is_trusted(case: CachedCase, parts: Sequence[str], train_trust: str) -> bool:
+    """Whether all of some regions have a trust or are absent, and one has it; one without an entry has no trust."""
+    found = {case.trust.get(name) for name in parts}
+    return train_trust in found and found <= {train_trust, ABSENT}
 
 
 def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -416,5 +416,7 @@ def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], tas
     samples = fine(cases, task, augmentation=None, train_trust="reference")
     assert sorted((samples[n]["case"], samples[n]["region"]) for n in range(len(samples))) == [("case_0", 0), ("case_1", 0)]
     assert [samples_case.name for samples_case, _ in coarse(cases, task, train_trust="reference").items] == ["case_1"]
+    half_known = [replace(cases[0], trust={"left_lung": "reference"}), *cases[1:]]
+    assert [samples_case.name for samples_case, _ in coarse(half_known, task, train_trust="reference").items] == ["case_1"]
     with pytest.raises(UserError, match=r"data\.train_trust=sure: no training case has such a region"):
         fine(cases, task, train_trust="sure")
