@@ -11,8 +11,9 @@ from pathlib import Path
 
 from medseg.config.schema import TrainConfig, TrainerConfig
 from medseg.console import say
-from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, require
-from medseg.runs.folder import SUMMARY_FILE, read_summary, write_end
+from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, EXIT_USER_ERROR, require
+from medseg.io.atomic import is_locked
+from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
 from medseg.runs.ranks import is_under_torchrun
 from medseg.runs.status import Status, exit_code_of, num_oom_kills, status_of
 from medseg.runs.train_run import run_rank
@@ -161,13 +162,16 @@ def _job(_: int, config: TrainConfig) -> None:
 def _note_end(run_dir: Path, code: int, name: str, oom_kills_before: int) -> int:
     """Write the `summary.json` that a killed process could not write, and return the exit code of the run.
 
+    Nothing is written while another process runs the run: it ended this one, and writes its own summary.
+
     Args:
         run_dir: The run folder.
         code: Exit code of the process; negative where a signal killed it.
         name: Name of the process, for the message.
         oom_kills_before: `num_oom_kills()` at the start of the process.
     """
-    if code < 0 or (code and not (run_dir / SUMMARY_FILE).is_file()):
+    is_other = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
+    if not is_other and (code < 0 or (code and not (run_dir / SUMMARY_FILE).is_file())):
         message = f"{name} ended with exit code {code}"
         if code < 0:
             message = f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"

@@ -158,7 +158,8 @@ def run_job(config: TrainConfig) -> int:
         code, message = exit_code_of(Status.refused), str(error)
         say(message)
     finally:
-        replace(job, status=status_of(code), message=message).write(job_dir)
+        if not is_locked(job_dir / LOCK_FILE):  # else another process runs the job, and records its end
+            replace(job, status=status_of(code), message=message).write(job_dir)
         compare(sweep_dir)  # after each job: a launcher may run the jobs in other processes
     if is_orphan():
         os._exit(code)  # nobody is left to receive the code

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from medseg.io.atomic import locked
 from medseg.runs import processes
-from medseg.runs.folder import SUMMARY_FILE, read_summary, write_end
+from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
 from medseg.runs.status import Status
 from medseg.training.preemption import STOP
 
@@ -47,3 +48,11 @@ def test_no_job_begins_after_a_request_to_stop(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SystemExit) as end:
         processes.run_in_process(None)  # type: ignore[arg-type]
     assert end.value.code == 75
+
+
+def test_a_process_that_meets_a_running_run_leaves_its_summary_alone(tmp_path: Path) -> None:
+    with locked(tmp_path / LOCK_FILE):
+        assert processes._note_end(tmp_path, 2, "the process", 0) == 2
+    assert not (tmp_path / SUMMARY_FILE).exists()
+    assert processes._note_end(tmp_path, 2, "the process", 0) == 2
+    assert read_summary(tmp_path)["status"] == "refused"
