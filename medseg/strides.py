@@ -6,7 +6,7 @@ Strides = tuple[tuple[int, int, int], ...]
 
 
 def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int) -> Strides:
-    """Choose what each level divides an axis by, the finest level first.
+    """Choose the stride of each level per axis, the finest level first.
 
     An axis that is at least twice as coarse as the finest one waits until the others have come near it (nnU-Net's rule).
 

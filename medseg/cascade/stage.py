@@ -43,7 +43,7 @@ class CascadeOptions:
     Attributes:
         min_part_fraction: A label keeps its largest component and every component of at least this share of it, in (0, 1].
         min_region_ml: A region below this volume on the coarse grid counts as absent.
-        min_region_share: So does a region of a pair below this share of the other side's volume.
+        min_region_share: A region of a pair below this share of the other side's volume is absent too.
         min_agreement: A region with a lower Dice coefficient of the two stages counts as absent; 0 trusts the fine stage.
         usual_agreement: A lower Dice coefficient causes a warning.
         max_volume_ratio: A larger ratio of the left and the right volume causes a warning.

@@ -403,7 +403,7 @@ def divisor_rules(config: TrainConfig, divisor: tuple[int, int, int], needs_two_
 
 
 def _rank_rules(config: TrainConfig) -> Rules:
-    """What several ranks, a device map and sharded weights exclude."""
+    """Rules of several ranks, a device map and sharded weights: the keys that they exclude."""
     stage, memory, trainer, device_map = config.stage, config.memory, config.trainer, config.model["device_map"]
     ranks = trainer.devices * trainer.num_nodes
     share = ranks * memory.accumulate

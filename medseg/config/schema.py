@@ -98,7 +98,7 @@ class ChannelConfig:
 
 @dataclass
 class TaskConfig:
-    """What is segmented."""
+    """Task: labels, regions and channels."""
 
     name: Annotated[str, Knob("Name of the task.")]
     labels: Annotated[dict[str, int], Knob("Label names and their values in every label map: 1, 2, … without a gap.")]
@@ -422,7 +422,7 @@ class DebugConfig:
 
 @dataclass
 class InferenceConfig:
-    """How a trained stage runs on a whole case."""
+    """Execution of a trained stage on a whole case."""
 
     tile_size: Annotated[Shape | None, Knob("Sliding window; null: the whole crop at once.", "[1, inf)", "voxels (D, H, W)")]
     overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")]
@@ -488,7 +488,9 @@ class TrainConfig:
     warmup_steps: Annotated[
         int, Knob("Steps in which the learning rate rises to that of the schedule.", "[0, inf)", "optimiser steps")
     ]
-    lr_scaling: Annotated[LrScaling, Knob("Growth of the learning rates, given for one sample per step, with stage.batch_size.")]
+    lr_scaling: Annotated[
+        LrScaling, Knob("Growth of the learning rates with stage.batch_size; they are then given for a batch of one.")
+    ]
     memory: MemoryConfig
     trainer: TrainerConfig
     inference: InferenceConfig
@@ -630,7 +632,7 @@ class PredictConfig:
     accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")]
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads")]
     precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")]
-    overwrite: Annotated[bool, Knob("Repeat cases whose result from the same scan, weights and settings exists.")]
+    overwrite: Annotated[bool, Knob("Repeat cases that are up to date (same scan, weights and settings).")]
     trusted_targets: Annotated[
         list[str], Knob("Prefixes of classes beyond the white list that a checkpoint may name ([my_package.]).")
     ]

@@ -165,7 +165,7 @@ def _softmax_slabs(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class TilingPlan(NamedTuple):
-    """How one crop goes through a network.
+    """Tiling plan of one crop: whole or in tiles.
 
     Attributes:
         tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a whole.

@@ -28,7 +28,7 @@ SPACING_TOLERANCE = 1e-3
 """Largest relative difference of pixdim and the sform's steps that counts as rounding."""
 
 QUATERNION_TOLERANCE = 1e-5
-"""How far the sum b² + c² + d² of a qform may exceed 1 by rounding."""
+"""Largest excess over 1 of the sum b² + c² + d² of a qform that counts as rounding."""
 
 GEOMETRY_FIELDS = (
     *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),

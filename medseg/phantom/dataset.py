@@ -22,7 +22,7 @@ from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.report.tables import write_csv
 
 VERSION = 3
-"""To be raised whenever equal specs give other voxels; finished cases are then made again."""
+"""Format of the data set; raise it when equal specs give other voxels, so that finished cases are made again."""
 
 Spec = PhantomSpec | SceneSpec
 

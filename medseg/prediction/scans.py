@@ -29,7 +29,7 @@ class Scan(NamedTuple):
     more_paths: tuple[Path | None, ...] = ()
 
     def reading(self) -> dict[str, Any]:
-        """How the file is read, in plain types."""
+        """Settings of the reader for this scan, in plain types."""
         return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
 
     def paths(self, num_channels: int) -> list[Path | None]:

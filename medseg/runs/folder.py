@@ -93,10 +93,10 @@ def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any
         resume: Run folder.
         composed: What the command line composes, in plain values.
         default: What an empty command line composes.
-        overrides: The arguments. What they name, by key or by group, counts even where it is the default.
+        overrides: The arguments. Keys and groups that they name are changed even to a default value.
 
     Raises:
-        UserError: If the folder holds no run, or the changed configuration is not right.
+        UserError: If the folder holds no run, or the changed configuration is invalid.
     """
     run_dir = _existing_run(resume)
     values = plain(load_config(run_dir, composed["trusted_targets"]))

@@ -33,7 +33,7 @@ def num_ranks() -> int:
 
 
 def num_restarts() -> int:
-    """How often torchrun has started the ranks of this machine again after one had died."""
+    """Number of times that torchrun has restarted the ranks of this machine after one had died."""
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if is_under_torchrun() else 0
 
 

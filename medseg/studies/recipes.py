@@ -86,7 +86,7 @@ def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phant
     Args:
         config: Names the experiment of each stage, and the experiment on phantoms whose weights it starts from; null = random weights.
         folder: Folder of the two runs, `coarse` and `fine`.
-        data: Arguments that select the training cases. Trainings on phantoms do not get them: they see no patient.
+        data: Arguments that select the training cases. Trainings on phantoms do not get them: they use no patient data.
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a study.
     """
     cache, steps = f"data.cache={phantom_runs / 'cache'}", []

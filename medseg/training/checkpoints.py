@@ -55,7 +55,7 @@ class Checkpoints(Checkpoint):
         vars(self).update(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Handle the signals in place of Lightning, which would stop between two micro-batches; run a validation that is owed."""
+        """Handle the signals in place of Lightning, which would stop between two micro-batches; run a pending validation."""
         self.stop.install()
         if self.owes_validation:
             validation = trainer.fit_loop.epoch_loop.val_loop
@@ -66,7 +66,7 @@ class Checkpoints(Checkpoint):
         self._end_if_worse(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave before the next step. Only now have the loggers received the step that was saved."""
+        """Exit before the next step: the loggers have now received the step that was saved."""
         if self.has_saved:
             self._flush_loggers(trainer)
         self.has_saved = False
@@ -95,7 +95,7 @@ class Checkpoints(Checkpoint):
             self._save(trainer, "last.ckpt", weights_only=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Allow to end at once in a validation that the saved state owes: nothing would be lost."""
+        """Let a stop signal end a validation at once if a resumed run repeats it: nothing is lost."""
         self._leave_if_asked()
         self.stop.is_safe = self.owes_validation
 

@@ -8,7 +8,7 @@ import torch
 
 
 class MachineLoad:
-    """Reads what a run takes of its machine. Nothing here waits for a device: the allocator and the driver keep the numbers."""
+    """Reads the load of a run on its machine. Nothing here waits for a device: the allocator and the driver keep the numbers."""
 
     def __init__(self) -> None:
         self.process = psutil.Process()

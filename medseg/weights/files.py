@@ -106,7 +106,7 @@ def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict
         key: The key that gave the path, for messages.
 
     Returns:
-        The metadata (`build.metadata.make_metadata`) and the network's weights by name.
+        The metadata (`medseg.build.run.make_metadata`) and the network's weights by name.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of another format, or if its weights are
