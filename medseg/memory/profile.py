@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import resource
 import sys
 import threading
@@ -36,7 +37,7 @@ class MemoryProfile:
         self._measure = measure
         self._last: tuple[float, int] | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._lock = threading.Lock()
 
     def add(self, time_s: float, num_bytes: int) -> None:
         """Add a point to the curve; times must not decrease."""
@@ -46,17 +47,20 @@ class MemoryProfile:
 
     def __enter__(self) -> MemoryProfile:
         self._sample()
-        self._thread.start()
+        # `threading.Thread.start` waits for ever for a thread that ends at once because there is no memory for it.
+        _thread.start_new_thread(self._watch, ())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
+        with self._lock:
+            self._is_over.set()
         self._sample()
 
     def _watch(self) -> None:
         while not self._is_over.wait(SAMPLE_INTERVAL_S):
-            self._sample()
+            with self._lock:
+                if not self._is_over.is_set():
+                    self._sample()
 
     def _sample(self) -> None:
         self.add(time.perf_counter(), self._measure())

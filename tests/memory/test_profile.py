@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -35,6 +36,17 @@ def test_the_profile_begins_and_ends_with_the_block_also_where_it_fails() -> Non
     before = profile.area_gb_s
     time.sleep(0.12)
     assert profile.area_gb_s == before
+
+
+@pytest.mark.timeout(20)
+def test_a_thread_that_finds_no_memory_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", fail)  # what CPython does where the new thread cannot allocate
+    with MemoryProfile(lambda: 10**9) as profile:
+        time.sleep(0.06)
+    assert profile.area_gb_s >= 0.06
 
 
 def test_resident_memory_is_counted_in_bytes() -> None:
