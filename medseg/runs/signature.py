@@ -24,6 +24,8 @@ LATER_KEYS: dict[str, Any] = {
     "task.channels": None,
     "task.ignore_label": None,
     "data.train_trust": None,
+    "data.phantoms.scene": "chest",
+    "data.phantoms.own_grids": False,
     f"loss.{TARGET}": DICE_CE,
     "loss.output_weights": None,
     "augment.transforms": ["effects"],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from typing import Any
+
 import hydra
 import pytest
 from omegaconf import OmegaConf
@@ -48,10 +52,12 @@ def test_it_survives_the_file_of_the_run_folder() -> None:
 
 def test_a_folder_from_before_a_key_existed_is_the_run_without_it() -> None:
     config = composed()
-    older = composed()
+    older: Any = composed()
     for key, value in LATER_KEYS.items():
-        group, _, name = key.rpartition(".")
-        assert (older[group] if group else older).pop(name) == value, f"{key}: the default is another run than before"
+        *groups, name = key.split(".")
+        assert functools.reduce(operator.getitem, groups, older).pop(name) == value, (
+            f"{key}: the default is another run than before"
+        )
     assert signature(older) == signature(config)
     assert signature(composed("spacing.resampling=linear")) != signature(older)
 
