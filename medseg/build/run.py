@@ -173,14 +173,15 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
         is_mirrored=stage.region_mode is RegionMode.mirrored,
         tile_size=config.inference.tile_size,
     )
-    task, coarse = make_task(config.task), None
-    if stage.coarse:
-        coarse = load_stage(Path(stage.coarse), "coarse", pick_device(config.trainer.accelerator), trusted=config.trusted_targets)
+    task = make_task(config.task)
+    device = pick_device(config.trainer.accelerator)
+    coarse = load_stage(Path(stage.coarse), "coarse", device, trusted=config.trusted_targets) if stage.coarse else None
+    if coarse is not None:
         ours, theirs = ([channel.modality for channel in one.channels] for one in (task, coarse.task))
         require(
             ours == theirs,
-            f"stage.coarse={stage.coarse}: it was trained on the channels {theirs}, but task={task.name} has {ours}; give a checkpoint of "
-            "the same channels",
+            f"stage.coarse={stage.coarse}: it was trained on the channels {theirs}, but the task {task.name} has {ours}; give a checkpoint "
+            "of the same channels",
         )
     return CasesDataModule(
         find_sources(data, config.task),
