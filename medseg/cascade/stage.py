@@ -279,7 +279,7 @@ class TrainedStage:
 
 
 def _copy_on_cpu(network: nn.Module) -> nn.Module:
-    """Copy a network to the CPU without memory of its device, half-precision weights as float32: the CPU may compute in that alone."""
+    """Copy a network to the CPU without memory on its device; half-precision weights become float32, the only format of some CPUs."""
     weights = ((one, one.detach().cpu()) for one in chain(network.parameters(), network.buffers()))
     copies = {id(one): found.float() if found.dtype in HALF.values() else found.clone() for one, found in weights}
     copies |= {id(one): nn.Parameter(copies[id(one)], requires_grad=False) for one in network.parameters()}

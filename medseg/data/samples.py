@@ -332,7 +332,7 @@ class Samples(Dataset[Sample]):
 
 
 def _is_trusted(case: CachedCase, parts: Sequence[str], train_trust: str) -> bool:
-    """Whether all of some regions have a trust or are absent, and one has it; one without an entry has no trust."""
+    """Whether each region has a trust or is absent, and at least one has it; a region without an entry has no trust."""
     found = {case.trust.get(name) for name in parts}
     return train_trust in found and found <= {train_trust, ABSENT}
 

@@ -123,7 +123,7 @@ def find_traits(
     if divisor is None:
         stated = getattr(network, "divisor", None)
         divisor = (stated, stated, stated) if isinstance(stated, int) else stated
-    # A list of modules with this name is no statement.
+    # Only a method `blocks()` states the blocks; a list of modules may have this name too.
     if blocks is None and divisor is not None and inspect.ismethod(getattr(network, "blocks", None)):
         return Traits(divisor, tuple(network.blocks()))  # type: ignore[operator]
     try:

@@ -162,7 +162,7 @@ def _job(_: int, config: TrainConfig) -> None:
 def _note_end(run_dir: Path, code: int, name: str, oom_kills_before: int) -> int:
     """Write the `summary.json` that a killed process could not write, and return the exit code of the run.
 
-    Nothing is written while another process runs the run: it ended this one, and writes its own summary.
+    No summary is written while another process trains this run: that process writes its own.
 
     Args:
         run_dir: The run folder.
