@@ -177,11 +177,11 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
     device = pick_device(config.trainer.accelerator)
     coarse = load_stage(Path(stage.coarse), "coarse", device, trusted=config.trusted_targets) if stage.coarse else None
     if coarse is not None:
-        ours, theirs = ([channel.modality for channel in one.channels] for one in (task, coarse.task))
+        ours, theirs = ((one.labels, one.regions, [channel.modality for channel in one.channels]) for one in (task, coarse.task))
         require(
             ours == theirs,
-            f"stage.coarse={stage.coarse}: it was trained on the channels {theirs}, but the task {task.name} has {ours}; give a checkpoint "
-            "of the same channels",
+            f"stage.coarse={stage.coarse}: it was trained for the task {coarse.task.name} with the labels {coarse.task.labels} and the "
+            f"channels {theirs[2]}, but the task {task.name} has {task.labels} and {ours[2]}; give a checkpoint of the same task",
         )
     return CasesDataModule(
         find_sources(data, config.task),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -15,11 +17,13 @@ from monai.transforms import RandGaussianNoised
 
 from medseg.build import extensions
 from medseg.build.run import make_data_module
+from medseg.build.task import make_task
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.config.targets import targets_first
 from medseg.data.augment import Affine, Noise
+from medseg.data.task import Channel
 from medseg.errors import UserError
 from medseg.runs import folder
 from medseg.runs.train_run import train_run
@@ -122,6 +126,18 @@ def batches(table: Path, num_workers: int, start_step: int = 0, start_method: st
     if start_method is not None:
         loader.multiprocessing_context = start_method
     return list(loader)
+
+
+@pytest.mark.parametrize("change", [{"labels": {"lung": 1}}, {"channels": (Channel("mr", None, "zscore"),)}])
+def test_a_coarse_stage_of_another_task_is_refused(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose("stage=fine", "trainer.accelerator=cpu")
+    config.stage.coarse = "c.ckpt"
+    stage = SimpleNamespace(task=replace(make_task(config.task), **change))
+    monkeypatch.setattr("medseg.build.run.load_stage", lambda *_, **__: stage)
+    with pytest.raises(
+        UserError, match=r"stage\.coarse=c\.ckpt: it was trained for the task lungs with .* give a checkpoint of the same task"
+    ):
+        make_data_module(config)
 
 
 def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table: Path) -> None:
