@@ -17,6 +17,7 @@ from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find
 from medseg.models.regional import RegionalNetwork, input_channels
 from medseg.models.unet import UNet
 from medseg.strides import level_strides
+from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
 
@@ -27,6 +28,10 @@ def make_network(config: TrainConfig) -> RegionalNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
+    try:
+        check_arguments(node)  # what `predict` would refuse is refused before training
+    except ValueError as error:
+        raise UserError(f"model: {error}") from error
     return make_described_network(node, make_task(config.task), region_mode_of(config.stage), config.trusted_targets)
 
 

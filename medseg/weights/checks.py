@@ -36,7 +36,7 @@ MAX_ARGUMENT = 65536
 MAX_NAMES = 2
 # Arguments of networks that count blocks: each block holds a tensor of weights at least.
 COUNTS = ("block", "depth", "layer", "unit")
-# What such an argument has in its name where it gives the size of a block, as `block_channels`.
+# Words in the name of such an argument where it gives the size of a block, as `block_channels`.
 SIZES = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 
@@ -114,11 +114,30 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     names = {name for region in metadata["task"]["regions"] or () for name in region["labels"]}
     if sorted(labels.values()) != list(range(1, len(labels) + 1)) or not labels or not names <= labels.keys():
         raise ValueError("its labels are not numbered 1, 2, …, or its regions have other ones")
+    check_arguments(metadata["model"])
     for key, value in _pairs({"model": metadata["model"]}):
-        numbers = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, (int, float))]
         is_count = any(word in key for word in COUNTS) and not any(word in key for word in SIZES)
-        if any(not abs(one) <= MAX_ARGUMENT for one in numbers) or (is_count and sum(map(abs, numbers)) > num_tensors):
+        if is_count and sum(map(abs, _numbers(value))) > num_tensors:
             raise ValueError(f"{key} of its network, which is more than its {num_tensors} tensors of weights allow")
+
+
+def check_arguments(model: Mapping[str, Any]) -> None:
+    """Refuse arguments of a network that are too large to build it from a file; a training asks this before it begins.
+
+    Args:
+        model: `_target_` and arguments.
+
+    Raises:
+        ValueError: With the key and the value.
+    """
+    for key, value in _pairs(dict(model)):
+        if any(not abs(one) <= MAX_ARGUMENT for one in _numbers(value)):
+            raise ValueError(f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}")
+
+
+def _numbers(value: object) -> list[float]:
+    """List the numbers of a value, or of a flat list."""
+    return [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, (int, float))]
 
 
 def _pairs(value: object, key: str = "") -> Iterator[tuple[str, Any]]:

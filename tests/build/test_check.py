@@ -29,6 +29,7 @@ def check(*overrides: str) -> None:
         ([*SEGRESNET, "model.init_filter=8"], r"model: SegResNet does not take .*did you mean init_filters\? it knows"),
         ([*SEGRESNET, "model.out_channels=5"], "model: out_channels=5, but the task has 2 classes; leave out_channels out"),
         ([*SEGRESNET, "model.init_filters=9"], "model: "),
+        ([*SEGRESNET, "model.num_groups=123456"], "model: num_groups=123456 of the network, expected numbers up to 65536"),
         ([*SEGRESNET, "model.divisor=[3,3,3]"], r"model: divisor=\[3, 3, 3\]: SegResNet fails on an input of \[45, 45, 45\] voxels"),
         ([*SEGRESNET, "model.blocks=[encoder.*]"], r"model: blocks names 'encoder\.\*', which is no module of the network"),
         ([*SEGRESNET, "stage.patch_size=[36,40,40]", "inference.tile_size=[40,40,40]"], r"stage\.patch_size: expected multiples of 8"),
