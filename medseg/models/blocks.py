@@ -75,18 +75,27 @@ def make_activation() -> nn.Module:
 
 
 class Conv3d(nn.Conv3d):
-    """Convolution in the format of its weights, fp32, on a CPU where an axis has two voxels or fewer.
+    """Convolution in the format of its weights, fp32, on a CPU where an axis has two voxels or fewer, or the kernel is deeper than the image.
 
-    For such features, in bf16, the weight gradient of torch 2.13 reads uninitialised memory and may be NaN. They are small, so that fp32
-    costs little.
+    For such features, in bf16, the weight gradient of torch 2.13 (oneDNN, kernels of avx512_bf16) reads and writes memory that is not its
+    own: it differs from run to run, may be NaN, and may end the process. They are small, so that fp32 costs little.
     """
 
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
-        if features.device.type == "cpu" and min(features.shape[2:]) <= 2 and self.weight.dtype == torch.float32:
+        depth = features.shape[2]
+        is_small = min(features.shape[2:]) <= 2 or depth <= self.dilation[0] * (self.kernel_size[0] - 1)
+        if features.device.type == "cpu" and is_small and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(features.to(self.weight.dtype))
         return super().forward(features)
+
+
+def replace_convolutions(network: nn.Module) -> None:
+    """Make the convolutions of a network, of any package, those of this module; weights and names stay."""
+    for module in network.modules():
+        if type(module) is nn.Conv3d:
+            module.__class__ = Conv3d
 
 
 class ConvNormAct(nn.Sequential):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from medseg.models.adapter import Traits, outputs_of
+from medseg.models.blocks import replace_convolutions
 
 MODES = ("whole", "mirrored", "separate", "side_input")
 
@@ -60,6 +61,7 @@ class RegionalNetwork(nn.Module):
         self.num_regions = num_regions
         channels = input_channels(in_channels, mode)
         self.networks = nn.ModuleList(make_network(channels) for _ in range(num_regions if mode == "separate" else 1))
+        replace_convolutions(self.networks)
         first = self.networks[0]
         self.traits = traits or Traits(first.divisor, tuple(first.blocks()))  # type: ignore[arg-type, operator]
 

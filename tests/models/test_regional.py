@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from medseg.models.adapter import Traits
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 
@@ -21,6 +22,29 @@ def image(batch: int = 1) -> Tensor:
 
 def region(*indices: int) -> Tensor:
     return torch.tensor(indices)
+
+
+@pytest.mark.parametrize(("size", "kernel"), [((2, 2, 2), 3), ((4, 5, 6), 5)])
+def test_bf16_gradients_of_small_features_are_right_in_any_network(size: tuple[int, int, int], kernel: int) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv3d(16, 16, kernel, padding=kernel // 2)
+    traits = Traits((1, 1, 1), ())
+    network = RegionalNetwork(lambda channels: nn.Sequential(conv), in_channels=16, traits=traits)
+    features, wanted = torch.randn(1, 16, *size), torch.randn(1, 16, *size)
+
+    def gradient(enabled: bool) -> Tensor:
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logits = network(features, region(0))
+        (logits * wanted).sum().backward()
+        assert conv.weight.grad is not None
+        return conv.weight.grad.clone()
+
+    exact = gradient(enabled=False)
+    for number in (1000, 20_000, 110_592):
+        used = [torch.full((number,), 1e3) for _ in range(3)]
+        del used  # memory that a kernel may read before it has written it
+        torch.testing.assert_close(gradient(enabled=True), exact, atol=0.03 * float(exact.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize(("mode", "num_regions"), [("whole", 1), ("mirrored", 2)])
