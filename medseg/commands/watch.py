@@ -60,10 +60,14 @@ def watch(config: WatchConfig) -> int:
 
 def view(run_dir: Path) -> Group:
     """Lay out the state of a run: one line per quantity of `history.csv`, and the machine as it is now."""
-    history, steps = read_history(run_dir / HISTORY_FILE), read_config(run_dir).get("steps", 0)
+    history, steps = read_history(run_dir / HISTORY_FILE), read_config(run_dir).get("steps")
     step = max((line["step"] for line in history if "step" in line), default=0.0)
     seconds = [line["seconds_per_step"] for line in history if "seconds_per_step" in line]
-    left = f", about {(steps - step) * seconds[-1] / 60:.0f} minutes left" if seconds and step < steps else ""
+    of_steps = ""
+    if isinstance(steps, int):  # the file may be damaged
+        of_steps = f" of {steps}"
+        if seconds and step < steps:
+            of_steps += f", about {(steps - step) * seconds[-1] / 60:.0f} minutes left"
     table = Table(box=None, pad_edge=False)
     for heading, justify in (("", "left"), ("now", "right"), ("least", "right"), ("most", "right"), ("so far", "left")):
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
@@ -72,7 +76,7 @@ def view(run_dir: Path) -> Group:
             table.add_row(title, *(text.format(value) for value in (values[-1], min(values), max(values))), curve(values))
     for title, text in machine():
         table.add_row(title, text)
-    return Group(escape(str(run_dir)), f"{status_of_run(run_dir).value}: step {step:.0f} of {steps}{left}", table)
+    return Group(escape(str(run_dir)), f"{status_of_run(run_dir).value}: step {step:.0f}{of_steps}", table)
 
 
 def curve(values: list[float]) -> str:

@@ -52,6 +52,12 @@ def test_the_view_shows_losses_scores_memory_and_the_time_that_is_left(run_dir: 
     assert "interrupted: step 20" in shown(run_dir), "without the lock nobody runs it"
 
 
+@pytest.mark.parametrize("config", ["name: mine\n", "steps: many\n"])
+def test_a_run_whose_number_of_steps_is_unknown_is_shown(config: str, run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(config)
+    assert "interrupted: step 20" in [line.rstrip() for line in shown(run_dir).splitlines()]
+
+
 def test_the_gpus_of_the_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     class NVMLError(Exception):
         pass
