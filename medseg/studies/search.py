@@ -34,16 +34,17 @@ from medseg.config.search import Objective, ParameterConfig, ParameterType, Prun
 from medseg.config.targets import targets_first
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError, require
-from medseg.io.atomic import locked, replace_text
+from medseg.io.atomic import create_text, locked, replace_text
 from medseg.io.text import read_yaml_text
 from medseg.report.compare import METRICS
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
-from medseg.runs.processes import check_start, run_in_process
+from medseg.runs.processes import check_start, exit_if_asked, run_in_process
 from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
 from medseg.studies.recipes import key_of, train_arguments
+from medseg.training.preemption import STOP
 
 SEARCH_FILE = "search.yaml"
 JOURNAL_FILE = "study.journal"
@@ -76,11 +77,13 @@ def search(config: SearchConfig) -> int:
         config.resume is None and not config.retry_failed,
         "search resumes its trials by itself; leave out resume and retry_failed",
     )
+    STOP.install()
     settle(config)
     folder = Path(hydra_config.runtime.output_dir).absolute()
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
     open_folder(folder, config)
+    exit_if_asked()  # before a trial is drawn; later the job of a trial is asked to stop
     journal = SearchJournal(folder, config.sweep)
     journal.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
     for trial, overrides in journal.trials():
@@ -137,8 +140,7 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
         UserError: If the folder belongs to another search.
     """
     path = folder / SEARCH_FILE
-    if not path.is_file():
-        replace_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+    if create_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config)))):
         return
     earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(read_yaml_text(path))))
     saved, given = decisive(earlier), decisive(plain(config))

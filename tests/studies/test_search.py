@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
 from medseg.runs import processes
 from medseg.runs.folder import load_config
 from medseg.runs.status import Status
+from medseg.training.preemption import SIGNALS, STOP
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
 from medseg.studies import search
@@ -121,6 +124,25 @@ def test_a_refused_search_leaves_nothing(
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.rglob("study*"))
+
+
+def test_a_search_that_is_asked_to_stop_before_its_first_trial_draws_none(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in SIGNALS]
+
+    def settle(config: SearchConfig) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert STOP.is_asked
+
+    monkeypatch.setattr(search, "settle", settle)
+    try:
+        assert run() == EXIT_RESUME
+    finally:
+        STOP.is_asked = False
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert not list(tmp_path.rglob("study.journal"))
 
 
 # Below: without processes, composed in no time.
@@ -250,6 +272,19 @@ def test_a_folder_is_of_one_search(trials: Trials) -> None:
     other.model["depth"] = 2
     with pytest.raises(UserError, match=r"model\.depth: 3 then, 2 now"):
         search.open_folder(trials.folder, other)
+
+
+def test_of_two_searches_that_begin_at_the_same_moment_one_has_the_folder(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_are_here, to_yaml = threading.Barrier(2, timeout=30), OmegaConf.to_yaml
+    monkeypatch.setattr(OmegaConf, "to_yaml", lambda node: (both_are_here.wait(), to_yaml(node))[1])
+    configs = [trials.config(3), trials.config(3)]
+    configs[1].model["depth"] = 2
+    with ThreadPoolExecutor(2) as pool:
+        ends = [future.exception() for future in [pool.submit(search.open_folder, trials.folder, one) for one in configs]]
+    assert sorted(isinstance(end, UserError) for end in ends) == [False, True]
+    assert ends.count(None) == 1
 
 
 @pytest.fixture(scope="module")
