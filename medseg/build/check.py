@@ -1,5 +1,9 @@
 """Check of a run's objects before data is read: each is built and tried once, the network on the meta device."""
 
+import dataclasses
+import tempfile
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -38,8 +42,21 @@ def check_objects(config: TrainConfig) -> None:
         raise UserError(f"metrics.{name}: a column of history.csv is val_{name} already; choose another name")
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
     make_callbacks(config)
-    make_loggers(config)
     _check_optimisation(config)
+    _check_loggers(config)
+
+
+def _check_loggers(config: TrainConfig) -> None:
+    """Make the loggers in a temporary folder: some of them write files at once, and the run may still be refused."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        make_loggers(dataclasses.replace(config, logger=_moved(config.logger, config.run_dir, folder)))
+
+
+def _moved(node: Any, run_dir: str, folder: str) -> Any:
+    """The node of a logger that writes to another folder than that of the run."""
+    if isinstance(node, dict):
+        return {key: _moved(value, run_dir, folder) for key, value in node.items()}
+    return node.replace(run_dir, folder) if isinstance(node, str) else node
 
 
 def _check_optimisation(config: TrainConfig) -> None:

@@ -16,6 +16,7 @@ import torch
 from monai.transforms import RandGaussianNoised
 
 from medseg.build import extensions
+from medseg.build.check import check_objects
 from medseg.build.run import make_data_module
 from medseg.build.task import make_task
 from medseg.config.check import to_config
@@ -32,7 +33,7 @@ from medseg.weights.files import load_checkpoint
 
 def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", targets_first([*overrides, "run_dir=none"])), TrainConfig)
+        return to_config(hydra.compose("train", targets_first(["run_dir=none", *overrides])), TrainConfig)
 
 
 def test_a_loss_of_monai_gets_what_logits_need_and_the_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +191,27 @@ def test_callbacks_metrics_and_loggers_are_added_by_name_with_and_without_a_plus
     assert [type(one).__name__ for one in extensions.make_callbacks(config)] == ["Timer", "LearningRateMonitor"]
     assert list(extensions.make_metrics(config.metrics, 3)) == ["iou"]
     assert [type(one).__name__ for one in extensions.make_loggers(config)] == ["CSVLogger", "TensorBoardLogger", "CSVLogger"]
+
+
+def test_the_check_of_the_loggers_leaves_no_file_in_the_run_folder_and_prints_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    made = []
+
+    class WritesAtOnce(lightning.pytorch.loggers.CSVLogger):
+        def __init__(self, save_dir: str) -> None:
+            Path(save_dir).mkdir(parents=True)
+            made.append(save_dir)
+            super().__init__(save_dir)
+
+    monkeypatch.setattr(lightning.pytorch.loggers, "CSVLogger", WritesAtOnce)
+    run_dir = tmp_path / "run"
+    logger = ["+logger.mine._target_=lightning.pytorch.loggers.CSVLogger", "+logger.mine.save_dir=${run_dir}/logs"]
+    check_objects(compose("logger=none", *logger, f"run_dir={run_dir}"))
+    assert len(made) == 1
+    assert not run_dir.exists()
+    assert not Path(made[0]).exists()
+    assert not [one for one in recwarn if "optimizer.step" in str(one.message)]
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
