@@ -184,6 +184,10 @@ def _task_rules(task: TaskConfig) -> Rules:
     values, regions = sorted(task.labels.values()), task.regions or {}
     rules = [
         (
+            task.name not in ("", ".", "..") and not set(task.name) & set("/\\\0"),
+            f"task.name={task.name!r}: expected a name for a folder of synthetic scans, without / and \\; choose another one",
+        ),
+        (
             values == list(range(1, len(values) + 1)) and values != [],
             f"task.labels: expected the values 1, 2, … without a gap, but got {dict(task.labels)}",
         ),

@@ -48,6 +48,8 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["stage=fine", "stage.patch_size=[64,64]"], "stage.patch_size: 3 numbers are needed"),
         (["stage=fine", "stage.patch_size=64"], "stage.patch_size"),
         (["task.window_hu=[400,-1000]"], "task.window_hu: expected a lower bound below the upper one"),
+        (["task.name=../mine"], "task.name='../mine': expected a name for a folder of synthetic scans, without / and"),
+        (["task.name='..'"], "task.name='..': expected a name for a folder"),
         (["task.labels={left_lung: 1, right_lung: 3}"], "task.labels: expected the values 1, 2"),
         (["task.labels={left_lung: 1, right_lung: 2}", "task.ignore_label=2"], "task.ignore_label=2: the values 1 to 2 are those of labels"),
         (["task.window_hu=null"], "task.channels and task.window_hu: expected one of the two"),
