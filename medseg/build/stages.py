@@ -54,6 +54,8 @@ def load_stage(
         raise UserError(
             f"{stage}={path}: its metadata are damaged or of another version ({error!r}); take another copy"
         ) from error
+    if metadata["model"].get("pretrained"):  # its weights are in the file: nothing is downloaded in order to be replaced
+        metadata["model"] = {**metadata["model"], "pretrained": False}
     try:
         check_ranges(metadata, len(weights))
         task = with_known_volumes(Task.from_dict(metadata["task"]))

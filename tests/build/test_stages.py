@@ -11,6 +11,7 @@ import hydra
 import pytest
 import torch
 
+from medseg.build import stages
 from medseg.build.network import load_initial_weights, make_network
 from medseg.build.run import make_metadata
 from medseg.build.stages import load_stage, load_stages
@@ -219,3 +220,19 @@ def test_weights_may_have_the_smallest_spacing_that_the_reader_takes() -> None:
     check_ranges({**metadata, "spacing_mm": [0.005] * 3}, len(weights))
     with pytest.raises(ValueError, match="spacing_mm"):
         check_ranges({**metadata, "spacing_mm": [1e-5] * 3}, len(weights))
+
+
+def test_a_checkpoint_of_a_pretrained_network_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose()
+    node = {"_target_": "monai.networks.nets.FlexibleUNet", "backbone": "resnet18", "pretrained": True}
+    monkeypatch.setattr(stages, "read_weights", lambda *_: (make_metadata(config, {}) | {"model": node}, {}))
+    seen: list[dict[str, Any]] = []
+
+    def described(model: dict[str, Any], *_: Any) -> RegionalNetwork:
+        seen.append(model)
+        raise ValueError
+
+    monkeypatch.setattr(stages, "make_described_network", described)
+    with pytest.raises(UserError):
+        load_stage(Path("f.ckpt"), "fine", torch.device("cpu"))
+    assert seen == [{**node, "pretrained": False}]
