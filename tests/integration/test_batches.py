@@ -53,15 +53,15 @@ def make_scans(folder: Path, table: Path, number: int) -> None:
 
 
 def num_reports(folder: Path) -> int:
-    return len(list((folder / "out").glob("*.json")))
+    return len(list((folder / "out").glob("[!.]*.json")))
 
 
 def assert_whole(folder: Path) -> None:
-    """Every label map can be read, every report belongs to the label map beside it, and all are alike."""
-    maps = sorted((folder / "out").glob("*.nii.gz"))
+    """Every label map can be read, every report belongs to the label map beside it, and all are alike; files in the making do not count."""
+    maps = sorted((folder / "out").glob("[!.]*.nii.gz"))
     for path in maps:
         read_labels(path)
-    for report in (folder / "out").glob("*.json"):
+    for report in (folder / "out").glob("[!.]*.json"):
         label_map = report.with_suffix(".nii.gz")
         assert json.loads(report.read_text())["results"] == checksums([label_map])
     assert len({path.read_bytes() for path in maps}) == 1
@@ -91,7 +91,7 @@ def test_an_interrupted_and_then_killed_batch_is_finished_by_the_next(tiny_table
     assert code == 0, said
     assert out.count("finished before, skipped") == second
     assert f"{second} of 24 cases were finished before and skipped" in said
-    assert num_reports(tmp_path) == len(list((tmp_path / "out").glob("*.nii.gz"))) == 24
+    assert num_reports(tmp_path) == len(list((tmp_path / "out").glob("[!.]*.nii.gz"))) == 24
     assert_whole(tmp_path)
 
 
