@@ -63,7 +63,9 @@ class TrainingLoss(nn.Module):
         if output_weights is not None and not (min(output_weights, default=-1) >= 0 and sum(output_weights) > 0):
             raise ValueError(f"output_weights={list(output_weights)}: expected numbers from 0 on, one of them above 0")
         for loss in self.losses if ignore_value is not None else ():
-            is_known = isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)) or type(loss).__name__ in VOXELWISE_LOSSES
+            is_known = isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)) or (
+                type(loss).__module__.startswith("monai.losses.") and type(loss).__name__ in VOXELWISE_LOSSES
+            )
             if not getattr(loss, "is_voxelwise", is_known or type(loss).__module__.startswith("torch.nn.")):
                 raise ValueError(
                     f"{type(loss).__name__} is not a sum over voxels, so it cannot leave out the voxels of task.ignore_label; choose another loss"
@@ -152,8 +154,9 @@ def find_target_form(target: Any, arguments: dict[str, Any]) -> str:
 
 def default_arguments(_: type, known: Iterable[str], given: Iterable[str]) -> dict[str, Any]:
     """Choose what a loss of MONAI needs for logits and integers, where it knows the arguments and the user says nothing else."""
-    says_activation = bool({"sigmoid", "softmax", "other_act"} & set(given))
-    added = {"softmax": True} if "softmax" in known and not says_activation else {}
+    says_activation = bool({"sigmoid", "softmax", "use_softmax", "other_act"} & set(given))
+    names = [name for name in ("softmax", "use_softmax") if name in known and not says_activation]
+    added = dict.fromkeys(names, True)
     return added | ({"to_onehot_y": True} if "to_onehot_y" in known and "to_onehot_y" not in given else {})
 
 

@@ -169,8 +169,10 @@ class SegmentationModule(pl.LightningModule):
             scores = {key: score for part in parts for key, score in part.items()}
         # `fmean` rounds once, so the order of ranks and cases changes no bit.
         for name in self.metrics:
-            found = [score for (_, _, score_of), score in scores.items() if score_of == name and math.isfinite(score)]
-            self.log(f"val/{name}", fmean(found) if found else math.nan, rank_zero_only=False)
+            found = [score for (_, _, score_of), score in scores.items() if score_of == name and not math.isnan(score)]
+            # A distance is infinite where a label was not found at all: without it the mean would improve, so there is no mean then.
+            has_mean = bool(found) and all(map(math.isfinite, found))
+            self.log(f"val/{name}", fmean(found) if has_mean else math.nan, rank_zero_only=False)
         dice = [score for (_, _, score_of), score in scores.items() if isinstance(score_of, int)]
         if dice:
             self.log("val/dice", fmean(dice), rank_zero_only=False)

@@ -154,6 +154,11 @@ def test_what_the_user_says_stays(given: dict[str, Any], added: dict[str, Any]) 
     assert default_arguments(nn.Module, ["weight"], given) == {}
 
 
+def test_the_focal_loss_of_monai_gets_a_softmax_under_its_own_name() -> None:
+    assert default_arguments(nn.Module, ["use_softmax"], {}) == {"use_softmax": True}
+    assert default_arguments(nn.Module, ["use_softmax"], {"use_softmax": False}) == {}
+
+
 class Vector(nn.Module):
     """A value for each sample instead of one."""
 

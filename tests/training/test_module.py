@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,18 @@ def test_a_case_that_is_scored_twice_counts_once() -> None:
     module.on_validation_epoch_end()
     assert logged == {"val/dice": pytest.approx(2 / 3), "val/dice_worst": 0}
     assert not module.val_scores
+
+
+@pytest.mark.parametrize(("scores", "mean"), [((2.0, 4.0, math.nan), 3.0), ((2.0, math.inf), math.nan), ((math.nan,), math.nan)])
+def test_a_distance_to_a_label_that_was_not_found_leaves_no_mean(scores: tuple[float, ...], mean: float) -> None:
+    module = make_module(Threshold())
+    module.metrics = {"hd95": lambda *_: 0.0}  # type: ignore[dict-item]
+    module.val_scores = {(str(case), 0, "hd95"): value for case, value in enumerate(scores)}
+    logged: dict[str, float] = {}
+    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
+    module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    module.on_validation_epoch_end()
+    assert logged == {"val/hd95": pytest.approx(mean, nan_ok=True)}
 
 
 def test_dropout_is_a_function_of_seed_step_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
