@@ -150,7 +150,7 @@ class Watcher(pl.Callback):
 def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[number]
     # Capture, not code generation, is what the other switches can upset; the compiler itself is in `test_switches`.
-    monkeypatch.setattr(nn.Module, "compile", lambda module: setattr(module, "_compiled_call_impl", eager(module)))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: setattr(module, "_compiled_call_impl", eager(module)))
     accumulate = int(row["memory.accumulate"])
     size = 2 // accumulate
     batches = [batch(range(start, start + size)) for start in range(0, 4, size)]
