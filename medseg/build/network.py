@@ -28,10 +28,11 @@ def make_network(config: TrainConfig) -> RegionalNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    try:
-        check_arguments(node)  # what `predict` would refuse is refused before training
-    except ValueError as error:
-        raise UserError(f"model: {error}") from error
+    if node[TARGET] != UNET:  # no argument of our UNet is only a label or a seed: too large a one runs out of memory
+        try:
+            check_arguments(node)  # what `predict` would refuse is refused before training
+        except ValueError as error:
+            raise UserError(f"model: {error}") from error
     return make_described_network(node, make_task(config.task), region_mode_of(config.stage), config.trusted_targets)
 
 

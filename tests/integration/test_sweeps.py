@@ -18,7 +18,7 @@ from .test_stopping import wait_for
 
 # Each in the place of a job that would be good.
 FAILURES = {
-    2: ("out_of_memory", "model: {width: 65536}"),
+    2: ("out_of_memory", "model: {width: 1000000000}"),
     4: ("not_finite", "model: {width: 4}\noptimizer: {lr: 1e30}\ntrainer: {gradient_clip: null}"),
     7: ("failed", "model: {width: 4}\nschedule: {pct_start: 7.0}"),  # refused by its class, with a traceback
 }
