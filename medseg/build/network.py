@@ -12,7 +12,7 @@ from medseg.config.rules import choose_strides, stated_divisor
 from medseg.config.schema import UNET, SpacingConfig, StageConfig, TrainConfig
 from medseg.config.targets import TARGET, bind_arguments, import_target
 from medseg.data.task import Task
-from medseg.errors import UserError, first_line
+from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits
 from medseg.models.regional import RegionalNetwork, input_channels
 from medseg.models.unet import UNet
@@ -73,6 +73,8 @@ def make_described_network(node: dict[str, Any], task: Task, region_mode: str, t
     except UserError:
         raise
     except Exception as error:  # of any class that the configuration names
+        if is_out_of_memory(error):
+            raise
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model: {kind}{first_line(error)}") from error
 
