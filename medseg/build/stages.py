@@ -15,7 +15,7 @@ from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import UNET, Precision, Resampling
 from medseg.config.targets import TARGET, check_target
 from medseg.data.task import Task
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line, is_out_of_memory, require
 from medseg.geometry.grid_rule import GridRule
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
@@ -82,6 +82,8 @@ def load_stage(
             checkpoints={str(path): checksum(path)},
         )
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"{stage}={path}: its weights do not fit the network of its metadata ({first_line(error)}); take another copy"
         ) from error

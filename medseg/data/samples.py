@@ -221,11 +221,7 @@ class Samples(Dataset[Sample]):
         body = scan.body()
         if rule != PLAIN:
             spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
-            if rng.random() < self.slab_share:
-                num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
-                first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
-                scan = scan.slab(first, first + num_slices)
-                body = scan.body()
+            scan, body = self._cut_slab(scan, body, rng)
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
             crop = rule.crop(body, lattice, (1, 1, 1), divisor)
@@ -236,13 +232,14 @@ class Samples(Dataset[Sample]):
                 return scan, crop
             # A range of the body, where it is long enough.
             whole = body if body.shape[0] >= depth else crop.box
+        elif self.patch_size is not None:
+            scan, body = self._cut_slab(scan, body, rng)
+            return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
         else:
             shape, step = filled(body.shape, divisor), divisor[0]
             if rng.random() < self.slab_share:
                 num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
                 shape = (max(step, num_slices // step * step), *shape[1:])
-            if self.patch_size is not None:
-                return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
             depth, whole = self._bounded_depth(shape) or shape[0], body
             if any(channel.window_hu is None for channel in self.task.channels):
                 # Padded after the intensity map, as in prediction: maps differ in the value of air.
@@ -250,6 +247,15 @@ class Samples(Dataset[Sample]):
             crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
         return scan, crop._replace(box=VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
+
+    def _cut_slab(self, scan: _Scan, body: VoxelBox, rng: np.random.Generator) -> tuple[_Scan, VoxelBox]:
+        """Cut `slab_share` of the scans to a random range of the body's slices; return the scan and its body."""
+        if rng.random() >= self.slab_share:
+            return scan, body
+        num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
+        first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
+        scan = scan.slab(first, first + num_slices)
+        return scan, scan.body()
 
     def _bounded_depth(self, shape: tuple[int, int, int]) -> int | None:
         """Count the slices, a multiple of the divisor, that a filled shape keeps under `max_voxels`; None if it is under it."""

@@ -410,6 +410,14 @@ def test_patches_of_a_whole_scan_meet_every_label_as_often(cached_cases: list[Ca
     ), "elsewhere without"
 
 
+def test_patches_of_a_slab_see_nothing_beyond_it(cached_cases: list[CachedCase], task: Task) -> None:
+    options = dict(augmentation=None, patch_size=(8, 6, 6), boundary_share=0.0)
+    cut, uncut = (coarse(cached_cases[:1], replace(task, regions=()), slab_share=share, **options) for share in (1.0, 0.0))
+    scanned = [[int(samples[n]["inside"][0].diff()) for n in range(40)] for samples in (cut, uncut)]
+    assert set(scanned[1]) == {8}
+    assert min(scanned[0]) < 8
+
+
 def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], task: Task) -> None:
     trust = [{"left_lung": "reference", "right_lung": "approximate"}, {"left_lung": "reference", "right_lung": "absent"}, {}]
     cases = [replace(case, trust=one) for case, one in zip(cached_cases, trust, strict=True)]
