@@ -411,7 +411,7 @@ def test_patches_of_a_whole_scan_meet_every_label_as_often(cached_cases: list[Ca
 
 
 def test_patches_of_a_slab_see_nothing_beyond_it(cached_cases: list[CachedCase], task: Task) -> None:
-    options = dict(augmentation=None, patch_size=(8, 6, 6), boundary_share=0.0)
+    options: dict[str, Any] = {"augmentation": None, "patch_size": (8, 6, 6), "boundary_share": 0.0}
     cut, uncut = (coarse(cached_cases[:1], replace(task, regions=()), slab_share=share, **options) for share in (1.0, 0.0))
     scanned = [[int(samples[n]["inside"][0].diff()) for n in range(40)] for samples in (cut, uncut)]
     assert set(scanned[1]) == {8}
