@@ -85,7 +85,11 @@ train_run(load_config(Path(sys.argv[1])))
 
 
 def test_a_killed_run_goes_on_bit_by_bit(tiny_table: Path, tmp_path: Path) -> None:
-    settings = [*SMALL, "steps=12", "stage.batch_size=2", "memory.accumulate=2", "data.num_workers=1"]
+    transforms = (
+        "augment.transforms=[effects, {_target_: monai.transforms.RandGaussianNoised, prob: 0.5}, "
+        "{_target_: monai.transforms.RandAffined, prob: 0.5, rotate_range: [0.1, 0.1, 0.1]}]"
+    )
+    settings = [*SMALL, "steps=12", "stage.batch_size=2", "memory.accumulate=2", "data.num_workers=1", transforms]
     whole, run_dir = tmp_path / "whole", tmp_path / "killed"
     train(whole, tiny_table, *settings)
     run_dir.mkdir()
