@@ -3,7 +3,7 @@
 Every choice is a function of (seed, number), not a state: any worker can compute any sample, and a run resumes exactly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -96,6 +96,9 @@ class StepBatchSampler(Sampler[list[int]]):
     groups and ranks cut each group into consecutive parts, so that one rank with accumulation 2 and two ranks without
     see the same samples at every step. There is no state: a continued run needs `start_step` alone.
 
+    Ranks wait for each other at the end of a step. Where samples differ in size, each sample of a step, the largest first, goes to the
+    rank that has the fewest voxels so far and is not full. Which rank computes a sample does not change the mean over the step.
+
     Args:
         num_steps: Steps of the whole run, those before `start_step` included.
         batch_size: Global batch B of one optimiser step.
@@ -103,6 +106,7 @@ class StepBatchSampler(Sampler[list[int]]):
         rank: Number of this process, 0 ≤ rank < num_ranks.
         num_ranks: Number of processes.
         start_step: First step to yield.
+        size: Size of the sample of a number, in any unit; None: all samples have the same size.
 
     Raises:
         ValueError: If B is not divisible by accumulate × num_ranks, or a number is out of its range.
@@ -116,6 +120,7 @@ class StepBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         num_ranks: int = 1,
         start_step: int = 0,
+        size: Callable[[int], float] | None = None,
     ) -> None:
         if min(batch_size, accumulate, num_ranks) < 1 or not 0 <= rank < num_ranks or min(num_steps, start_step) < 0:
             raise ValueError(
@@ -127,7 +132,7 @@ class StepBatchSampler(Sampler[list[int]]):
             raise ValueError(f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}")
         self.num_steps, self.start_step = num_steps, start_step
         self.batch_size, self.accumulate = batch_size, accumulate
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks, self.size = rank, num_ranks, size
 
     def __len__(self) -> int:
         """Micro-batches of this rank in the whole run; Lightning adds those before `start_step` to what it fetches."""
@@ -135,8 +140,17 @@ class StepBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         group = self.batch_size // self.accumulate
-        size = group // self.num_ranks
+        length = group // self.num_ranks
         for step in range(self.start_step, self.num_steps):
-            for micro in range(self.accumulate):
-                first = step * self.batch_size + micro * group + self.rank * size
-                yield list(range(first, first + size))
+            numbers = list(range(step * self.batch_size, (step + 1) * self.batch_size))
+            if self.size is not None and self.num_ranks > 1:
+                sizes = {n: self.size(n) for n in numbers}
+                shares: list[list[int]] = [[] for _ in range(self.num_ranks)]
+                for n in sorted(numbers, key=sizes.__getitem__, reverse=True):
+                    not_full = [share for share in shares if len(share) < self.accumulate * length]
+                    min(not_full, key=lambda share: sum(sizes[k] for k in share)).append(n)
+                own = shares[self.rank]
+                yield from (own[first : first + length] for first in range(0, len(own), length))
+            else:
+                starts = range(self.rank * length, self.batch_size, group)
+                yield from (numbers[first : first + length] for first in starts)

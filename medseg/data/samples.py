@@ -174,6 +174,12 @@ class Samples(Dataset[Sample]):
         """Items of one pass."""
         return len(self.items)
 
+    def size(self, n: int) -> int:
+        """Estimate the voxels of sample n from its case (coarse stage) or region alone: without jitter, patches or slabs."""
+        case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
+        shape = case.grid.shape if self.is_coarse else self.crops.crop(case, self.task.regions[number], None).box.shape
+        return math.prod(shape)
+
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]

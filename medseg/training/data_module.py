@@ -207,11 +207,17 @@ class CasesDataModule(pl.LightningDataModule):
 
     def train_batches(self, rank: int = 0, num_ranks: int = 1, start_step: int = 0) -> DataLoader[Any]:
         """Make the loader of the micro-batches of a rank from a step on."""
-        sampler = StepBatchSampler(
-            self.steps, self.batch_size, accumulate=self.accumulate, rank=rank, num_ranks=num_ranks, start_step=start_step
-        )
         samples, given = self.train_samples(), self.stage_input
         has_one_shape = given.patch_size is not None or given.rule.size is not None
+        sampler = StepBatchSampler(
+            self.steps,
+            self.batch_size,
+            accumulate=self.accumulate,
+            rank=rank,
+            num_ranks=num_ranks,
+            start_step=start_step,
+            size=None if has_one_shape else samples.size,
+        )
         return TrainLoader(
             _FirstBatch(samples, self.batch_size) if self.overfit else samples,
             batch_sampler=sampler,

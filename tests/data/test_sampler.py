@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -33,6 +34,26 @@ def test_a_later_start_continues_exactly(start_step: int) -> None:
     late = StepBatchSampler(5, 6, 3, 1, 2, start_step=start_step)
     assert list(late) == whole[start_step * 3 :]
     assert len(late) == len(whole), "the length is that of the run: Lightning counts what came before"
+
+
+@pytest.mark.parametrize(("accumulate", "num_ranks"), [(1, 2), (2, 2), (1, 4), (3, 4)])
+def test_ranks_of_a_step_get_the_same_samples_and_about_the_same_number_of_voxels(accumulate: int, num_ranks: int) -> None:
+    voxels = np.random.default_rng(0).lognormal(0.0, 1.0, 50 * 12).astype(float)
+
+    def loads(size: Callable[[int], float] | None) -> np.ndarray:
+        """Voxels of each step and rank."""
+        ranks = [list(StepBatchSampler(50, 12, accumulate, rank, num_ranks, size=size)) for rank in range(num_ranks)]
+        assert {len(batch) for batches in ranks for batch in batches} == {12 // accumulate // num_ranks}
+        steps = [[batches[step * accumulate : (step + 1) * accumulate] for batches in ranks] for step in range(50)]
+        for step, parts in enumerate(steps):
+            assert sorted(n for own in parts for batch in own for n in batch) == list(range(step * 12, (step + 1) * 12))
+        return np.array([[sum(voxels[n] for batch in own for n in batch) for own in parts] for parts in steps])
+
+    def waste(loads: np.ndarray) -> float:
+        """Part of the time of all ranks that is spent in waiting for the slowest one."""
+        return float(1 - loads.mean(axis=1).sum() / loads.max(axis=1).sum())
+
+    assert waste(loads(voxels.__getitem__)) < 0.7 * waste(loads(None))
 
 
 @pytest.mark.parametrize("arguments", [(5, 6, 4), (5, 6, 2, 0, 2), (5, 0), (5, 2, 1, 2, 2), (5, 2, 1, 0, 1, -1)])
