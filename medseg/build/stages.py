@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from medseg.build.network import make_described_network, to_tuples
-from medseg.build.task import with_known_volumes
+from medseg.build.task import with_known_labels
 from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import UNET, Precision, Resampling
 from medseg.config.targets import TARGET, check_target
@@ -58,7 +58,7 @@ def load_stage(
         metadata["model"] = {**metadata["model"], "pretrained": False}
     try:
         check_ranges(metadata, len(weights))
-        task = with_known_volumes(Task.from_dict(metadata["task"]))
+        task = with_known_labels(Task.from_dict(metadata["task"]))
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
         shapes = build_on_meta(
             lambda: make_described_network(metadata["model"], task, metadata["region_mode"], trusted), may_compute=bool(trusted)

@@ -1,4 +1,4 @@
-"""Task of a run: labels, regions, channels and plausible volumes."""
+"""Task of a run: labels with codes and colours, regions, channels and plausible volumes."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,18 +25,35 @@ def make_task(config: TaskConfig) -> Task:
         config.least_hu,
         config.ignore_label,
         {name: (low_ml, high_ml) for name, (low_ml, high_ml) in (config.volume_ml or {}).items()},
+        _texts(config.codes),
+        dict(config.colours or {}),
     )
 
 
-def with_known_volumes(task: Task) -> Task:
-    """Add the plausible volumes of `conf/task/<name>.yaml` to the task of an older checkpoint without them, if the labels agree."""
+def _texts(codes: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
+    """Convert codes to texts; YAML reads digits as a number."""
+    return {name: tuple(map(str, code)) for name, code in (codes or {}).items()}
+
+
+def with_known_labels(task: Task) -> Task:
+    """Add what `conf/task/<name>.yaml` knows of labels to the task of an older checkpoint without it, if the labels agree.
+
+    These are plausible volumes, codes and colours.
+    """
     path = conf_dir() / "task" / f"{task.name}.yaml"
-    if task.volume_ml or not task.name.isidentifier() or not path.is_file():
+    if not task.name.isidentifier() or not path.is_file():
         return task
     found: Any = OmegaConf.to_container(OmegaConf.load(path))
     known = found.get("task", found)
+    if known["labels"] != task.labels:
+        return task
     ranges_ml = {name: (float(low_ml), float(high_ml)) for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()}
-    return replace(task, volume_ml=ranges_ml) if known["labels"] == task.labels else task
+    return replace(
+        task,
+        volume_ml=task.volume_ml or ranges_ml,
+        codes=task.codes or _texts(known.get("codes")),
+        colours=task.colours or dict(known.get("colours") or {}),
+    )
 
 
 def count_classes(config: TrainConfig) -> int:

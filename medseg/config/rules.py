@@ -234,6 +234,25 @@ def _task_rules(task: TaskConfig) -> Rules:
                 f"task.volume_ml.{name}: expected two increasing numbers in ml, but got {range_ml}",
             ),
         ]
+    for key, given in (("codes", task.codes), ("colours", task.colours)):
+        rules += [
+            (name in task.labels, f"task.{key}.{name}: there is no such label; there are {', '.join(task.labels)}")
+            for name in given or {}
+        ]
+    rules += [
+        (
+            _is_code(code),
+            f"task.codes.{name}: expected [code, meaning] or [code, meaning, left | right], such as [39607008, Lung, left], but got {code}",
+        )
+        for name, code in (task.codes or {}).items()
+    ]
+    rules += [
+        (
+            bool(re.fullmatch("#[0-9a-fA-F]{6}", colour)),
+            f"task.colours.{name}: expected a colour such as '#38bdf8', but got {colour!r}",
+        )
+        for name, colour in (task.colours or {}).items()
+    ]
     for name, region in regions.items():
         key, unknown = f"task.regions.{name}.labels", [label for label in region.labels if label not in task.labels]
         rules += [
@@ -241,6 +260,15 @@ def _task_rules(task: TaskConfig) -> Rules:
             (bool(region.labels), f"{key}: at least one label is needed"),
         ]
     return rules
+
+
+def _is_code(code: Any) -> bool:
+    """Whether this is a SNOMED CT code: up to 16 digits, a meaning of up to 64 characters (limits of DICOM) and perhaps a side."""
+    if not isinstance(code, list) or len(code) not in (2, 3):
+        return False
+    number, meaning = str(code[0]), code[1]
+    is_named = isinstance(meaning, str) and 0 < len(meaning) <= 64
+    return number.isdecimal() and len(number) <= 16 and is_named and code[2:] in ([], ["left"], ["right"])
 
 
 def _is_range(values: Any) -> bool:

@@ -126,6 +126,13 @@ class TaskConfig:
             neutral=True,
         ),
     ] = None
+    codes: Annotated[
+        dict[str, Any] | None,
+        Knob("Label: its SNOMED CT code, [code, meaning] or [code, meaning, left | right], for DICOM results.", neutral=True),
+    ] = None
+    colours: Annotated[
+        dict[str, str] | None, Knob("Label: its colour in results, '#rrggbb'; others get one of a palette.", neutral=True)
+    ] = None
 
 
 @dataclass

@@ -60,6 +60,8 @@ class Task:
         least_hu: A connected component with a lower median HU is no organ; None accepts every component.
         ignore_label: Value of ignored voxels in label maps and targets; None where no voxel is ignored.
         volume_ml: Name of a region or label to its smallest and largest plausible volume; names may be absent.
+        codes: Label name to its SNOMED CT code, its meaning and, for a part of one side, `left` or `right`; names may be absent.
+        colours: Label name to its colour in results, `#rrggbb`; names may be absent.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Task:
     least_hu: float | None = None
     ignore_label: int | None = None
     volume_ml: dict[str, tuple[float, float]] = field(default_factory=dict)
+    codes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    colours: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_classes(self) -> int:
@@ -138,6 +142,8 @@ class Task:
             data.get("least_hu"),
             data.get("ignore_label"),
             {name: _pair(range_ml) for name, range_ml in data.get("volume_ml", {}).items()},
+            {name: tuple(code) for name, code in data.get("codes", {}).items()},
+            dict(data.get("colours", {})),
         )
 
 

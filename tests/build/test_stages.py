@@ -15,7 +15,7 @@ from medseg.build import stages
 from medseg.build.network import load_initial_weights, make_network
 from medseg.build.run import make_metadata
 from medseg.build.stages import load_stage, load_stages
-from medseg.build.task import make_task, with_known_volumes
+from medseg.build.task import make_task, with_known_labels
 from medseg.cascade.stage import CascadeOptions
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -73,10 +73,10 @@ def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(tm
 def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
     stage = load_stages([shipped_weights("lungs", "coarse")], "coarse", CPU)
     assert stage.task.volume_ml == make_task(compose().task).volume_ml
-    assert set(stage.task.volume_ml) == {"left_lung", "right_lung"}
-    other = replace(stage.task, labels={"lung": 1}, regions=(), volume_ml={})
-    assert with_known_volumes(other) == other
-    assert with_known_volumes(replace(other, name="../lungs")).volume_ml == {}
+    assert set(stage.task.volume_ml) == set(stage.task.codes) == {"left_lung", "right_lung"}
+    other = replace(stage.task, labels={"lung": 1}, regions=(), volume_ml={}, codes={})
+    assert with_known_labels(other) == other
+    assert with_known_labels(replace(other, name="../lungs")).volume_ml == {}
 
 
 def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import hydra
 import pytest
+from pydicom.sr._concepts_dict import concepts
 
 from medseg.build.cases import file_values
 from medseg.build.task import make_task
@@ -28,9 +30,26 @@ def test_window_hu_is_short_for_one_ct_channel() -> None:
     assert task.is_ct
     older = task.to_dict()
     older["window_hu"] = list(older.pop("channels")[0]["window_hu"])  # as weights and checkpoints of 0.1 hold it
-    del older["volume_ml"], older["ignore_label"]
+    del older["volume_ml"], older["ignore_label"], older["codes"], older["colours"]
     assert Task.from_dict(older).channels == task.channels
     assert Task.from_dict(task.to_dict()) == task
+
+
+def test_codes_and_colours_of_labels() -> None:
+    task = make_task(config("task.codes.left_lung=[39607008,Lung,left]", "task.colours={right_lung: '#fb923c'}").task)
+    assert task.codes == {"left_lung": ("39607008", "Lung", "left"), "right_lung": ("39607008", "Lung", "right")}
+    assert task.colours == {"right_lung": "#fb923c"}
+    assert Task.from_dict(json.loads(json.dumps(task.to_dict()))) == task
+
+
+@pytest.mark.parametrize("name", ["abdomen", "heart", "kidneys", "lungs", "spine"])
+def test_codes_are_those_of_the_standard(name: str) -> None:
+    """pydicom holds the SNOMED CT codes that DICOM uses, with their meanings."""
+    task = make_task(config(f"task={name}").task)
+    assert len(task.codes) >= len(task.labels) - 1
+    for label, (code, meaning, *side) in task.codes.items():
+        assert meaning in [known[code][0] for known in concepts["SCT"].values() if code in known]
+        assert side == [word for word in ("left", "right") if word in label]
 
 
 def test_several_channels_in_their_order() -> None:

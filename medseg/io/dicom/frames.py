@@ -40,6 +40,8 @@ MACROS = {
     "ImagePositionPatient": "PlanePositionSequence",
     "ImageOrientationPatient": "PlaneOrientationSequence",
     "PixelSpacing": "PixelMeasuresSequence",
+    "SpacingBetweenSlices": "PixelMeasuresSequence",
+    "ReferencedSegmentNumber": "SegmentIdentificationSequence",
     "RescaleSlope": "PixelValueTransformationSequence",
     "RescaleIntercept": "PixelValueTransformationSequence",
     "RescaleType": "PixelValueTransformationSequence",
@@ -202,19 +204,19 @@ def _whole(header: Dataset, keyword: str, default: int) -> int:
     return default if header.get(keyword) in (None, "") else int(header[keyword].value)
 
 
-def _find(places: tuple[Dataset, ...], keyword: str) -> Any:
+def field_of(places: tuple[Dataset, ...], keyword: str) -> Any:
     """Find the value of a field in the group of a frame, in the group of all frames, else in the header of the file."""
     items = [item for group in places[:-1] for item in (group.get(MACROS[keyword]) or [])[:1] if keyword in item]
     return (items or places[-1:])[0].get(keyword)
 
 
-def _numbers(places: tuple[Dataset, ...], keyword: str, count: int) -> tuple[float, ...] | None:
+def read_numbers(places: tuple[Dataset, ...], keyword: str, count: int) -> tuple[float, ...] | None:
     """Read a field of `count` numbers; None where it is missing or empty.
 
     Raises:
         ValueError: If there are not as many, or one is not finite.
     """
-    value = _find(places, keyword)
+    value = field_of(places, keyword)
     if value in (None, ""):
         return None
     values = value if isinstance(value, MultiValue) else [value]
@@ -329,13 +331,13 @@ def _slice(
         UserError: If it has no position, or values that are not HU; without the path.
     """
     header = places[-1]
-    if any("LOCALIZER" in _text(value).upper().split("\\") for value in (header.get("ImageType"), _find(places, "FrameType"))):
+    if any("LOCALIZER" in _text(value).upper().split("\\") for value in (header.get("ImageType"), field_of(places, "FrameType"))):
         return NoSlice(path, series, "localiser")
-    position = _numbers(places, "ImagePositionPatient", 3)
-    orientation = _numbers(places, "ImageOrientationPatient", 6)
+    position = read_numbers(places, "ImagePositionPatient", 3)
+    orientation = read_numbers(places, "ImageOrientationPatient", 6)
     if position is None or orientation is None:
         return NoSlice(path, series, "image without a position and an orientation")
-    spacing_mm = _numbers(places, "PixelSpacing", 2) or ()
+    spacing_mm = read_numbers(places, "PixelSpacing", 2) or ()
     require(
         bool(spacing_mm) and min(spacing_mm) > 0,
         f"expected two positive numbers in PixelSpacing, got {spacing_mm or None}; export the series again.",
@@ -352,8 +354,8 @@ def _slice(
         f"expected rows and columns at right angles, but ImageOrientationPatient is {tuple(axes.round(6).ravel().tolist())}; "
         "export the DICOM series again.",
     )
-    slope, intercept = (_numbers(places, keyword, 1) for keyword in ("RescaleSlope", "RescaleIntercept"))
-    rescale_type = _text(_find(places, "RescaleType"))
+    slope, intercept = (read_numbers(places, keyword, 1) for keyword in ("RescaleSlope", "RescaleIntercept"))
+    rescale_type = _text(field_of(places, "RescaleType"))
     # US means unspecified.
     what = "a slope of 0" if slope == (0,) else "" if rescale_type.upper() in ("", "HU", "HU_MOD", "US") else plain(rescale_type)
     too_large = next((one for one in (*(slope or ()), *(intercept or ())) if abs(one) > MAX_RESCALE), None)
@@ -383,7 +385,7 @@ def _slice(
         slope[0] if slope else 1.0,
         intercept[0] if intercept else 0.0,
         slope is not None and intercept is not None,
-        tuple(_text(header.get(keyword)) or _text(_find(places, frame_keyword)) for _, keyword, frame_keyword in PHASES),
+        tuple(_text(header.get(keyword)) or _text(field_of(places, frame_keyword)) for _, keyword, frame_keyword in PHASES),
         _text(header.get("PatientID")),
         tuple(remark for remark, applies in remarks.items() if applies),
     )

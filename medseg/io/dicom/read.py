@@ -12,6 +12,7 @@ The rules, which docs/dicom.md repeats:
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import numpy as np
 from scipy.ndimage import shift
 
 from medseg.errors import UserError, require
-from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.pixels import READ_FILE, is_whole, read_hu
 from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of, some
@@ -38,7 +39,32 @@ MAX_TILT_DEG = 45.0
 """Gantries tilt by 30° at most."""
 
 
-def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> LazyVolume:
+@dataclass(frozen=True, eq=False)
+class SourceSlices:
+    """The slices of a series, one at each position, and the regular grid over them.
+
+    Attributes:
+        path: Folder or file that the series was read from.
+        frames: Slices, sorted along the normal.
+        grid: The grid; its planes are parallel to the slices.
+        planes: For each plane of the grid the slice below, and the weight of the next one.
+        shifts_px: Position of the first pixel of each slice on its plane, (y, x) in pixels, each >= 0.
+        is_filled: Whether a plane lies between two slices.
+        is_shifted: Whether the slices are offset sideways, as those of a tilted gantry.
+        remarks: Sentences for the user.
+    """
+
+    path: Path
+    frames: tuple[Frame, ...]
+    grid: VoxelGrid
+    planes: list[tuple[int, float]]
+    shifts_px: np.ndarray
+    is_filled: bool
+    is_shifted: bool
+    remarks: tuple[str, ...]
+
+
+def open_slices(path: Path, series: str | None = None, modality: str = "ct") -> SourceSlices:
     """Read the headers of a series and lay a regular grid over its slices.
 
     Args:
@@ -76,6 +102,16 @@ def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> L
     along = normal_of(first) + slant[0] * column + slant[1] * row
     columns = np.stack([row * first.spacing_mm[1], column * first.spacing_mm[0], along * step_mm], axis=1)
     grid = grid_from_columns(path, shape, columns, list(first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row))
+    losses = dict.fromkeys(remark for frame in frames for remark in frame.remarks)
+    return SourceSlices(
+        path, frames, grid, planes, shifts_px, bool(filled), bool(tilt), (*remarks, *losses, *repairs, *filled, *tilt)
+    )
+
+
+def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> LazyVolume:
+    """Describe the volume of a series, in HU or intensities on its regular grid; arguments and errors as for `open_slices`."""
+    slices = open_slices(path, series, modality)
+    frames, shape = slices.frames, slices.grid.shape
     dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
 
     def runs() -> Iterator[np.ndarray]:
@@ -85,18 +121,18 @@ def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> L
         def placed(index: int) -> np.ndarray:
             """Read one slice and move it to its position on the grid."""
             # Padding far below air would blur into its neighbours. Other intensities than HU may be negative, and their padding is 0.
-            image_hu = np.maximum(hu(frames[index]), first.air if first.is_hu else -np.inf).astype(np.float32)
-            return shifted(image_hu, shifts_px[index], shape[1:], first.air) if tilt else image_hu
+            air = frames[0].air
+            image_hu = np.maximum(hu(frames[index]), air if frames[0].is_hu else -np.inf).astype(np.float32)
+            return shifted(image_hu, slices.shifts_px[index], shape[1:], air) if slices.is_shifted else image_hu
 
-        for below, weight in planes:
-            image_hu = placed(below) if filled or tilt else hu(frames[below])
+        for below, weight in slices.planes:
+            image_hu = placed(below) if slices.is_filled or slices.is_shifted else hu(frames[below])
             if weight:
                 image_hu = image_hu + np.float32(weight) * (placed(below + 1) - image_hu)
             # HU stay whole numbers where the slices have them.
             yield (image_hu if image_hu.dtype == dtype else np.rint(image_hu)).astype(dtype).ravel()
 
-    losses = dict.fromkeys(remark for frame in frames for remark in frame.remarks)
-    return LazyVolume(path, grid, dtype, runs, remarks=(*remarks, *losses, *repairs, *filled, *tilt))
+    return LazyVolume(path, slices.grid, dtype, runs, remarks=slices.remarks)
 
 
 def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...], air: int = AIR_HU) -> np.ndarray:

@@ -1,0 +1,102 @@
+"""Contours of masks: outlines by marching squares with holes joined by keyholes, and filled polygons."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from contourpy import FillType, contour_generator
+from scipy.spatial import cKDTree
+
+EDGE_PX = 1e-3
+"""Pixel centres nearer than this to an outline count as inside: some programs draw through the centres of the outermost pixels."""
+
+
+NUM_NEIGHBOURS = 4
+"""A hole and its outline have at least as many points."""
+
+
+def outlines(mask: np.ndarray) -> list[np.ndarray]:
+    """Trace each part of a mask, midway between pixels inside and outside.
+
+    Pixels that touch at a corner alone may count as one part or as two; filling the outlines restores the mask either way.
+
+    Args:
+        mask: Boolean (H, W).
+
+    Returns:
+        A closed polygon for each part, (N, 2) in (row, column), the last point not repeated. Holes are joined to it by keyholes:
+        the polygon runs to the hole, around it, and back along the same line.
+    """
+    # A border of background closes the outlines at the edge of the slice.
+    generator = contour_generator(z=np.pad(mask, 1).astype(np.float32), name="serial", fill_type=FillType.OuterOffset)
+    polygons, offsets = generator.filled(0.5, 2.0)
+    parts = []
+    for points, ends in zip(polygons, offsets, strict=True):
+        rings = [points[start : stop - 1, ::-1] - 1.0 for start, stop in pairwise(ends)]
+        part = rings[0]
+        for hole in sorted(rings[1:], key=lambda ring: float(ring[:, 1].min())):
+            gate, start = _keyhole(part, hole)
+            part = np.concatenate([part[: gate + 1], np.roll(hole, -start, axis=0), hole[start : start + 1], part[gate:]])
+        parts.append(_corners(part))
+    return parts
+
+
+def _keyhole(part: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
+    """Choose a point of a polygon and one of its hole that are near each other, with no pixel centre on the line between them.
+
+    Programs do not agree whether a centre on a line that a polygon runs along twice is inside.
+
+    Args:
+        part: Polygon (N, 2), points midway between two pixels.
+        hole: Polygon (M, 2) within it.
+
+    Returns:
+        Index of the point in `part` and in `hole`.
+    """
+    distances, nearest = cKDTree(part).query(hole, k=NUM_NEIGHBOURS)
+    points, neighbours = np.unravel_index(distances.argsort(axis=None), distances.shape)
+    pairs = list(zip(nearest[points, neighbours].tolist(), points.tolist(), strict=True))
+    return next((pair for pair in pairs if not _meets_a_centre(part[pair[0]], hole[pair[1]])), pairs[0])
+
+
+def _meets_a_centre(start: np.ndarray, stop: np.ndarray) -> bool:
+    """Whether a whole row and column lie on the line between two points midway between pixels."""
+    low, step = (2 * start).astype(int), (2 * (stop - start)).astype(int)
+    num_steps = np.gcd(*step)
+    return bool((((low + np.arange(num_steps + 1)[:, None] * (step // num_steps)) % 2) == 0).all(axis=1).any())
+
+
+def _corners(ring: np.ndarray) -> np.ndarray:
+    """Drop the points of a closed polygon on the straight line between their neighbours."""
+    before, after = ring - np.roll(ring, 1, axis=0), np.roll(ring, -1, axis=0) - ring
+    return np.asarray(ring[before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]])
+
+
+def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
+    """Fill polygons by the even-odd rule, so that a polygon within another is a hole, and keyholes cancel.
+
+    Args:
+        polygons: Closed polygons, each (N, 2) in (row, column).
+        shape: Rows and columns of the slice.
+
+    Returns:
+        Mask (H, W) of the pixels whose centre is inside or on an outline.
+    """
+    starts = np.concatenate(polygons)
+    stops = np.concatenate([np.roll(polygon, -1, axis=0) for polygon in polygons])
+    mask = np.zeros(shape, bool)
+    for shift in ((EDGE_PX, EDGE_PX), (EDGE_PX, -EDGE_PX), (-EDGE_PX, EDGE_PX), (-EDGE_PX, -EDGE_PX)):
+        mask |= _inside(starts + shift, stops + shift, shape)
+    return mask
+
+
+def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Count how many edges (N, 2) to (N, 2) lie left of each pixel centre of its row; odd is inside."""
+    first, last = (np.ceil(side(starts[:, 0], stops[:, 0])).clip(0, shape[0]).astype(int) for side in (np.minimum, np.maximum))
+    counts = last - first
+    edges = np.repeat(np.arange(len(starts)), counts)
+    rows = np.arange(len(edges)) - np.repeat(np.cumsum(counts) - counts, counts) + first[edges]
+    share = (rows - starts[edges, 0]) / (stops[edges, 0] - starts[edges, 0])
+    columns = np.ceil(starts[edges, 1] + share * (stops[edges, 1] - starts[edges, 1])).clip(0, shape[1]).astype(int)
+    crossings = np.bincount(rows * (shape[1] + 1) + columns, minlength=shape[0] * (shape[1] + 1))
+    return np.asarray(crossings.reshape(shape[0], -1)[:, :-1].cumsum(axis=1) % 2 == 1)

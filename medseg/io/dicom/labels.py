@@ -1,0 +1,297 @@
+"""Reader of labels in DICOM: segments of a SEG and contours of an RTSTRUCT, moved onto the grid of a series by their positions."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydicom import Dataset, FileDataset, config, dcmread
+from pydicom.pixels import pixel_array
+from pydicom.uid import RTStructureSetStorage, SegmentationStorage
+
+from medseg.errors import UserError, first_line, require
+from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.dicom.contours import fill
+from medseg.io.dicom.frames import Frame, field_of, plain, read_numbers
+from medseg.io.dicom.read import JITTER_TOLERANCE_MM, SourceSlices
+from medseg.io.dicom.stacks import SAME_POSITION_MM, heights_of, normal_of
+from medseg.io.dicom.structures import labels_on_grid, nearest, pixels_of
+from medseg.io.volume import Volume, shown
+
+LABEL_MAP_STORAGE = "1.2.840.10008.5.1.4.1.1.66.7"
+KINDS = {SegmentationStorage: "SEG", LABEL_MAP_STORAGE: "SEG", RTStructureSetStorage: "RTSTRUCT"}
+
+CLOSED = ("CLOSED_PLANAR", "CLOSEDPLANAR_XOR")
+"""Contours that enclose an area; points and open lines do not."""
+
+
+@dataclass(frozen=True, eq=False)
+class LabelFile:
+    """A SEG or RTSTRUCT file whose pixels or contours have not been decoded.
+
+    Attributes:
+        path: The file.
+        kind: `SEG` or `RTSTRUCT`.
+        names: Number of each segment or region of interest (ROI) to its name, in the order of the file; names may repeat.
+        series_uid: Series Instance UID of the images that it refers to, "" where it names none.
+        dataset: Its content.
+    """
+
+    path: Path
+    kind: str
+    names: dict[int, str]
+    series_uid: str
+    dataset: FileDataset
+
+
+def open_label_file(path: Path) -> LabelFile:
+    """Read which structures a SEG or RTSTRUCT file labels, and of which series.
+
+    Raises:
+        UserError: If it is neither, or cannot be read.
+    """
+    with _explained(path):
+        dataset = dcmread(path, force=True)
+        kind = KINDS.get(dataset.get("SOPClassUID"), "")
+        require(
+            bool(kind),
+            f"{path}: expected labels in a DICOM SEG or RTSTRUCT, got {plain(str(dataset.get('Modality') or 'another object'))}; give "
+            "another file.",
+        )
+        if kind == "SEG":
+            # Segment 0 is the background of a label map.
+            segments = [one for one in dataset.SegmentSequence if one.SegmentNumber]
+            names = {int(one.SegmentNumber): str(one.get("SegmentLabel") or "") for one in segments}
+            series = [one.SeriesInstanceUID for one in dataset.get("ReferencedSeriesSequence") or []]
+        else:
+            names = {int(one.ROINumber): str(one.get("ROIName") or "") for one in dataset.get("StructureSetROISequence") or []}
+            series = [
+                one.SeriesInstanceUID
+                for space in dataset.get("ReferencedFrameOfReferenceSequence") or []
+                for study in space.get("RTReferencedStudySequence") or []
+                for one in study.get("RTReferencedSeriesSequence") or []
+            ]
+        return LabelFile(path, kind, names, str(series[0]) if series else "", dataset)
+
+
+def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float = 0.5) -> Volume:
+    """Read segments or regions of interest onto the grid of a series.
+
+    Args:
+        file: SEG or RTSTRUCT of the series, or of another series in the same frame of reference.
+        slices: The series.
+        values: Number of a segment or region of interest to its label value, each > 0; several may share a value. Where they overlap,
+            the last one is kept.
+        threshold: Least share or probability, (0, 1], of a pixel of a FRACTIONAL segment.
+
+    Returns:
+        Label values (D, H, W) on `slices.grid`, with remarks on what was left out.
+
+    Raises:
+        UserError: If the frames of reference differ, or the frames or contours have no position among the slices.
+        ValueError: If a number is not in the file.
+    """
+    if unknown := set(values) - set(file.names):
+        raise ValueError(f"{file.path} has no structures {sorted(unknown)}")
+    with _explained(file.path):
+        source = dcmread(slices.frames[0].path, force=True, stop_before_pixels=True, specific_tags=["FrameOfReferenceUID"])
+        references = [file.dataset, *(file.dataset.get("ReferencedFrameOfReferenceSequence") or [])]
+        own, others = source.get("FrameOfReferenceUID"), {one.get("FrameOfReferenceUID") for one in references} - {None, ""}
+        require(
+            not own or not others or own in others,
+            f"{file.path}: expected labels in the frame of reference of {slices.path}, but they are in another one; give the series that "
+            "they were drawn on.",
+        )
+        on_slices = np.zeros((len(slices.frames), *slices.frames[0].pixels.shape), np.min_scalar_type(max(values.values())))
+        if file.kind == "SEG":
+            remarks = _read_segments(file, slices, values, threshold, on_slices)
+        else:
+            remarks = _read_contours(file, slices, values, on_slices)
+    return Volume(labels_on_grid(on_slices, slices), slices.grid, remarks=tuple(remarks))
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn the exceptions that a damaged file causes into one sentence."""
+    try:
+        with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+            yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{path}: the DICOM file cannot be read ({plain(first_line(error))}); it is damaged, copy or export it again."
+        ) from error
+
+
+def _read_segments(
+    file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float, on_slices: np.ndarray
+) -> list[str]:
+    """Label the pixels of slices by the frames of a SEG, which may have another orientation, size and spacing; return remarks.
+
+    A plane of frames serves the slices within half the distance of planes or of slices, whichever is larger.
+    """
+    dataset, step_mm = file.dataset, slices.grid.spacing_mm[0]
+    shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
+    places = [(group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []]
+    positions = [read_numbers(one, "ImagePositionPatient", 3) for one in places]
+    orientations = [read_numbers(one, "ImageOrientationPatient", 6) for one in places]
+    spacings_mm = [read_numbers(one, "PixelSpacing", 2) for one in places]
+    require(
+        bool(places) and None not in (*positions, *orientations, *spacings_mm),
+        f"{file.path}: expected a position, an orientation and a spacing for each frame of the SEG; export it again.",
+    )
+    axes = np.reshape(orientations[0], (2, 3))
+    require(
+        bool(np.ptp(orientations, axis=0).max() <= DIRECTION_TOLERANCE and np.ptp(spacings_mm, axis=0).max() <= SAME_POSITION_MM),
+        f"{file.path}: expected a SEG of parallel frames with one spacing; export it again.",
+    )
+    heights_mm = np.array(positions) @ np.cross(*axes)
+    # Frames of several segments share a plane.
+    order = np.argsort(heights_mm, kind="stable")
+    starts = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
+    planes = np.empty(len(order), int)
+    planes[order] = np.cumsum(starts) - 1
+    firsts = order[starts]
+    labels, num_overlaps = _label_planes(dataset, places, planes, values, threshold)
+    declared_mm = (read_numbers(places[0], "SpacingBetweenSlices", 1) or (step_mm,))[0]
+    reach_mm = max(step_mm, min([abs(declared_mm), *np.diff(heights_mm[firsts])])) / 2 + SAME_POSITION_MM
+    corners = np.array(positions)[firsts]
+    for index, frame in enumerate(slices.frames):
+        on_slices[index] = _at_slice(frame, labels, corners, axes, spacings_mm[0], reach_mm)
+    return [f"{num_overlaps} pixels of {file.path.name} are in several segments; the last one is kept"] if num_overlaps else []
+
+
+def _label_planes(
+    dataset: Dataset, places: list[tuple[Dataset, ...]], planes: np.ndarray, values: dict[int, int], threshold: float
+) -> tuple[np.ndarray, int]:
+    """Decode the frames of a SEG.
+
+    Args:
+        dataset: The SEG.
+        places: Groups of each frame.
+        planes: Plane of each frame.
+        values: As for `read_label_file`.
+        threshold: As for `read_label_file`.
+
+    Returns:
+        Label values (planes, rows, columns), and how many pixels lay in several segments.
+    """
+    labels = np.zeros((planes.max() + 1, dataset.Rows, dataset.Columns), np.min_scalar_type(max(values.values())))
+    if dataset.SegmentationType == "LABELMAP":
+        table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
+        table[list(values)] = list(values.values())
+        for index, plane in enumerate(planes):
+            labels[plane] = table[_frame_pixels(dataset, index)]
+        return labels, 0
+    numbers = np.array([field_of(one, "ReferencedSegmentNumber") for one in places])
+    least = threshold * dataset.MaximumFractionalValue if dataset.SegmentationType == "FRACTIONAL" else 1
+    num_overlaps = 0
+    for number, value in values.items():
+        for index in np.flatnonzero(numbers == number):
+            plane, mask = labels[planes[index]], _frame_pixels(dataset, index) >= least
+            num_overlaps += int(np.count_nonzero(mask & (plane != 0) & (plane != value)))
+            plane[mask] = value
+    return labels, num_overlaps
+
+
+def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
+    """Decode the stored values (rows, columns) of one frame."""
+    if dataset.BitsAllocated != 1 or dataset.file_meta.TransferSyntaxUID.is_encapsulated:
+        return pixel_array(dataset, index=int(index))
+    # Not by pydicom 3.0: it takes frames to begin at a whole byte.
+    size = dataset.Rows * dataset.Columns
+    start = index * size
+    packed = np.frombuffer(dataset.PixelData, np.uint8)[start // 8 : -(-(start + size) // 8)]
+    return np.unpackbits(packed, bitorder="little")[start % 8 :][:size].reshape(dataset.Rows, dataset.Columns)
+
+
+def _at_slice(
+    frame: Frame, labels: np.ndarray, corners: np.ndarray, axes: np.ndarray, spacing_mm: tuple[float, ...], reach_mm: float
+) -> np.ndarray:
+    """Look up the labels at the pixels of a slice.
+
+    Args:
+        frame: The slice.
+        labels: Label values (planes, rows, columns).
+        corners: LPS points (planes, 3) of the first pixel of each plane, sorted along the normal.
+        axes: LPS unit vectors (2, 3) along a row and along a column of the planes.
+        spacing_mm: Distance of rows, then of columns of the planes.
+        reach_mm: Largest distance of a pixel from its plane.
+    """
+    rows, columns = (np.arange(size) for size in frame.pixels.shape)
+
+    def along(direction: np.ndarray) -> np.ndarray:
+        """Project the pixels on a direction, in mm: (rows or 1, columns or 1), which is one number where the slice is across it."""
+        by_column, by_row = frame.axes @ direction * frame.spacing_mm[::-1]
+        result = np.full((1, 1), np.dot(frame.position_xyz_mm, direction))
+        for step_mm, places in ((by_row, rows[:, None]), (by_column, columns[None])):
+            if abs(step_mm) * places.size > SAME_POSITION_MM:
+                result = result + step_mm * places
+        return result
+
+    normal = np.cross(*axes)
+    heights_mm, plane_heights_mm = along(normal), corners @ normal
+    planes = np.searchsorted((plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2, heights_mm)
+    y, x = (
+        nearest((along(axis) - (corners @ axis)[planes]) / step_mm) for axis, step_mm in zip(axes[::-1], spacing_mm, strict=True)
+    )
+    height, width = labels.shape[1:]
+    inside = (np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm) & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    return np.where(inside, labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)], 0)
+
+
+def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int], on_slices: np.ndarray) -> list[str]:
+    """Label the pixels of slices inside the contours of an RTSTRUCT; return remarks.
+
+    A slice takes the contours of the nearest plane, at most half the distance of slices away. Contours of a region of interest within
+    each other are holes.
+    """
+    frames = slices.frames
+    normal, reach_mm = normal_of(frames[0]), slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM
+    slice_heights_mm = heights_of(frames, normal)
+    items = {int(item.ReferencedROINumber): item for item in file.dataset.get("ROIContourSequence") or []}
+    remarks, num_overlaps = [], 0
+    for number, value in values.items():
+        name = shown(file.names[number])
+        found = list(items[number].get("ContourSequence") or []) if number in items else []
+        closed = [one for one in found if one.get("ContourGeometricType") in CLOSED]
+        if len(closed) < len(found):
+            remarks.append(f"{name}: {len(found) - len(closed)} points and open lines were left out")
+        # A contour that is stored twice would cut itself out.
+        contours = list({points.tobytes(): points for points in map(_points, closed) if len(points) > 2}.values())
+        if not contours:
+            remarks.append(f"{name}: it has no closed contours")
+            continue
+        spans_mm = np.array([(heights.min(), heights.max()) for heights in (points @ normal for points in contours)])
+        require(
+            bool(np.ptp(spans_mm, axis=1).max() <= 2 * reach_mm),
+            f"{file.path}: expected contours in the planes of the slices of {slices.path}, but those of {name} lie across them; export "
+            "them again on this series.",
+        )
+        distances_mm = np.abs(spans_mm.mean(axis=1) - slice_heights_mm[:, None])
+        near = distances_mm <= np.minimum(reach_mm, distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM)
+        if lost := np.count_nonzero(~near.any(axis=0)):
+            remarks.append(f"{name}: {lost} of {len(contours)} contours are beyond the slices or between them")
+        for index in np.flatnonzero(near.any(axis=1)):
+            polygons = [pixels_of(frames[index], contours[one]) for one in np.flatnonzero(near[index])]
+            mask, labels = fill(polygons, frames[index].pixels.shape), on_slices[index]
+            num_overlaps += int(np.count_nonzero(mask & (labels != 0) & (labels != value)))
+            labels[mask] = value
+        filled = np.flatnonzero(near.any(axis=1))
+        if filled.size and (num_gaps := int(np.ptp(filled)) + 1 - filled.size):
+            remarks.append(f"{name}: {num_gaps} slices between its contours have none")
+    return [
+        *remarks,
+        *([f"{num_overlaps} pixels of {file.path.name} are in several regions; the last one is kept"] if num_overlaps else []),
+    ]
+
+
+def _points(contour: Dataset) -> np.ndarray:
+    """Read the LPS points (N, 3) of a contour in mm."""
+    value = contour.get_item("ContourData").value
+    # pydicom would make an object of each number.
+    numbers = np.array(value.split(b"\\") if isinstance(value, bytes) else value, dtype=float)
+    return numbers.reshape(-1, 3)

@@ -1,0 +1,123 @@
+"""Writer of DICOM SEG: a label map on the slices of its source series, by highdicom."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from highdicom import AlgorithmIdentificationSequence, PlanePositionSequence
+from highdicom.color import CIELabColor
+from highdicom.seg import Segmentation, SegmentDescription
+from highdicom.sr import CodedConcept
+from pydicom import Dataset, config
+from pydicom.sr.codedict import codes
+from pydicom.uid import generate_uid
+
+from medseg import __version__
+from medseg.errors import require
+from medseg.io.atomic import replace_path
+from medseg.io.dicom.read import SourceSlices
+from medseg.io.dicom.structures import Structure, labels_on_slices, source_headers
+
+SIDES = {"left": codes.SCT.Left, "right": codes.SCT.Right}
+
+MAX_MEANING = 64
+"""Characters of a code's meaning and of a segment's label."""
+
+
+def write_segmentation(
+    path: Path,
+    labels: np.ndarray,
+    slices: SourceSlices,
+    structures: Sequence[Structure],
+    *,
+    kind: Literal["binary", "labelmap"] = "binary",
+    keep_empty_frames: bool = False,
+) -> None:
+    """Write a label map as DICOM SEG on the slices of its source series, whole or not at all.
+
+    Args:
+        path: Target.
+        labels: Label values (D, H, W) on `slices.grid`.
+        slices: The source series.
+        structures: Labels to write, in the order of the segments; voxels of other values are left out.
+        kind: `binary`: one frame for each segment and slice; `labelmap`: one frame of segment numbers for each slice, smaller, but
+            defined in 2024 and unknown to older viewers.
+        keep_empty_frames: Whether slices without the segment get a frame too.
+
+    Raises:
+        UserError: If the source lacks an identity, or the file cannot be written.
+        ValueError: If the label map is not on the grid.
+    """
+    headers = source_headers(slices)
+    numbers = labels_on_slices(labels, slices, structures)
+    is_multi_frame = "PerFrameFunctionalGroupsSequence" in headers[0]
+    require(
+        not is_multi_frame or len(headers) == 1,
+        f"{slices.path}: expected a series in one multi-frame file or in files of one slice each, but it has {len(headers)} multi-frame "
+        "files, which a DICOM SEG cannot refer to as one; save the labels in another format.",
+    )
+    positions = None
+    if is_multi_frame:
+        _share_geometry(headers[0], slices.grid.spacing_mm[0])
+        positions = [PlanePositionSequence("PATIENT", frame.position_xyz_mm) for frame in slices.frames]
+    else:
+        for header in headers:
+            # Rounded decimals may differ between slices that are parallel.
+            header.ImageOrientationPatient = headers[0].ImageOrientationPatient
+            header.SliceThickness = header.get("SliceThickness") or slices.grid.spacing_mm[0]
+    with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+        segmentation = Segmentation(
+            headers,
+            numbers,
+            kind.upper(),
+            [_describe(number, one) for number, one in enumerate(structures, start=1)],
+            series_instance_uid=generate_uid(),
+            series_number=int(headers[0].get("SeriesNumber") or 0) * 100 + 1,
+            sop_instance_uid=generate_uid(),
+            instance_number=1,
+            manufacturer="medseg",
+            manufacturer_model_name="medseg",
+            software_versions=__version__,
+            device_serial_number=__version__,
+            series_description="medseg segmentation",
+            specific_character_set="ISO_IR 192",
+            plane_positions=positions,
+            omit_empty_frames=not keep_empty_frames,
+        )
+        with replace_path(path) as part:
+            segmentation.save_as(part)
+
+
+def _share_geometry(header: Dataset, step_mm: float) -> None:
+    """Copy orientation and spacing of the first frame to the group of all frames, where highdicom looks for them."""
+    first = header.PerFrameFunctionalGroupsSequence[0]
+    if not header.get("SharedFunctionalGroupsSequence"):
+        header.SharedFunctionalGroupsSequence = [Dataset()]
+    for keyword in ("PlaneOrientationSequence", "PixelMeasuresSequence"):
+        if keyword in first:
+            setattr(header.SharedFunctionalGroupsSequence[0], keyword, first[keyword].value)
+    measures = header.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+    measures.SliceThickness = measures.get("SliceThickness") or step_mm
+
+
+def _describe(number: int, structure: Structure) -> SegmentDescription:
+    """Describe a segment. A label without a SNOMED code gets a private one, which consists of its name."""
+    name = structure.name[:MAX_MEANING]
+    kind = (
+        CodedConcept(*structure.code[:1], "SCT", *structure.code[1:2])
+        if structure.code
+        else CodedConcept(name[:16], "99MEDSEG", name)
+    )
+    for side in structure.code[2:]:
+        kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
+    return SegmentDescription(
+        number,
+        name,
+        codes.SCT.AnatomicalStructure if structure.code else codes.SCT.Tissue,
+        kind,
+        "AUTOMATIC",
+        AlgorithmIdentificationSequence("medseg", codes.DCM.ArtificialIntelligence, __version__),
+        display_color=CIELabColor.from_string(structure.colour) if structure.colour else None,
+    )

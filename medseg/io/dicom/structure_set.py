@@ -1,0 +1,142 @@
+"""Writer of DICOM RTSTRUCT: the outlines of a label map in the planes of its source slices."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from highdicom.base import SOPClass
+from pydicom import Dataset, config
+from pydicom.dataelem import RawDataElement
+from pydicom.tag import Tag
+from pydicom.uid import ImplicitVRLittleEndian, RTStructureSetStorage, generate_uid
+
+from medseg import __version__
+from medseg.io.atomic import replace_path
+from medseg.io.dicom.contours import outlines
+from medseg.io.dicom.frames import Frame
+from medseg.io.dicom.read import SourceSlices
+from medseg.io.dicom.structures import Structure, labels_on_slices, points_of, source_headers
+
+STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
+"""SOP class by which structure sets refer to a study (Detached Study Management, retired and still expected)."""
+
+
+def write_structure_set(path: Path, labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]) -> None:
+    """Write a label map as DICOM RTSTRUCT, whole or not at all.
+
+    Each part of a label on a slice is one closed contour in the plane of that slice; its holes are joined to it by keyholes. A label
+    without voxels is listed without contours.
+
+    Args:
+        path: Target.
+        labels: Label values (D, H, W) on `slices.grid`.
+        slices: The source series.
+        structures: Labels to write, in the order of the regions of interest; voxels of other values are left out.
+
+    Raises:
+        UserError: If the source lacks an identity, or the file cannot be written.
+        ValueError: If the label map is not on the grid.
+    """
+    headers = source_headers(slices)
+    numbers = labels_on_slices(labels, slices, structures)
+    files = dict(zip(dict.fromkeys(frame.path for frame in slices.frames), headers, strict=True))
+    references = [_reference(files[frame.path], frame) for frame in slices.frames]
+    first = headers[0]
+    with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+        dataset = SOPClass(
+            study_instance_uid=first.StudyInstanceUID,
+            series_instance_uid=generate_uid(),
+            series_number=int(first.get("SeriesNumber") or 0) * 100 + 2,
+            sop_instance_uid=generate_uid(),
+            sop_class_uid=RTStructureSetStorage,
+            instance_number=1,
+            modality="RTSTRUCT",
+            manufacturer="medseg",
+            manufacturer_model_name="medseg",
+            software_versions=__version__,
+            series_description="medseg structure set",
+            specific_character_set="ISO_IR 192",
+            # Contours of more than 64 KiB have no length in the explicit encoding.
+            transfer_syntax_uid=ImplicitVRLittleEndian,
+        )
+        dataset.copy_patient_and_study_information(first)
+        dataset.StructureSetLabel = "medseg"
+        dataset.StructureSetDate, dataset.StructureSetTime = dataset.InstanceCreationDate, dataset.InstanceCreationTime
+        dataset.ApprovalStatus = "UNAPPROVED"
+        dataset.FrameOfReferenceUID = first.FrameOfReferenceUID
+        dataset.PositionReferenceIndicator = first.get("PositionReferenceIndicator", "")
+        series = _item(SeriesInstanceUID=first.SeriesInstanceUID, ContourImageSequence=references)
+        study = _item(
+            ReferencedSOPClassUID=STUDY_COMPONENT,
+            ReferencedSOPInstanceUID=first.StudyInstanceUID,
+            RTReferencedSeriesSequence=[series],
+        )
+        dataset.ReferencedFrameOfReferenceSequence = [
+            _item(FrameOfReferenceUID=first.FrameOfReferenceUID, RTReferencedStudySequence=[study])
+        ]
+        dataset.StructureSetROISequence = [
+            _item(
+                ROINumber=number,
+                ReferencedFrameOfReferenceUID=first.FrameOfReferenceUID,
+                ROIName=one.name[:64],
+                ROIGenerationAlgorithm="AUTOMATIC",
+            )
+            for number, one in enumerate(structures, start=1)
+        ]
+        dataset.ROIContourSequence = [
+            _contours(number, one, numbers == number, slices.frames, references) for number, one in enumerate(structures, start=1)
+        ]
+        dataset.RTROIObservationsSequence = [_observation(number, one) for number, one in enumerate(structures, start=1)]
+        with replace_path(path) as part:
+            dataset.save_as(part)
+
+
+def _item(**fields: Any) -> Dataset:
+    item = Dataset()
+    for keyword, value in fields.items():
+        setattr(item, keyword, value)
+    return item
+
+
+def _reference(header: Dataset, frame: Frame) -> Dataset:
+    """Refer to a slice by its file and, in a multi-frame file, its number."""
+    reference = _item(ReferencedSOPClassUID=header.SOPClassUID, ReferencedSOPInstanceUID=header.SOPInstanceUID)
+    if "PerFrameFunctionalGroupsSequence" in header:
+        reference.ReferencedFrameNumber = frame.index + 1
+    return reference
+
+
+def _contours(
+    number: int, structure: Structure, mask: np.ndarray, frames: Sequence[Frame], references: Sequence[Dataset]
+) -> Dataset:
+    """Trace one region of interest on all slices."""
+    item = _item(ReferencedROINumber=number)
+    if structure.colour:
+        item.ROIDisplayColor = list(bytes.fromhex(structure.colour[1:]))
+    contours = []
+    for index in np.flatnonzero(mask.any(axis=(1, 2))):
+        for outline in outlines(mask[index]):
+            contour = _item(
+                ContourImageSequence=[references[index]], ContourGeometricType="CLOSED_PLANAR", NumberOfContourPoints=len(outline)
+            )
+            # 0.1 µm. pydicom would make an object of each number.
+            text = "\\".join(f"{value:.4f}".rstrip("0").rstrip(".") for value in points_of(frames[index], outline).ravel())
+            data = text.encode() + b" " * (len(text) % 2)
+            tag = Tag("ContourData")
+            contour[tag] = RawDataElement(tag, "DS", len(data), data, 0, is_implicit_VR=True, is_little_endian=True)
+            contours.append(contour)
+    if contours:
+        item.ContourSequence = contours
+    return item
+
+
+def _observation(number: int, structure: Structure) -> Dataset:
+    """Describe a region of interest: an organ and its SNOMED code."""
+    item = _item(ObservationNumber=number, ReferencedROINumber=number, RTROIInterpretedType="ORGAN", ROIInterpreter="")
+    if structure.code:
+        item.RTROIIdentificationCodeSequence = [
+            _item(CodeValue=structure.code[0], CodingSchemeDesignator="SCT", CodeMeaning=structure.code[1])
+        ]
+    return item

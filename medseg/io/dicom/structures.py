@@ -1,0 +1,127 @@
+"""Labels of a DICOM series: structures with names, codes and colours, and label maps moved between the grid and the slices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydicom import FileDataset, config, dcmread
+from pydicom.valuerep import DA, TM
+
+from medseg.errors import require
+from medseg.io.dicom.frames import Frame
+from medseg.io.dicom.read import SourceSlices
+
+IDENTITY = ("SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID")
+"""Fields by which an object refers to its source."""
+
+TYPE_2 = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex", "AccessionNumber", "StudyID", "StudyDate", "StudyTime")
+"""Fields of patient and study that must be present and may be empty; removed from many public series."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One label of a label map, as DICOM describes it.
+
+    Attributes:
+        name: Name of the segment or of the region of interest (ROI).
+        value: Value in the label map.
+        colour: Recommended colour, `#rrggbb`; "" for none.
+        code: SNOMED CT code, its meaning and, for a part of one side, `left` or `right`; empty for none.
+    """
+
+    name: str
+    value: int
+    colour: str = ""
+    code: tuple[str, ...] = ()
+
+
+def labels_on_slices(labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]) -> np.ndarray:
+    """Move a label map from the grid of a series onto its slices: each pixel takes the nearest voxel of the plane at its slice.
+
+    Args:
+        labels: Label values (D, H, W) on `slices.grid`.
+        slices: The series.
+        structures: Labels that are kept.
+
+    Returns:
+        For each slice and pixel the number of its structure, counted from 1, or 0: (slices, rows, columns).
+
+    Raises:
+        ValueError: If the label map has another shape than the grid.
+    """
+    if labels.shape != slices.grid.shape:
+        raise ValueError(f"the label map {labels.shape} is not on the grid of the series {slices.grid.shape}")
+    numbers = np.zeros(max(int(labels.max()), *(one.value for one in structures)) + 1, np.min_scalar_type(len(structures)))
+    numbers[[one.value for one in structures]] = np.arange(1, len(structures) + 1)
+    heights = slices.grid.world_to_index_zyx([frame.position_xyz_mm for frame in slices.frames])[:, 0]
+    result = np.empty((len(slices.frames), *slices.frames[0].pixels.shape), numbers.dtype)
+    for index, plane in enumerate(nearest(heights)):
+        y, x = (nearest(np.arange(size) + px) for size, px in zip(result.shape[1:], slices.shifts_px[index], strict=True))
+        result[index] = numbers[labels[plane][np.ix_(y, x)]]
+    return result
+
+
+def labels_on_grid(on_slices: np.ndarray, slices: SourceSlices) -> np.ndarray:
+    """Move labels from the slices of a series onto its grid; a plane between two slices takes those of the nearer one.
+
+    Args:
+        on_slices: Label values (slices, rows, columns).
+        slices: The series.
+
+    Returns:
+        Label values (D, H, W) on `slices.grid`, 0 beside the slices.
+    """
+    labels = np.zeros(slices.grid.shape, on_slices.dtype)
+    for plane, (below, weight) in enumerate(slices.planes):
+        index = below + round(weight)
+        places = [nearest(np.arange(size) - px) for size, px in zip(labels.shape[1:], slices.shifts_px[index], strict=True)]
+        inside = [(place >= 0) & (place < size) for place, size in zip(places, on_slices.shape[1:], strict=True)]
+        labels[plane][np.ix_(*inside)] = on_slices[index][np.ix_(places[0][inside[0]], places[1][inside[1]])]
+    return labels
+
+
+def nearest(positions: np.ndarray) -> np.ndarray:
+    """Round to whole numbers; a half is rounded up, also where rounding noise lies just below it."""
+    return np.floor(positions + 0.5 + 1e-6).astype(int)
+
+
+def source_headers(slices: SourceSlices) -> list[FileDataset]:
+    """Read the headers that an object about a series refers to, in the order of the slices, one of each file.
+
+    Fields of patient and study that are missing, or that the standard forbids, become empty.
+
+    Raises:
+        UserError: If a field by which the object would refer to its source is missing.
+    """
+    headers = []
+    for path in dict.fromkeys(frame.path for frame in slices.frames):
+        with config.disable_value_validation():
+            header = dcmread(path, stop_before_pixels=True, force=True)
+            missing = [keyword for keyword in IDENTITY if not header.get(keyword)]
+            require(
+                not missing,
+                f"{path}: expected a series that a DICOM SEG or RTSTRUCT can refer to, but its files have no {' and no '.join(missing)}; "
+                "export the series again, or save the labels in another format.",
+            )
+            for keyword in TYPE_2:
+                header.setdefault(keyword, "")
+            for keyword, kind in {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}.items():
+                try:
+                    kind(header[keyword].value)
+                except ValueError:
+                    header[keyword].value = ""
+            if header.PatientSex not in ("M", "F", "O"):
+                header.PatientSex = ""
+        headers.append(header)
+    return headers
+
+
+def points_of(frame: Frame, row_column: np.ndarray) -> np.ndarray:
+    """Find the LPS points (N, 3) in mm of positions (N, 2) in the pixels of a slice, (row, column)."""
+    steps_mm = frame.axes[::-1] * np.array(frame.spacing_mm)[:, None]
+    return np.asarray(frame.position_xyz_mm + row_column @ steps_mm)
+
+
+def pixels_of(frame: Frame, points_xyz_mm: np.ndarray) -> np.ndarray:
+    """Find the positions (N, 2) in the pixels of a slice, (row, column), of LPS points (N, 3) in mm; the inverse of `points_of`."""
+    return np.asarray((points_xyz_mm - frame.position_xyz_mm) @ frame.axes[::-1].T / frame.spacing_mm)
