@@ -9,6 +9,8 @@ from medseg.build.task import make_task
 from medseg.config.schema import DataConfig, Detail, PhantomCountsConfig, Scene, TaskConfig
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
+from medseg.data.importers.formats import read_cases
+from medseg.data.task import LabelValues
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, locked
 from medseg.preprocess.scale import HuScale
@@ -16,10 +18,10 @@ from medseg.preprocess.scale import HuScale
 # Synthetic scans made at a time; one of full detail takes 2 to 5 GB.
 MAX_PHANTOM_WORKERS = 4
 # Values in the phantom's `organs` maps.
-PHANTOM_LABELS = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
+PHANTOM_LABELS: LabelValues = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
 
 
-def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], dict[int, str]]]:
+def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], LabelValues]]:
     """Find all cases of the `data` group with their label values, whatever the split; makes missing synthetic scans.
 
     Returns:
@@ -36,7 +38,7 @@ def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], dic
         table = make_phantoms(phantoms, task, folder, phantoms.num_train, with_held_out=True)
         return [(read_case_table(table, data.labels_column, ignore_findings=ignore_findings), label_values), ([], {})]
     hu = HuScale(data.hu_slope, data.hu_offset)
-    cases = read_case_table(Path(data.cases), data.labels_column, hu=hu, ignore_findings=ignore_findings)
+    cases = read_cases(Path(data.cases), data.labels_column, hu=hu, ignore_findings=ignore_findings)
     extra: list[Case] = []
     if phantoms.num_extra:
         table = make_phantoms(phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False)
@@ -68,25 +70,27 @@ def find_sources(data: DataConfig, task: TaskConfig) -> list[CaseSource]:
     ]
 
 
-def file_values(label_values: Mapping[str, Any]) -> dict[int, str]:
-    """Invert `data.label_values`: value in the files to label name.
+def file_values(label_values: Mapping[str, Any]) -> LabelValues:
+    """Invert `data.label_values`: value, or name of a structure, in the files to label name.
 
     Args:
-        label_values: Name to its value or list of values.
+        label_values: Name to its value or structure, or to a list of them.
 
     Raises:
-        UserError: If a value is not a whole number or has two names.
+        UserError: If a value is neither a whole number nor a name, or has two names.
 
     Example:
         >>> file_values({"left_lung": 10, "right_lung": [11, 12]})
         {10: 'left_lung', 11: 'right_lung', 12: 'right_lung'}
     """
-    names: dict[int, str] = {}
+    names: LabelValues = {}
     for name, given in label_values.items():
         for value in given if isinstance(given, list) else [given]:
-            if type(value) is not int:  # True and False are not values
+            # True and False are not values, and a number is no label: the two were exchanged.
+            if type(value) not in (int, str) or name.isdigit():
                 raise UserError(
-                    f"data.label_values.{name}: a whole number or a list of them is needed (name: value), but got {given!r}"
+                    f"data.label_values.{name}: a whole number or a list of them is needed (name: value), or names of structures where "
+                    f"labels are masks or DICOM objects, but got {given!r}"
                 )
             if names.setdefault(value, name) != name:
                 raise UserError(

@@ -1,5 +1,6 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
+from medseg.build.task import make_task
 from medseg.config.rules import FOUND_IN_DATA
 from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy, TaskConfig
 from medseg.console import say
@@ -28,9 +29,10 @@ def find_spacing(spacing: SpacingConfig, data: DataConfig, task: TaskConfig) -> 
 
     # The first source is the user's; phantoms that are mixed in do not count.
     cases = find_sources(data, task)[0].split.train
-    average = FOUND_IN_DATA[spacing.strategy]
-    spacing.target_spacing_mm = typical_spacing_mm(
-        [oriented_grid(read_grid(case.image, case.series)).spacing_mm for case in cases], average
-    )
+    average, channels = FOUND_IN_DATA[spacing.strategy], make_task(task).channels
+    grids = [
+        read_grid(case.image, case.series, channels[0].modality, case.images(len(channels)).count(case.image)) for case in cases
+    ]
+    spacing.target_spacing_mm = typical_spacing_mm([oriented_grid(grid).spacing_mm for grid in grids], average)
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
     say(f"spacing.target_spacing_mm=[{numbers}]: the {average} of {len(cases)} cases")

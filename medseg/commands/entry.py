@@ -16,6 +16,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from medseg.build.imported import with_task
 from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.help import help_text
@@ -26,6 +27,7 @@ from medseg.config.schema import (
     DemoConfig,
     EvaluateConfig,
     FindLrConfig,
+    ImportConfig,
     LadderConfig,
     MakeWeightsConfig,
     PhantomsConfig,
@@ -44,8 +46,9 @@ from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
 from medseg.runs.folder import remove_if_empty
 
-# Command to its schema, the module of its function, which has the same name, and its sentence.
+# Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
 COMMANDS: dict[str, tuple[type, str, str]] = {
+    "import": (ImportConfig, "medseg.commands.import_data", "make a case table and a task of a data set of another program"),
     "train": (TrainConfig, "medseg.commands.train", "train one stage (stage=coarse or stage=fine)"),
     "search": (SearchConfig, "medseg.studies.search", "search hyperparameters: train many trials and stop poor ones early"),
     "prepare": (PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"),
@@ -72,6 +75,8 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     "phantom": (PhantomsConfig, "medseg.commands.phantom", "make chest phantoms with exact labels"),
     "demo": (DemoConfig, "medseg.studies.recipes", "make phantoms, train both stages, predict and score, in minutes"),
 }
+# Function of a command whose name is a word of Python.
+FUNCTIONS = {"import": "import_data"}
 # Package that a command imports to its extra of medseg.
 EXTRAS = {"optuna": "search"}
 
@@ -83,7 +88,7 @@ def run_command(command: str) -> None:
     def job(config: Any) -> int:
         try:
             # Imported now: a misspelled key must not wait for torch.
-            code: int = getattr(importlib.import_module(module), command)(config)
+            code: int = getattr(importlib.import_module(module), FUNCTIONS.get(command, command))(config)
         except ModuleNotFoundError as error:
             if error.name not in EXTRAS:
                 raise
@@ -138,7 +143,7 @@ def run(
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         check_arguments(sys.argv[1:])
-        sys.argv[1:] = targets_first(quote_paths(sys.argv[1:]))
+        sys.argv[1:] = targets_first(quote_paths(with_task(sys.argv[1:], schema)))
         if {"--help", "-h"} & set(sys.argv[1:]):
             overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
             print(f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values.")

@@ -33,7 +33,10 @@ def prepare(config: PrepareConfig) -> int:
     for spacing in config.spacings.values():
         find_spacing(spacing, config.data, config.task)
     targets = [(spacing.target_spacing_mm, spacing.resampling.value) for spacing in config.spacings.values()]
-    cases = [(case, label_values) for group, label_values in find_cases(config.data, config.task) for case in group]
+    found = [(case, label_values) for group, label_values in find_cases(config.data, config.task) for case in group]
+    cases = [(case, label_values) for case, label_values in found if case.labels is not None or case.split != "test"]
+    if len(cases) < len(found):
+        say(f"{count(len(found) - len(cases), 'test case')} without labels: only predict uses them, so they are not prepared")
     output = Path(config.output)
     check_writable(output)
     audited, slices = [], []

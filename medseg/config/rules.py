@@ -287,7 +287,10 @@ def _value_rules(config: TrainConfig) -> Rules:
     )
     return [
         *(
-            (path is None or Path(path).is_file(), f"{key}={path}: there is no such file (paths start at {Path.cwd()})")
+            (
+                path is None or Path(path).is_file() or (key == "data.cases" and Path(path).is_dir()),
+                f"{key}={path}: there is no such file (paths start at {Path.cwd()})",
+            )
             for key, path in paths.items()
         ),
         (

@@ -67,6 +67,7 @@ ClipBy = StrEnum("ClipBy", ["norm", "value"])
 Metric = StrEnum("Metric", ["val_dice", "val_dice_worst"])  # columns of history.csv
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
+ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"])  # see docs/import.md
 
 Text = str | None
 Pair = tuple[float, float]
@@ -219,7 +220,10 @@ class LabelsConfig:
     labels_column: Annotated[str, Knob("Column of the case table with the reference.")]
     label_values: Annotated[
         dict[str, Any],
-        Knob("Label name: its value or [values] in the reference files; unknown names are background. Empty: those of the task."),
+        Knob(
+            "Label name: its value or [values], or its structures (masks), in the reference files; unknown names are background. "
+            "Empty: those of the task."
+        ),
     ]
 
 
@@ -227,7 +231,9 @@ class LabelsConfig:
 class DataConfig(LabelsConfig):
     """Cases, their labels, the split and the cache."""
 
-    cases: Annotated[Text, Knob("Case table (CSV); null: synthetic scans, made on first use.")]
+    cases: Annotated[
+        Text, Knob("Case table (CSV), or folder of a data set in a known layout (docs/import.md); null: synthetic scans.")
+    ]
     hu_slope: Annotated[float, Knob("HU = hu_slope * value + hu_offset; columns of the case table override both.", "(0, inf)")]
     hu_offset: Annotated[
         float, Knob("See hu_slope; -1024 where the audit finds values stored 1024 too high.", "(-inf, inf)", "HU")
@@ -611,6 +617,18 @@ class PrepareConfig:
 
 
 @dataclass
+class ImportConfig:
+    """Keys of `import`."""
+
+    input: Annotated[str, Knob("Folder of a data set, or a datalist (.json).")]
+    output: Annotated[str, Knob("Folder of cases.csv and task.yaml.")]
+    format: Annotated[ImportFormat | None, Knob("Layout of the data set; null: by what lies in the folder.")]
+    labels: Annotated[
+        Any, Knob("Labels to keep, [a,b], or new ones of those of the data set, {lungs: [left_lung,right_lung]}; null: all.")
+    ]
+
+
+@dataclass
 class RangeConfig:
     """Checkpoints for scans whose coarsest spacing lies in a range."""
 
@@ -699,7 +717,7 @@ class WatchConfig:
 class RecipeConfig:
     """Experiments that train a cascade."""
 
-    cases: Annotated[str, Knob("Case table (CSV).")]
+    cases: Annotated[str, Knob("Case table (CSV), or folder of a data set in a known layout.")]
     output: Annotated[str, Knob("Folder of the results; the same command with this folder resumes.")]
     coarse: Annotated[str, Knob("Experiment of the coarse stage (conf/experiment).")]
     fine: Annotated[str, Knob("Experiment of the fine stage.")]

@@ -29,7 +29,7 @@ from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import is_same_source, sources_of
-from medseg.data.task import Task
+from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import locked
@@ -99,7 +99,7 @@ def prepare_case(
     cache_dir: Path,
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
-    label_values: dict[int, str],
+    label_values: LabelValues,
     *,
     resampling: str = ANTIALIASED,
     read: Callable[[], SourceCase] | None = None,
@@ -160,7 +160,7 @@ def open_case(
     cache_dir: Path,
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
-    label_values: dict[int, str],
+    label_values: LabelValues,
     *,
     resampling: str = ANTIALIASED,
 ) -> CachedCase:
@@ -186,7 +186,7 @@ def is_current(
     cache_dir: Path,
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
-    label_values: dict[int, str],
+    label_values: LabelValues,
     *,
     resampling: str = ANTIALIASED,
 ) -> bool:
@@ -195,7 +195,7 @@ def is_current(
 
 
 def prepare_cases(
-    cases: Iterable[tuple[Case, dict[int, str]]], cache_dir: Path, task: Task, targets: Targets
+    cases: Iterable[tuple[Case, LabelValues]], cache_dir: Path, task: Task, targets: Targets
 ) -> Iterator[tuple[AuditedCase, CachedCase | SourceCase | None]]:
     """Audit each case and fill the cache; a failing case does not affect the others.
 
@@ -213,7 +213,7 @@ def prepare_cases(
 
 
 def _prepare(
-    case: Case, label_values: dict[int, str], cache_dir: Path, task: Task, targets: Targets
+    case: Case, label_values: LabelValues, cache_dir: Path, task: Task, targets: Targets
 ) -> tuple[AuditedCase, CachedCase | SourceCase | None]:
     """Audit one case and fill its cache entries; its files are read once, and not at all if the entries are current."""
     read = functools.cache(lambda: read_source(case, task, label_values))
@@ -249,7 +249,7 @@ def _entry_folder(
     cache_dir: Path,
     spacing_mm: tuple[float, float, float] | None,
     task: Task,
-    label_values: dict[int, str],
+    label_values: LabelValues,
     resampling: str,
 ) -> Path:
     content = {
@@ -257,7 +257,9 @@ def _entry_folder(
         "spacing_mm": spacing_mm and [float(value) for value in spacing_mm],
         "labels": dict(sorted(task.labels.items())),
         "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
-        "label_values": sorted([int(value), name] for value, name in label_values.items()),
+        "label_values": sorted(
+            ([value, name] for value, name in label_values.items()), key=lambda pair: (isinstance(pair[0], str), *pair)
+        ),
         "range_hu": list(HU_LIMITS),
         "channels": [[one.modality, one.normalise] for one in task.channels],
         "ignore_label": task.ignore_label,

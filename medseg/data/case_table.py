@@ -12,20 +12,39 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from medseg.data.audit.finding import check_ignored
+from medseg.data.task import LabelValues
 from medseg.errors import UserError, require
-from medseg.io.inputs import CONTROL_CHARACTERS
+from medseg.io.inputs import CONTROL_CHARACTERS, volume_suffix
 from medseg.io.text import read_text
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import plain_cell, write_csv
 
+TABLE_NAME = "cases.csv"
 SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
 # File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary folder.
 MAX_NAME_BYTES = 180
 MAX_COLUMNS = 1000
+
+
+def list_channels(first: Path, others: Sequence[Path | None], num_channels: int) -> list[Path | None]:
+    """List the file of each channel of a case.
+
+    Args:
+        first: Image of the first channel.
+        others: Images of the other channels, as far as they are given.
+        num_channels: Channels of the task.
+
+    Returns:
+        The files; None where there is none. A single NIfTI file is repeated: it holds all channels along its fourth axis.
+    """
+    if not others and volume_suffix(first) in (".nii", ".nii.gz"):
+        return [first] * num_channels
+    return [first, *others[: num_channels - 1], *[None] * (num_channels - 1 - len(others))]
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,7 @@ class Case:
         hu: Scale from the values of the file to HU.
         ignore_findings: Codes of the findings of the audit that were checked by a person and are accepted.
         more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an empty cell is None.
+        fold: Number of the fold in which the case is validated; None where the table gives none.
     """
 
     name: str
@@ -55,15 +75,15 @@ class Case:
     hu: HuScale = AS_STORED
     ignore_findings: frozenset[str] = frozenset()
     more_images: tuple[Path | None, ...] = ()
+    fold: int | None = None
 
     def images(self, num_channels: int) -> list[Path]:
-        """List the image of each channel of a task.
+        """List the image of each channel of a task; that of a case with a single image is a 4D file and stands for all channels.
 
         Raises:
             UserError: If the case has fewer.
         """
-        found = [self.image, *self.more_images[: num_channels - 1]]
-        found += [None] * (num_channels - len(found))
+        found = list_channels(self.image, self.more_images, num_channels)
         if missing := [f"image_{number}" for number, path in enumerate(found) if path is None]:
             raise UserError(
                 f"The case {self.name!r} has no {' and no '.join(missing)}, but the task has {num_channels} channels (task.channels); "
@@ -79,7 +99,7 @@ def read_case_table(
     hu: HuScale = AS_STORED,
     ignore_findings: frozenset[str] = frozenset(),
 ) -> list[Case]:
-    """Read a case table `case,image[,image_1,image_2,…],labels[,patient,split,series,trust_<region>,hu_slope,hu_offset,ignore_findings,…]`.
+    """Read a case table `case,image[,image_1,image_2,…],labels[,patient,split,fold,series,trust_<region>,hu_slope,hu_offset,…]`.
 
     The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths are relative to its
     folder. Unknown columns are ignored and blank lines skipped. An empty cell means that there is no value; `patient`
@@ -87,7 +107,7 @@ def read_case_table(
     machine that holds only the cache has none.
 
     Args:
-        path: The table.
+        path: The table, or a folder that contains it as `cases.csv`.
         labels_column: Column of the label maps; None reads no labels (prediction).
         hu: HU scale of the rows that give none.
         ignore_findings: Findings of the audit that all cases ignore, in addition to those of their cells.
@@ -98,6 +118,7 @@ def read_case_table(
     Raises:
         UserError: If the table cannot be read, a column is missing, or a value is not allowed.
     """
+    path = table_at(path)
     rows = _rows(path)
     _, columns = next(rows, (0, []))
     required = ["case", "image"] + ([labels_column] if labels_column else [])
@@ -130,6 +151,11 @@ def read_case_table(
     if not cases:
         raise UserError(f"{path}: the table has no case; add one line per scan below the header.")
     return cases
+
+
+def table_at(path: Path) -> Path:
+    """Find the case table of a folder; another path is returned as it is."""
+    return path / TABLE_NAME if (path / TABLE_NAME).is_file() else path
 
 
 def named_files(path: Path) -> Iterator[tuple[str, Path]]:
@@ -170,19 +196,15 @@ def _case(
     name, image = cells["case"], cells["image"]
     if not name or not image:
         raise UserError(f"{where}: the cell {'image' if name else 'case'!r} is empty; every case needs a name and an image.")
-    if (
-        name.startswith(".")
-        or any(sign in name for sign in "/\\")
-        or CONTROL_CHARACTERS.search(name)
-        or len(name.encode()) > MAX_NAME_BYTES
-    ):
-        raise UserError(
-            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no control characters and "
-            f"at most {MAX_NAME_BYTES} bytes."
-        )
+    check_case_name(name, where)
     split = cells.get("split") or None
     if split not in (None, *SPLITS):
         raise UserError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)} or nothing.")
+    fold = cells.get("fold") or None
+    require(
+        fold is None or (fold.isascii() and fold.isdigit()),
+        f"{where}: fold is {fold!r}, expected a whole number from 0 or nothing.",
+    )
     labels = cells[labels_column] if labels_column else ""
     more = list(itertools.takewhile(cells.__contains__, (f"{CHANNEL_PREFIX}{number}" for number in itertools.count(1))))
     return Case(
@@ -191,6 +213,7 @@ def _case(
         labels=table.parent / labels if labels else None,
         patient=cells.get("patient") or name,
         split=split,
+        fold=None if fold is None else int(fold),
         trust={
             column.removeprefix(TRUST_PREFIX): value
             for column, value in cells.items()
@@ -200,6 +223,22 @@ def _case(
         hu=HuScale(_number(cells, "hu_slope", hu.slope, where), _number(cells, "hu_offset", hu.offset, where)),
         more_images=tuple(table.parent / cells[column] if cells[column] else None for column in more),
         ignore_findings=ignore_findings | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
+    )
+
+
+def check_case_name(name: str, where: str) -> None:
+    """Refuse a case name that cannot name a file.
+
+    Raises:
+        UserError: With the place that gives it.
+    """
+    require(
+        not name.startswith(".")
+        and not any(sign in name for sign in "/\\")
+        and not CONTROL_CHARACTERS.search(name)
+        and len(name.encode()) <= MAX_NAME_BYTES,
+        f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no control characters and "
+        f"at most {MAX_NAME_BYTES} bytes.",
     )
 
 
@@ -216,7 +255,7 @@ def _number(cells: dict[str, str], column: str, default: float, where: str) -> f
 
 
 def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
-    """Write a case table with absolute paths.
+    """Write a case table with absolute paths, without optional columns that would be empty.
 
     Returns:
         The path of the table.
@@ -227,15 +266,18 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
             "image": case.image.absolute(),
             "labels": case.labels and case.labels.absolute(),
             "patient": case.patient,
+            "split": case.split,
+            "fold": case.fold,
             "series": case.series,
-            "hu_slope": case.hu.slope,
-            "hu_offset": case.hu.offset,
+            **({} if case.hu == AS_STORED else {"hu_slope": case.hu.slope, "hu_offset": case.hu.offset}),
             **{f"{CHANNEL_PREFIX}{number}": path and path.absolute() for number, path in enumerate(case.more_images, start=1)},
             **{TRUST_PREFIX + name: trust for name, trust in sorted(case.trust.items())},
         }
         for case in cases
     ]
-    write_csv(path, rows, list(dict.fromkeys(itertools.chain.from_iterable(rows))))
+    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
+    used = [name for name in columns if name in ("image", "labels") or any(row.get(name) is not None for row in rows)]
+    write_csv(path, [{name: row.get(name) for name in used} for row in rows], used)
     return path
 
 
@@ -254,12 +296,12 @@ class CaseSource:
 
     Attributes:
         split: The cases of each side.
-        label_values: Value in the reference files to label name.
+        label_values: Value, or name of a structure, in the reference files to label name.
         share: Share of the training samples that these cases give; the shares of all sources add up to 1.
     """
 
     split: Split
-    label_values: dict[int, str]
+    label_values: LabelValues
     share: float
 
 
@@ -275,7 +317,7 @@ def split_cases(
 
     Test patients are those of `test_patients` and those that the table marks as `test`; they are never used for training or
     validation. Of the others, the first that applies is validated: `val_patients`; the patients that the table marks as
-    `val`; fold `fold` of `num_folds`. If no fold is given and the patients are fewer than the folds, there are as many
+    `val`; those whose column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. If no fold is given and the patients are fewer than the folds, there are as many
     folds as patients, and a single patient is trained on without validation. A row without a mark has the split of the
     other rows of its patient. Fold `all` validates no patient and trains on all but the test patients. Folds depend on
     the names of the patients alone, and differ by at most one patient in size.
@@ -300,7 +342,7 @@ def split_cases(
     if both := sorted(set(val_patients) & set(test_patients)):
         raise UserError(f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; keep one of them.")
 
-    side = _sides_of_table(cases)
+    side, folds = _marks_of_table(cases, "split"), _marks_of_table(cases, "fold")
     test = set(test_patients) | ({p for p in patients if side.get(p) == "test"} - set(val_patients))
     rest = [patient for patient in patients if patient not in test]
     if fold == "all":
@@ -313,6 +355,10 @@ def split_cases(
     elif "val" in side.values():
         _refuse_fold(fold, "the case table marks its validation cases in the column split")
         val = {patient for patient in rest if side.get(patient) == "val"}
+    elif folds:
+        val = {patient for patient in rest if folds.get(patient) == (fold or 0)}
+        known = ", ".join(map(str, sorted(set(folds.values()))))
+        require(bool(val), f"data.fold={fold or 0}: the column fold of the case table has no such fold; choose one of {known}.")
     elif isinstance(fold, int):
         val = _fold(rest, fold, num_folds)
     else:
@@ -327,16 +373,17 @@ def split_cases(
     return Split(*(tuple(case for case in cases if case.patient in chosen) for chosen in (train, val, test)))
 
 
-def _sides_of_table(cases: Sequence[Case]) -> dict[str, str]:
-    """Map each patient that the table marks to its side."""
-    side: dict[str, str] = {}
+def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
+    """Map each patient that the table marks in the column `split` or `fold` to its mark."""
+    marks: dict[str, Any] = {}
     for case in cases:
-        if case.split is not None and side.setdefault(case.patient, case.split) != case.split:
+        mark = getattr(case, column)
+        if mark is not None and marks.setdefault(case.patient, mark) != mark:
             raise UserError(
-                f"The patient {case.patient!r} is marked {side[case.patient]} and {case.split} in the case table; "
-                "give all scans of one patient the same split."
+                f"The patient {case.patient!r} is marked {marks[case.patient]} and {mark} in the case table; "
+                f"give all scans of one patient the same {column}."
             )
-    return side
+    return marks
 
 
 def _refuse_fold(fold: int | str | None, reason: str) -> None:

@@ -10,9 +10,10 @@ from medseg.data.audit.image import audit_channels, hash_voxels, make_thumbnail,
 from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, audit_placement, audit_shift, map_values, measure_volumes
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
-from medseg.data.task import Task
+from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.inputs import volume_suffix
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,19 @@ class CaseRefusedError(UserError):
         self.audit, self.source = audit, source
 
 
-def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceCase:
+def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase:
     """Read and audit a case.
 
     Args:
         case: The case; its HU scale is applied to the first channel, the findings that it ignores stop nothing.
         task: Labels, regions and channels.
-        label_values: Value in the file to label name.
+        label_values: Value, or name of a structure, in the file to label name.
 
     Raises:
         CaseRefusedError: If the audit finds an error.
         UserError: If a file cannot be read.
     """
-    from medseg.io.read import read_labels  # here, so that opening the cache needs no reader
+    from medseg.data.reference import read_reference  # here, so that opening the cache needs no reader
     from medseg.preprocess.channels import read_channels
     from medseg.preprocess.orient import orient
 
@@ -82,7 +83,7 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
     findings += [find("reading", remark=remark) for remark in volume.remarks]
     labels = None
     if case.labels is not None:
-        label_volume = read_labels(case.labels)
+        label_volume, values = read_reference(case.labels, label_values)
         findings += [find("reading", remark=f"label map: {remark}") for remark in label_volume.remarks]
         stored, label_grid, _ = orient(label_volume.array, label_volume.grid)
         misfits = audit_grids(grid, label_grid, (volume.array.shape, label_volume.array.shape))
@@ -91,8 +92,9 @@ def read_source(case: Case, task: Task, label_values: dict[int, str]) -> SourceC
             # The header of the label map is wrong: its voxels lie on those of the image.
             stored, misfits = orientation.to_lps(label_volume.array), []
         if not misfits:
-            may_be_empty = all(case.trust.get(name) == ABSENT for name in task.parts)
-            labels, odd = map_values(stored, task, label_values, may_be_empty=may_be_empty)
+            # A structure that is there and empty states its absence.
+            may_be_empty = volume_suffix(case.labels) is None or all(case.trust.get(name) == ABSENT for name in task.parts)
+            labels, odd = map_values(stored, task, values, may_be_empty=may_be_empty)
             findings += odd
             if not any(finding.code == "empty_labels" for finding in odd):
                 findings += audit_labels(image_hu if is_hu else None, labels, grid, task, case.trust)

@@ -6,7 +6,7 @@ from typing import Any
 
 from medseg.data.case_table import CHANNEL_PREFIX, Case
 from medseg.data.task import Task
-from medseg.io.inputs import dicom_files, input_format, is_dicom_file, is_dicomdir, volume_suffix
+from medseg.io.inputs import dicom_files, input_format, is_dicom_file, is_dicomdir, volume_files, volume_suffix
 
 
 def sources_of(case: Case, task: Task) -> dict[str, Path]:
@@ -22,6 +22,9 @@ def _source_files(path: Path) -> list[Path]:
     Raises:
         UserError: If it is not an image, such as a device (reading it might never end).
     """
+    masks = volume_files(path) if path.is_dir() else []
+    if masks and next(dicom_files(path), None) is None:
+        return masks
     if path.exists():
         input_format(path)
     if path.is_dir() or is_dicomdir(path):

@@ -10,6 +10,9 @@ from medseg.io.volume import AIR_HU
 IGNORE = "ignore"
 """Name of the ignore label in `data.label_values`."""
 
+LabelValues = dict[int | str, str]
+"""Value in a label map, or name of a structure (a binary mask, an object of DICOM), to label name."""
+
 _SEPARATORS = "_- "
 
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from medseg.data.audit.labels import GRID_TOLERANCE_MM, times
-from medseg.data.case_table import Case, read_case_table
-from medseg.data.task import Task
+from medseg.data.case_table import Case, read_case_table, table_at
+from medseg.data.reference import read_reference
+from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.inputs import SUFFIXES, case_name, volume_suffix
+from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
 
@@ -57,6 +58,8 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
     Raises:
         UserError: If there is none, or two files of a folder are one case.
     """
+    if ref.is_dir() and not volume_files(ref):
+        ref = table_at(ref)
     if ref.is_dir():
         require(split is None, f"split={split} needs a case table as ref, got the folder {ref}; leave split out.")
         found = _label_maps(ref)
@@ -75,7 +78,7 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
 
 
 def read_pair(
-    pred_files: Sequence[Path], reference: Reference, task: Task, label_values: Mapping[int, str]
+    pred_files: Sequence[Path], reference: Reference, task: Task, label_values: LabelValues
 ) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
     """Read prediction and reference: label maps in the task's values, oriented, (D, H, W), and their grid; ignored voxels are 0.
 
@@ -86,7 +89,7 @@ def read_pair(
     require(len(pred_files) == 1, f"there are two predictions, {names}; keep one")
     if reference.labels is None:
         raise UserError("the case has no reference; give its label map")
-    pred_volume, target_volume = read_labels(pred_files[0]), read_labels(reference.labels)
+    pred_volume, (target_volume, values) = read_labels(pred_files[0]), read_reference(reference.labels, label_values)
     # Both are oriented first: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
@@ -96,7 +99,7 @@ def read_pair(
         f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, expected 0 to "
         f"{len(task.labels)} (task {task.name}); evaluate label maps of this task",
     )
-    target = _task_values(target, reference.labels, task, label_values)
+    target = _task_values(target, reference.labels, task, values)
     if task.ignore_label is not None:
         # Background in both maps, so that the scores leave ignored voxels out.
         is_ignored = target == task.ignore_label

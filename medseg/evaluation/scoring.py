@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.data.task import Region, Task
+from medseg.data.task import LabelValues, Region, Task
 from medseg.errors import UserError, require
 from medseg.evaluation.matching import Reference, check_grid, find_predictions, find_references, read_pair, some_of
 from medseg.geometry.grid import VoxelGrid
@@ -68,7 +68,7 @@ def evaluate_folder(
     ref: Path,
     output: Path,
     task: Task,
-    label_values: Mapping[int, str],
+    label_values: LabelValues,
     labels_column: str = "labels",
     split: str | None = None,
     pictures: bool = True,
@@ -144,7 +144,7 @@ def scored_regions(task: Task) -> tuple[Region, ...]:
     return task.regions or tuple(Region(name, (name,)) for name in task.labels)
 
 
-def _scored_regions(task: Task, label_values: Mapping[int, str]) -> list[Region]:
+def _scored_regions(task: Task, label_values: LabelValues) -> list[Region]:
     """Regions of the task whose labels the reference files have; each label is one where the task has no regions.
 
     Raises:
@@ -156,9 +156,10 @@ def _scored_regions(task: Task, label_values: Mapping[int, str]) -> list[Region]
         f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected the labels of "
         f"at least one region of the task {task.name} ({', '.join(task.labels)}); correct the names.",
     )
+    values = [value for value in label_values if isinstance(value, int)] or [0]
     require(
-        0 <= min(label_values) <= max(label_values) <= MAX_FILE_VALUE,
-        f"data.label_values has values from {min(label_values)} to {max(label_values)}, expected values of label "
+        0 <= min(values) <= max(values) <= MAX_FILE_VALUE,
+        f"data.label_values has values from {min(values)} to {max(values)}, expected values of label "
         f"maps from 0 to {MAX_FILE_VALUE}; correct them.",
     )
     return regions
@@ -170,7 +171,7 @@ def _score_case(
     reference: Reference,
     regions: Sequence[Region],
     task: Task,
-    label_values: Mapping[int, str],
+    label_values: LabelValues,
     overlays: Path | None,
     metrics: Mapping[str, RegionMetric],
 ) -> str:

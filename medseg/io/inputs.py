@@ -19,6 +19,9 @@ SUFFIXES = {
 WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd")
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 
+CASE_IMAGES = ("ct", "mri")
+"""Name of the image in a folder of a case, as in TotalSegmentator's data set."""
+
 
 # Control characters, line separators, and bytes of a file name that are no UTF-8.
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -28,6 +31,17 @@ def volume_suffix(path: Path) -> str | None:
     """Find the suffix that makes a name a volume file, in lower case; None for others."""
     name = path.name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and len(name) > len(suffix)), None)
+
+
+def volume_files(folder: Path) -> list[Path]:
+    """List the volume files that lie in a folder itself, sorted by name."""
+    return [entry for entry in _visible(folder) if entry.is_file() and volume_suffix(entry) is not None]
+
+
+def image_in(folder: Path) -> Path | None:
+    """Find the image of a folder of a case, such as `s0001/ct.nii.gz`; None where there is none, or more than one."""
+    found = [path for path in volume_files(folder) if case_name(path) in CASE_IMAGES]
+    return found[0] if len(found) == 1 else None
 
 
 def is_dicom_file(path: Path) -> bool:
@@ -71,11 +85,12 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         waiting += reversed([entry for entry in entries if is_deep and entry.is_dir()])
 
 
-def _may_hold_dicom(folder: Path) -> bool:
+def _case_image(folder: Path) -> Path | None:
+    """Find the scan of a subfolder: its image, or itself where it holds DICOM files; None where there is none."""
     try:
-        return any(True for _ in dicom_files(folder))
+        return image_in(folder) or (folder if any(True for _ in dicom_files(folder)) else None)
     except OSError:  # as in another user's folder
-        return True
+        return folder
 
 
 def case_name(path: Path) -> str:
@@ -112,8 +127,9 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
     """List the scans that a path stands for.
 
     A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself, beside which its own label map may lie. Another
-    folder gives its volume files and those of its subfolders that hold DICOM files at any depth, one scan each, sorted by name. Other
-    files (tables, notes) and hidden ones are ignored. A subfolder that cannot be searched counts as a scan, whose reading then fails.
+    folder gives its volume files, and those of its subfolders that hold DICOM files at any depth or an image `ct.nii.gz`, one scan each,
+    sorted by name. Other files (tables, notes) and hidden ones are ignored. A subfolder that cannot be searched counts as a scan, whose
+    reading then fails.
 
     Args:
         path: File or folder.
@@ -130,7 +146,7 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
             input_format(path)
             return [(case_name(path), path)]
         entries = _visible(path)
-        found = [entry for entry in entries if entry.is_file() and volume_suffix(entry) is not None]
+        found = volume_files(path)
         if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
             others = [entry.name for entry in found if case_name(entry) != case_name(path)]
             require(
@@ -139,7 +155,8 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
                 "choose the series with series=, or move either kind into a folder of its own.",
             )
             return [(case_name(path), path)]
-        found += [entry for entry in entries if entry.is_dir() and _may_hold_dicom(entry)]
+        folders = {entry: _case_image(entry) for entry in entries if entry.is_dir()}
+        found += [entry for entry, image in folders.items() if image is not None]
         require(
             bool(found),
             f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder holds none; check the path.",
@@ -152,7 +169,7 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
                     f"{path}: '{cases[name].name}' and '{entry.name}' would both be called '{name}'; rename one of them."
                 )
             cases[name] = entry
-        return list(cases.items())
+        return [(name, folders.get(entry) or entry) for name, entry in cases.items()]
     except OSError as error:
         where = error.filename or path
         raise UserError(f"{where}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error

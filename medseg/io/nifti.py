@@ -1,5 +1,6 @@
 """NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz): header checks by nibabel, and the choice between sform and qform."""
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nibabel.spatialimages import HeaderDataError
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.atomic import replace_path
-from medseg.io.volume import LazyVolume, check_shape, grid_from_columns, is_gzip, lazy_volume
+from medseg.io.volume import LazyVolume, check_shape, describe, grid_from_columns, is_gzip, lazy_volume
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
 UNIT_MM = {1: 1000.0, 3: 0.001}
@@ -154,8 +155,13 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
     return affine, remarks
 
 
-def grid_of_header(path: Path, header: Nifti1Header) -> tuple[VoxelGrid, list[str]]:
+def grid_of_header(path: Path, header: Nifti1Header, num_volumes: int = 1) -> tuple[VoxelGrid, list[str]]:
     """Read the grid that a header describes, and remarks for the user.
+
+    Args:
+        path: File, for messages.
+        header: The header.
+        num_volumes: Volumes along the fourth axis, one per channel; each lies on the grid.
 
     Raises:
         UserError: If it describes no regular 3D volume.
@@ -166,23 +172,36 @@ def grid_of_header(path: Path, header: Nifti1Header) -> tuple[VoxelGrid, list[st
         dim[0] < 5 or not dim[4] == 1 < dim[5],
         f"{path}: expected one number per voxel, but the file holds {dim[5]} (vectors); export grey values.",
     )
-    shape = check_shape(path, dim[1 : 1 + dim[0]])
+    sizes = dim[1 : 1 + dim[0]]
+    if num_volumes > 1:
+        require(
+            len(sizes) == 4 and sizes[3] == num_volumes,
+            f"{path}: expected {num_volumes} channels, but the file holds {describe(sizes)} values; give a 4D file of {num_volumes} volumes, "
+            "or a file for each channel (image_1, image_2, … of a case table, input=[a,b,…]).",
+        )
+        sizes = sizes[:3]
+    shape = check_shape(path, sizes)
     affine, remarks = _choose_form(path, header, shape)
     lps = RAS_FROM_LPS @ affine[:3] * UNIT_MM.get(int(header["xyzt_units"]) & 7, 1.0)
     return grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist()), remarks
 
 
-def open_nifti(path: Path) -> LazyVolume:
+def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolume:
     """Read the header of a NIfTI file.
 
+    Args:
+        path: The file.
+        channel: Which volume of a 4D file, from 0.
+        num_channels: Volumes of the file; 1 for a 3D file.
+
     Raises:
-        UserError: If it is no NIfTI file or no scalar 3D volume.
+        UserError: If it is no NIfTI file, no scalar volume, or holds another number of volumes.
     """
     with path.open("rb") as file:
         encoding = "deflate" if is_gzip(file) else "raw"
         stream: Any = file if encoding == "raw" else igzip.IGzipFile(fileobj=file, mode="rb")
         header = _parse(path, stream.read(540))
-    grid, remarks = grid_of_header(path, header)
+    grid, remarks = grid_of_header(path, header, num_channels)
     try:
         dtype = header.get_data_dtype()
     except (HeaderDataError, KeyError) as error:
@@ -206,13 +225,15 @@ def open_nifti(path: Path) -> LazyVolume:
         bool(np.isfinite(intercept)),
         f"{path}: the NIfTI header is damaged: values are to be scaled by {slope:g} and shifted by {intercept:g}; export the scan again.",
     )
+    volume_bytes = math.prod(grid.shape) * dtype.itemsize
     return lazy_volume(
         path,
         grid,
         dtype,
         [path],
         encoding,
-        num_skipped=int(offset),
+        num_skipped=int(offset) + channel * volume_bytes,
+        num_after=(num_channels - 1 - channel) * volume_bytes,
         slope=slope,
         intercept=intercept,
         remarks=tuple(remarks),

@@ -15,7 +15,7 @@ from medseg.io.volume import AIR_HU, LazyVolume, Volume, load_image, load_labels
 Result = TypeVar("Result")
 
 
-def _open(path: Path, series: str | None = None, modality: str = "ct") -> LazyVolume:
+def _open(path: Path, series: str | None = None, modality: str = "ct", channel: int = 0, num_channels: int = 1) -> LazyVolume:
     """Read the header; the library of the format is imported only now."""
     kind = input_format(path)
     if kind == "dicom":
@@ -29,7 +29,7 @@ def _open(path: Path, series: str | None = None, modality: str = "ct") -> LazyVo
     if kind == "nifti":
         from medseg.io.nifti import open_nifti
 
-        return open_nifti(path)
+        return open_nifti(path, channel, num_channels)
     from medseg.io.simpleitk import open_text_volume
 
     return open_text_volume(path)
@@ -48,21 +48,22 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
         raise UserError(f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again.") from error
 
 
-def read_grid(path: Path, series: str | None = None, modality: str = "ct") -> VoxelGrid:
+def read_grid(path: Path, series: str | None = None, modality: str = "ct", num_channels: int = 1) -> VoxelGrid:
     """Read the grid of a scan, in the storage order of its file, without its voxels.
 
     Args:
         path: As for `read_image`.
         series: As for `read_image`.
         modality: As for `read_image`.
+        num_channels: As for `read_image`.
 
     Raises:
         UserError: If it cannot be read as one regular 3D volume.
     """
-    return _explained(path, lambda known: _open(known, series, modality).grid)
+    return _explained(path, lambda known: _open(known, series, modality, 0, num_channels).grid)
 
 
-def read_image(path: Path, series: str | None = None, modality: str = "ct") -> Volume:
+def read_image(path: Path, series: str | None = None, modality: str = "ct", channel: int = 0, num_channels: int = 1) -> Volume:
     """Read a scan in the storage order of its file.
 
     Args:
@@ -70,6 +71,8 @@ def read_image(path: Path, series: str | None = None, modality: str = "ct") -> V
         series: Which DICOM series, where there are several: Series Instance UID or Series Number, with `/<part>` for a
             part of one; None for the only one.
         modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, or `other` for any); other files do not name theirs.
+        channel: Which volume of a 4D NIfTI file, from 0.
+        num_channels: Volumes of a NIfTI file, one per channel; 1 for a 3D file.
 
     Returns:
         HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where that is exact, else float32.
@@ -78,7 +81,7 @@ def read_image(path: Path, series: str | None = None, modality: str = "ct") -> V
         UserError: If it cannot be read as one regular 3D volume of numbers.
     """
     air = AIR_HU if modality == "ct" else 0
-    return _explained(path, lambda known: load_image(_open(known, series, modality), air))
+    return _explained(path, lambda known: load_image(_open(known, series, modality, channel, num_channels), air))
 
 
 def read_labels(path: Path) -> Volume:

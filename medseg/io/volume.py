@@ -236,6 +236,7 @@ def lazy_volume(
     offset: int = 0,
     num_lines: int = 0,
     num_skipped: int = 0,
+    num_after: int = 0,
     **others: Any,
 ) -> LazyVolume:
     """Describe voxels in files, after a check that the files can hold them: a damaged header asks for no memory.
@@ -251,6 +252,7 @@ def lazy_volume(
         offset: First byte after the header.
         num_lines: Lines to skip after it.
         num_skipped: Bytes to pass over then, decoded; -1: plain voxels are the last bytes of their file.
+        num_after: Bytes of other volumes that follow the voxels, decoded.
         **others: Further attributes of the lazy volume.
 
     Raises:
@@ -278,7 +280,7 @@ def lazy_volume(
             start = file.tell()
         if encoding == "raw":
             start += num_skipped if num_skipped >= 0 else max(0, size - start - share_bytes)
-        held, starts[name] = max(0, size - start), start
+        held, starts[name] = max(0, size - start - num_after * (encoding == "raw")), start
         packed_bytes += held
         require(
             share_bytes <= ratio * held,
@@ -296,6 +298,8 @@ def lazy_volume(
                 for chunk in decoded(path, file, encoding, dtype):
                     data = rest + chunk[skipped:]
                     skipped = max(0, skipped - len(chunk))
+                    if num_after:
+                        data = data[: share_bytes - num_bytes]
                     num_values = len(data) // dtype.itemsize
                     rest = data[num_values * dtype.itemsize :]
                     num_bytes += len(data) - len(rest)

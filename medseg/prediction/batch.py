@@ -26,7 +26,7 @@ from medseg.prediction.case import (
     segment_case,
     write_case,
 )
-from medseg.prediction.scans import Scan, check_outputs, find_scans, output_paths
+from medseg.prediction.scans import Scan, check_outputs, find_scans, join_channels, output_paths
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import read_csv, write_csv
 
@@ -117,12 +117,15 @@ def predict_scans(
         chosen.cascade.serve_tiles()
         return []
     scans, protected = find_scans(source, split, series, hu)
+    cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
+    task = cascades[0].cascade.coarse.task
+    if not isinstance(source, Path):
+        require_channels(task, len(source))
+    elif source.suffix.lower() != ".csv":
+        scans = join_channels(scans, len(task.channels))
     is_one_scan = not isinstance(source, Path) or (len(scans) == 1 and scans[0].path == source)
     outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
     check_outputs(outputs, protected)
-    cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
-    if not isinstance(source, Path):
-        require_channels(cascades[0].cascade.coarse.task, len(source))
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]

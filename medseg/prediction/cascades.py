@@ -95,8 +95,9 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     if not cascades[0].name:
         return cascades[0], []
     # Headers store float32: 5 mm must not fall below a range that begins there.
-    modality = cascades[0].cascade.coarse.task.channels[0].modality
-    spacing_mm = round(max(read_grid(scan.path, scan.series, modality).spacing_mm), 3)
+    channels = cascades[0].cascade.coarse.task.channels
+    grid = read_grid(scan.path, scan.series, channels[0].modality, scan.paths(len(channels)).count(scan.path))
+    spacing_mm = round(max(grid.spacing_mm), 3)
     for one in cascades:
         if one.range_mm[0] <= spacing_mm < one.range_mm[1]:
             return one, [f"{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"]

@@ -73,7 +73,8 @@ def is_small(scan: Scan, task: Task, budget_gib: float) -> bool:
     Raises:
         UserError: If its header cannot be read.
     """
-    grid = read_grid(scan.path, scan.series, task.channels[0].modality)
+    num_volumes = scan.paths(len(task.channels)).count(scan.path)
+    grid = read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes)
     return BYTES_PER_VOXEL * len(task.channels) * math.prod(grid.shape) <= budget_gib * 2**30
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medseg.data.case_table import named_files, read_case_table
+from medseg.data.case_table import list_channels, named_files, read_case_table
 from medseg.errors import UserError, require
 from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, input_format, list_inputs, volume_suffix
 from medseg.preprocess.scale import AS_STORED, HuScale
@@ -34,8 +34,7 @@ class Scan(NamedTuple):
 
     def paths(self, num_channels: int) -> list[Path | None]:
         """List the file of each channel; None where there is none."""
-        found = [self.path, *self.more_paths[: num_channels - 1]]
-        return [*found, *[None] * (num_channels - len(found))]
+        return list_channels(self.path, self.more_paths, num_channels)
 
 
 def find_scans(
@@ -76,6 +75,29 @@ def find_scans(
     require(bool(chosen), f"input={source}: no case of the table is marked split={split}; give a split of the table")
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
+
+
+def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
+    """Name scans without the number of a channel, as nnU-Net gives it: `<case>_0000`, `<case>_0001`, … are one case.
+
+    Files are only joined to a case if there is one for each channel of the task: numbers also count scans.
+
+    Args:
+        scans: Scans of a folder, or one scan, by name.
+        num_channels: Channels of the task.
+    """
+    by_name = {scan.name: scan for scan in scans}
+    joined: dict[str, Scan] = {}
+    for scan in scans:
+        case, _, number = scan.name.rpartition("_")
+        files = [by_name.get(f"{case}_{index:04d}") for index in range(num_channels + 1)]
+        is_whole = None not in files[:-1] and files[-1] is None and bool(case) and case not in by_name
+        if is_whole and number in {f"{index:04d}" for index in range(num_channels)}:
+            paths = tuple(one.path for one in files[:-1] if one is not None)
+            joined[case] = scan._replace(name=case, path=paths[0], more_paths=paths[1:])
+        else:
+            joined[scan.name] = scan
+    return list(joined.values())
 
 
 def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[Path]:

@@ -97,7 +97,8 @@ def read_channels(
     """Read the channels of a case on the grid of the first.
 
     Args:
-        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel.
+        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path that stands several times is a 4D NIfTI
+            file, which holds one volume for each time.
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.
@@ -123,9 +124,9 @@ def read_channels(
     remarks: list[str] = []
     scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
     modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
-    for name, path, fill, scale, modality in zip(names, paths, outside, scales, modalities, strict=True):
+    for number, (name, path, fill, scale, modality) in enumerate(zip(names, paths, outside, scales, modalities, strict=True)):
         assert path is not None, "refused above"
-        volume = read_image(path, None if channels else series, modality)
+        volume = read_image(path, None if channels else series, modality, paths[:number].count(path), paths.count(path))
         image = scale.apply(volume.array)
         if not channels:
             first = replace(volume, array=image)

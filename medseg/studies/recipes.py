@@ -15,6 +15,7 @@ import hydra
 from omegaconf import OmegaConf
 
 from medseg.config.check import to_config
+from medseg.config.overrides import text_of
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
 from medseg.config.targets import targets_first
 from medseg.data.case_table import read_case_table
@@ -145,7 +146,7 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
 
 def label_values_argument(label_values: Mapping[str, Any]) -> str:
     """The argument that maps names to the values in reference files."""
-    given = ", ".join(f"{name}: {value}" for name, value in label_values.items())
+    given = ", ".join(f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items())
     return f"data.label_values={{{given}}}"
 
 

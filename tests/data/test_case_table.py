@@ -87,6 +87,7 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
         ("case,image,labels\n", ["no case"]),
         ("", ["line 1", "case, image, labels", "none"]),
         ('case,image,labels\n"a,a.nii.gz,\n', ["quotes"]),
+        ("case,image,labels,fold\na,a.nii.gz,,first\n", ["line 2", "fold is 'first'", "a whole number from 0"]),
     ],
 )
 def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -145,3 +146,17 @@ def test_a_name_that_begins_like_a_formula_survives_the_spreadsheet(tmp_path: Pa
     write_case_table(tmp_path / "again.csv", cases)
     assert "\n'=HYPERLINK(1)," in (tmp_path / "again.csv").read_text()
     assert [case.name for case in read_case_table(tmp_path / "again.csv")] == ["a", "=HYPERLINK(1)"]
+
+
+def test_a_written_table_has_the_split_and_no_empty_columns(tmp_path: Path) -> None:
+    cases = [Case("a", tmp_path / "a.nii.gz", None, "a", "test"), Case("b", tmp_path / "b.nii.gz", None, "b", fold=3)]
+    path = write_case_table(tmp_path / "again.csv", cases)
+    assert path.read_text().splitlines()[0] == "case,image,labels,patient,split,fold"
+    assert read_case_table(path) == cases
+    assert read_case_table(path.rename(tmp_path / "cases.csv").parent) == cases
+
+
+def test_a_single_nifti_file_stands_for_all_channels(tmp_path: Path) -> None:
+    assert Case("a", tmp_path / "a.nii.gz", None, "a").images(3) == [tmp_path / "a.nii.gz"] * 3
+    with pytest.raises(UserError, match=r"The case 'a' has no image_1 and no image_2, but"):
+        Case("a", tmp_path / "a.nrrd", None, "a").images(3)

@@ -9,8 +9,8 @@ from medseg.data.case_table import Case, Split, split_cases
 from medseg.errors import UserError
 
 
-def case(name: str, patient: str, split: str | None = None) -> Case:
-    return Case(name, Path(name), None, patient, split)
+def case(name: str, patient: str, split: str | None = None, fold: int | None = None) -> Case:
+    return Case(name, Path(name), None, patient, split, fold=fold)
 
 
 # 11 patients, of whom every third has two scans
@@ -62,6 +62,14 @@ def test_a_table_that_marks_test_alone_is_folded_without_it() -> None:
         assert len(val) == 1
 
 
+def test_folds_of_the_table_are_validated_one_at_a_time() -> None:
+    cases = [case("a", "pa", fold=0), case("b", "pb", fold=1), case("b2", "pb"), case("c", "pc"), case("d", "pd", "test", 1)]
+    assert names(split_cases(cases)) == [{"b", "b2", "c"}, {"a"}, {"d"}]
+    assert names(split_cases(cases, fold=1)) == [{"a", "c"}, {"b", "b2"}, {"d"}]
+    assert names(split_cases(cases, fold="all")) == [{"a", "b", "b2", "c"}, set(), {"d"}]
+    assert names(split_cases(cases, val_patients=["pc"])) == [{"a", "b", "b2"}, {"c"}, {"d"}]
+
+
 @pytest.mark.parametrize(
     ("cases", "arguments", "part"),
     [
@@ -74,6 +82,16 @@ def test_a_table_that_marks_test_alone_is_folded_without_it() -> None:
         (CASES[:2], {"val_patients": ["p0"]}, "No case is left for training"),
         ([case("a", "p", "train"), case("b", "p", "val")], {}, "'p' is marked train and val"),
         ([case("a", "p", "train"), case("b", "q", "val")], {"fold": 1}, "column split"),
+        (
+            [case("a", "p", fold=0), case("b", "p", fold=1)],
+            {},
+            "'p' is marked 0 and 1 in the case table; give all scans of one patient the same fold",
+        ),
+        (
+            [case("a", "p", fold=0), case("b", "q", fold=2)],
+            {"fold": 1},
+            "data.fold=1: the column fold of the case table has no such fold; choose one of 0, 2",
+        ),
     ],
 )
 def test_mistakes(cases: list[Case], arguments: dict, part: str) -> None:

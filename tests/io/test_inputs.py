@@ -66,6 +66,25 @@ def test_a_folder_of_scans(tmp_path: Path) -> None:
     assert all(np.array_equal(read_image(path).array, make_hu()) for _, path in list_inputs(tmp_path))
 
 
+def test_a_folder_of_each_case_has_its_image(tmp_path: Path) -> None:
+    grid = make_grid(np.eye(3))
+    for name in (
+        "s0001/ct.nii.gz",
+        "s0001/segmentations/liver.nii.gz",
+        "s0002/mri.nii",
+        "other/seg.nii.gz",
+        "both/ct.nii.gz",
+        "both/ct.nrrd",
+    ):
+        write_image(tmp_path / name, make_hu(), grid)
+    write_image(tmp_path / "plain.nii.gz", make_hu(), grid)
+    assert list_inputs(tmp_path) == [
+        ("plain", tmp_path / "plain.nii.gz"),
+        ("s0001", tmp_path / "s0001" / "ct.nii.gz"),
+        ("s0002", tmp_path / "s0002" / "mri.nii"),
+    ]
+
+
 def test_dicom_without_suffix(tmp_path: Path) -> None:
     for index, file in enumerate(save_dicom(tmp_path / "d", make_hu(), make_grid(np.eye(3)))):
         file.rename(file.with_name(f"IM.{index:04d}"))

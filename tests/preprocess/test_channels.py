@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_grid
 from medseg.io.write import write_image
 from medseg.preprocess.channels import read_channels, resample_to
 from medseg.preprocess.orient import Orientation
@@ -102,3 +104,25 @@ def test_voxels_without_a_number_are_air_of_their_modality(tmp_path: Path) -> No
     channels, volume = read_channels([tmp_path / "a.nrrd"] * 2, [-1024, 0], modalities=["ct", "mr"])
     assert channels[:, 0, 0, 0].tolist() == [-1024, 0]
     assert [remark.rpartition(" and ")[2] for remark in volume.remarks] == ["count as air, -1024 HU", "count as 0"]
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_a_4d_file_holds_the_channels_along_its_last_axis(tmp_path: Path, suffix: str) -> None:
+    rng = np.random.default_rng(0)
+    volumes = rng.integers(-900, 900, (3, 5, 6, 7)).astype(np.int16)
+    path = tmp_path / f"all{suffix}"
+    nib.Nifti1Image(volumes.T, np.diag([-2.0, -2.0, 3.0, 1.0])).to_filename(path)
+    stacked, first = read_channels([path] * 3, [0.0] * 3, modalities=["mr"] * 3)
+    assert np.array_equal(stacked, volumes.astype(np.float32))
+    assert np.array_equal(first.array, volumes[0])
+    assert read_grid(path, num_channels=3) == first.grid
+    with pytest.raises(
+        UserError, match=r"expected 2 channels, but the file holds 7 x 6 x 5 x 3 values; give a 4D file of 2 volumes"
+    ):
+        read_channels([path] * 2, [0.0] * 2)
+    with pytest.raises(UserError, match="expected one 3D volume"):
+        read_channels([path], [0.0])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) - 150])  # the last volume is cut
+    with pytest.raises(UserError, match=r"end too early|truncated or damaged"):
+        read_channels([path] * 3, [0.0] * 3)

@@ -1,0 +1,41 @@
+"""The `import` command: writes the case table and the task of a data set in the layout of another program."""
+
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from medseg.build.imported import TASK_FILE
+from medseg.config.schema import ImportConfig
+from medseg.console import say
+from medseg.data.case_table import TABLE_NAME, write_case_table
+from medseg.data.importers.formats import import_dataset
+from medseg.io.atomic import check_writable, replace_text
+
+# Beyond this number the labels are probably not all wanted.
+MANY_LABELS = 30
+
+
+def import_data(config: ImportConfig) -> int:
+    """Write `cases.csv` and `task.yaml`, and print the command that trains on them."""
+    data = import_dataset(Path(config.input), config.format.value if config.format else None).keep(config.labels)
+    output, content = Path(config.output), data.task()
+    check_writable(output)
+    table = write_case_table(output / TABLE_NAME, data.cases)
+    begin = f"# @package _global_\n# Task of the {data.format} data set {data.name}. A file conf/task/<name>.yaml of this content makes it task=<name>.\n"
+    replace_text(
+        output / TASK_FILE,
+        begin + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=130, default_flow_style=None),
+    )
+    for note in data.notes:
+        say(note)
+    if len(data.labels) > MANY_LABELS:
+        say(f"the task has {len(data.labels)} labels; labels=[a,b,…] keeps some of them")
+    parts = Counter(case.split or "to train and validate" for case in data.cases)
+    channels = ", ".join(f"{one.modality} {one.window_hu or one.normalise}" for one in data.channels)
+    print(f"{data.format}: {', '.join(f'{number} cases {part}' for part, number in parts.items())}; channels: {channels}")
+    print(f"labels: {', '.join(data.labels)}")
+    print(f"written: {table}, {output / TASK_FILE}")
+    stage = "coarse" if content["task"]["regions"] else "single"
+    print(f"next: medseg train stage={stage} data.cases={output}", flush=True)
+    return 0

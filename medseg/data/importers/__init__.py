@@ -1,0 +1,1 @@
+"""Importers: data sets in the layouts of other programs, read as cases and a task."""

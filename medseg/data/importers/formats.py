@@ -1,0 +1,102 @@
+"""Formats of data sets: the format of a folder by what lies in it, and its importer."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from medseg.data.case_table import Case, read_case_table, table_at
+from medseg.data.importers.dataset import DataSet, check_dataset
+from medseg.data.importers.folders import (
+    LUNA16,
+    PAIRS,
+    TOTALSEGMENTATOR,
+    import_luna16,
+    import_pairs,
+    import_totalsegmentator,
+    is_luna16,
+    is_pairs,
+    is_totalsegmentator,
+)
+from medseg.data.importers.json_lists import DATASET_FILE, MSD, NNUNET, import_msd, import_nnunet, read_about
+from medseg.errors import UserError, require
+from medseg.preprocess.scale import AS_STORED, HuScale
+
+
+class Format(NamedTuple):
+    """A layout of data sets.
+
+    Attributes:
+        sign: What its folder holds, for messages.
+        is_at: Whether a path looks like it.
+        read: Reads the data set.
+    """
+
+    sign: str
+    is_at: Callable[[Path], bool]
+    read: Callable[[Path], DataSet]
+
+
+def _is_nnunet(path: Path) -> bool:
+    """Whether a folder has a `dataset.json` with `channel_names`, or one of nnU-Net 1, whose images have the number of a channel."""
+    if not (path / DATASET_FILE).is_file():
+        return False
+    about = read_about(path / DATASET_FILE)
+    return "channel_names" in about or ("modality" in about and next((path / "imagesTr").glob("*_0000.*"), None) is not None)
+
+
+def _is_msd(path: Path) -> bool:
+    """Whether a path is a datalist, or a folder with one named `dataset.json`."""
+    if path.is_file():
+        return path.suffix.lower() == ".json"
+    return (path / DATASET_FILE).is_file() and "training" in read_about(path / DATASET_FILE)
+
+
+# In the order in which they are tried: the files of an earlier one may also look like a later one.
+FORMATS = {
+    NNUNET: Format("dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet),
+    MSD: Format("dataset.json or another JSON file with a list training", _is_msd, import_msd),
+    TOTALSEGMENTATOR: Format("<case>/ct.nii.gz with <case>/segmentations/", is_totalsegmentator, import_totalsegmentator),
+    LUNA16: Format("subset<n>/*.mhd with seg-lungs-LUNA16/", is_luna16, import_luna16),
+    PAIRS: Format("images/ with labels/", is_pairs, import_pairs),
+}
+
+
+@functools.cache
+def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
+    """Read a data set in the layout of another program; only headers, tables and names are read where these name the labels.
+
+    Args:
+        path: Folder, or datalist (.json).
+        format_name: Name of its layout in `FORMATS`; None = by what lies in the folder.
+
+    Raises:
+        UserError: If the path does not exist, has no known layout, or the data set is incomplete.
+    """
+    require(path.exists(), f"{path}: this folder does not exist; check the path.")
+    name = format_name or next((name for name, one in FORMATS.items() if one.is_at(path)), None)
+    if name is None:
+        inner = [one.name for one in sorted(path.iterdir()) if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())]
+        several = f"it holds {len(inner)} data sets: {', '.join(inner[:10])}; give one of them." if inner else ""
+        signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
+        raise UserError(f"{path}: {several or f'expected a data set in one of these layouts, but found none ({signs}).'}")
+    try:
+        return check_dataset(FORMATS[name].read(path), path)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: cannot be read ({error.strerror}); check the path and its permissions."
+        ) from error
+
+
+def read_cases(
+    path: Path, labels_column: str | None = "labels", *, hu: HuScale = AS_STORED, ignore_findings: frozenset[str] = frozenset()
+) -> list[Case]:
+    """Read the cases of a case table, of a folder with `cases.csv`, or of a data set that `import_dataset` reads; arguments as there.
+
+    Raises:
+        UserError: If it is none of these.
+    """
+    if table_at(path).is_dir() or path.suffix.lower() == ".json":
+        return [replace(case, hu=hu, ignore_findings=ignore_findings) for case in import_dataset(path).cases]
+    return read_case_table(path, labels_column, hu=hu, ignore_findings=ignore_findings)

@@ -1,0 +1,79 @@
+"""The task of imported data joins the arguments of a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+from layouts import make_luna16, make_nnunet
+
+from medseg.build.imported import IMPORTED, with_task
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import EvaluateConfig, PredictConfig, TrainConfig
+from medseg.errors import UserError
+
+
+def compose(arguments: list[str], command: str = "train", schema: type = TrainConfig) -> TrainConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose(command, [*with_task(arguments, schema), *["run_dir=x"] * (command == "train")]), schema)
+    assert isinstance(config, schema)
+    return config  # type: ignore[no-any-return]
+
+
+def test_the_task_of_a_data_set_replaces_that_of_the_lungs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = {"background": 0, "liver": 1, "spleen": 2, "ignore": 3}
+    folder = make_nnunet(tmp_path / "Dataset001", labels=labels)
+    config = compose([f"data.cases={folder}", "stage=single"])
+    assert (config.task.name, config.task.labels, config.task.regions) == ("Dataset001", {"liver": 1, "spleen": 2}, None)
+    assert config.data.label_values == {"liver": 1, "spleen": 2, "ignore": 3}
+    assert config.task.ignore_label == 3
+    assert f"task of {folder}: liver, spleen; task=<name> chooses another one" in capsys.readouterr().err
+    changed = compose([f"data.cases={folder}", "stage=single", "task.name=abdomen"])
+    assert changed.task.name == "abdomen"
+
+
+def test_a_chosen_task_gets_the_values_of_the_files(tmp_path: Path) -> None:
+    folder = make_luna16(tmp_path)
+    config = compose([f"data.cases={folder}", "task=lungs"])
+    assert config.task.name == "lungs"
+    assert config.data.label_values == {"left_lung": 3, "right_lung": 4, "trachea": 5}
+    config = compose([f"data.cases={folder}", "task=lungs", "data.label_values.trachea=6"])
+    assert config.data.label_values["trachea"] == 6
+
+
+def test_a_study_gives_the_name_to_the_commands_that_it_starts(tmp_path: Path) -> None:
+    arguments = [f"data.cases={make_nnunet(tmp_path / 'D')}", "seed=1"]
+    assert with_task(with_task(arguments, TrainConfig), TrainConfig) == [f"task={IMPORTED}", *arguments]
+
+
+def test_the_task_beside_a_case_table_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text("case,image,labels\na,a.nii.gz,b.nii.gz\n", encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(
+        "task:\n  name: heart\n  labels: {heart: 1}\n  channels: [{modality: mr, normalise: zscore}]\n"
+        "data:\n  label_values: {heart: [7, 8]}\n",
+        encoding="utf-8",
+    )
+    for given in (f"data.cases={tmp_path}", f"data.cases='{tmp_path}/cases.csv'"):
+        config = compose([given])
+        assert (config.task.labels, config.task.regions) == ({"heart": 1}, None)
+        assert config.data.label_values == {"heart": [7, 8]}
+    scored = compose([f"ref={tmp_path}/cases.csv", "pred=x", "output=y"], "evaluate", EvaluateConfig)
+    assert scored.task.labels == {"heart": 1}
+
+
+def test_arguments_without_imported_data_stay(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").touch()
+    (tmp_path / "labels").mkdir()
+    for arguments in (["seed=1"], ["data.cases=null"], [f"data.cases={tmp_path}/table.csv"], [f"ref={tmp_path}/labels"]):
+        assert with_task(arguments, TrainConfig) == arguments
+    assert with_task(["data.cases=x"], PredictConfig) == ["data.cases=x"]
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "the file is damaged"), ("labels: 1", "expected the labels of a task")])
+def test_a_damaged_task_is_told(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "cases.csv").touch()
+    (tmp_path / "task.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        with_task([f"data.cases={tmp_path}"], TrainConfig)

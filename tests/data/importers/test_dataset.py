@@ -1,0 +1,105 @@
+"""Labels, regions and channels of an imported task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medseg.data.case_table import Case
+from medseg.data.importers.dataset import DataSet, channel_of, check_dataset, label_names
+from medseg.data.task import Channel
+from medseg.errors import UserError
+
+CT = Channel("ct", (-1000.0, 1000.0))
+
+
+def dataset(labels: dict[str, list[int | str]], cases: tuple[Case, ...] = (), ignore: int | None = None) -> DataSet:
+    return DataSet("nnunet", "chest", cases, labels, (CT,), {"trachea": [5]}, ignore)
+
+
+def test_regions_are_made_where_every_label_has_a_side() -> None:
+    task = dataset({"left_lung": [3], "right_lung": [4]}).task()
+    assert task == {
+        "task": {
+            "name": "chest",
+            "labels": {"left_lung": 1, "right_lung": 2},
+            "regions": {
+                "left_lung": {"labels": ["left_lung"], "side": "left"},
+                "right_lung": {"labels": ["right_lung"], "side": "right"},
+            },
+            "channels": [{"modality": "ct", "window_hu": [-1000.0, 1000.0]}],
+        },
+        "data": {"label_values": {"left_lung": 3, "right_lung": 4, "trachea": 5}},
+    }
+    assert dataset({"left_lung": [1], "heart": [2]}).task()["task"]["regions"] is None
+
+
+def test_the_ignore_label_lies_above_the_labels_and_keeps_its_value_in_the_files() -> None:
+    high, low = dataset({"a": [1], "b": [2]}, ignore=9).task(), dataset({"a": [2], "b": [3]}, ignore=1).task()
+    assert high["task"]["ignore_label"] == 9
+    assert "ignore" not in high["data"]["label_values"]  # filled in from the task
+    assert (low["task"]["ignore_label"], low["data"]["label_values"]["ignore"]) == (3, 1)
+
+
+def test_labels_are_kept_and_merged_by_name() -> None:
+    lobes: dict[str, list[int | str]] = {"left_lung": ["a", "b"], "right_lung": ["c"], "liver": ["liver"]}
+    some = dataset(lobes).keep(["right_lung"])
+    assert some.labels == {"right_lung": ["c"]}
+    assert some.background == {"trachea": [5], "left_lung": ["a", "b"], "liver": ["liver"]}
+    both = dataset(lobes).keep({"lungs": ["left_lung", "right_lung"], "organ": "liver"})
+    assert both.labels == {"lungs": ["a", "b", "c"], "organ": ["liver"]}
+    assert both.background == {"trachea": [5]}
+    assert dataset({"x": [1, 2, 3]}).keep({"y": [2]}).task()["data"]["label_values"] == {"y": 2, "trachea": 5, "x": [1, 3]}
+    with pytest.raises(UserError, match="labels: spleen is not in the data set, which has trachea, left_lung"):
+        dataset(lobes).keep(["spleen"])
+
+
+def test_names_of_labels_are_safe_and_sides_written_out_only_in_pairs() -> None:
+    assert label_names(["Lung_L", "Lung_R", "Vessel L", "a/b: c"]) == {
+        "Lung_L": "left_lung",
+        "Lung_R": "right_lung",
+        "Vessel L": "Vessel_L",
+        "a/b: c": "a_b_c",
+    }
+    with pytest.raises(UserError, match="the labels 'heart' and 'Heart' would both be Heart"):
+        label_names(["heart", "Heart"])
+
+
+@pytest.mark.parametrize(
+    ("name", "modality"),
+    [
+        ("CT", "ct"),
+        ("contrast CT", "ct"),
+        ("FLAIR", "mr"),
+        ("T1w", "mr"),
+        ("MRI", "mr"),
+        ("PET", "other"),
+        ("rgb_to_0_1", "other"),
+    ],
+)
+def test_channels_by_name(name: str, modality: str) -> None:
+    channel = channel_of(name)
+    assert (channel.modality, channel.normalise) == (modality, "window" if modality == "ct" else "zscore")
+
+
+def test_names_that_clash_or_cannot_be_files_are_refused_and_files_elsewhere_are_told(tmp_path: Path) -> None:
+    inside, elsewhere = tmp_path / "data" / "a.nii.gz", tmp_path / "b.nii.gz"
+    inside.parent.mkdir()
+    inside.touch()
+    elsewhere.touch()
+    (inside.parent / "link.nii.gz").symlink_to(elsewhere)
+    case = Case("a", inside, None, "a")
+    with pytest.raises(UserError, match=r"a.nii.gz and .*a.nii.gz would both be the case 'a'; rename"):
+        check_dataset(dataset({"x": [1]}, (case, case)), inside.parent)
+    with pytest.raises(UserError, match=r"the case name '../a' cannot name a file"):
+        check_dataset(dataset({"x": [1]}, (Case("../a", inside, None, "a"),)), inside.parent)
+    with pytest.raises(UserError, match=r"gone.nii.gz does not exist, but the data set names it"):
+        check_dataset(dataset({"x": [1]}, (Case("a", tmp_path / "gone.nii.gz", None, "a"),)), inside.parent)
+    with pytest.raises(UserError, match="has no case"):
+        check_dataset(dataset({"x": [1]}), inside.parent)
+    cases = (case, Case("A", elsewhere, inside.parent / "link.nii.gz", "A"))
+    notes = check_dataset(dataset({"x": [1]}, cases), inside.parent).notes
+    assert notes[0] == "the cases 'a' and 'A' differ in upper and lower case only: some systems take their files for one"
+    assert notes[1] == f"2 of 3 files lie outside of {inside.parent}, such as {elsewhere}"
+    assert notes[2] == "1 of 2 cases have no labels: they are not trained on"

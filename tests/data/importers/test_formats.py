@@ -1,0 +1,39 @@
+"""The layout of a data set is found by what lies in its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from layouts import MAKERS, make_nnunet
+
+from medseg.data.importers.formats import FORMATS, import_dataset, read_cases
+from medseg.errors import UserError
+from medseg.preprocess.scale import HuScale
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_layout_is_recognised(tmp_path: Path, name: str) -> None:
+    data = import_dataset(MAKERS[name](tmp_path / "data"))
+    assert data.format == name
+    assert all(case.image.exists() for case in data.cases)
+    assert set(MAKERS) <= set(FORMATS)
+
+
+def test_a_folder_without_a_known_layout_is_told_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        import_dataset(tmp_path)
+    said = str(error.value)
+    assert "expected a data set in one of these layouts, but found none" in said
+    assert all(f"{name}: {one.sign}" in said for name, one in FORMATS.items())
+    with pytest.raises(UserError, match="does not exist; check the path"):
+        import_dataset(tmp_path / "gone")
+    make_nnunet(tmp_path / "Dataset001_A")
+    make_nnunet(tmp_path / "Dataset002_B")
+    with pytest.raises(UserError, match="it holds 2 data sets: Dataset001_A, Dataset002_B; give one of them"):
+        import_dataset(tmp_path)
+
+
+def test_cases_of_a_data_set_get_the_scale_and_the_accepted_findings_of_the_run(tmp_path: Path) -> None:
+    cases = read_cases(make_nnunet(tmp_path), hu=HuScale(1.0, -1024.0), ignore_findings=frozenset({"padding"}))
+    assert {(case.hu.offset, case.ignore_findings) for case in cases} == {(-1024.0, frozenset({"padding"}))}

@@ -1,0 +1,192 @@
+"""nnU-Net raw folders, the Decathlon and MONAI datalists."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layouts import make_msd, make_nnunet, write_json
+
+from medseg.data.importers.formats import import_dataset
+from medseg.data.importers.json_lists import import_msd, import_nnunet
+from medseg.errors import UserError
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "dataset.json"
+    about = json.loads(path.read_text(encoding="utf-8")) | values
+    write_json(path, {key: value for key, value in about.items() if value is not None})
+
+
+def test_channels_cases_and_test_cases_of_nnunet(tmp_path: Path) -> None:
+    data = import_nnunet(make_nnunet(tmp_path / "Dataset001_Chest", ("CT", "PET")))
+    assert [(case.name, case.split, case.labels is None) for case in data.cases] == [
+        ("chest_000", None, False),
+        ("chest_001", None, False),
+        ("chest_002", None, False),
+        ("chest_003", "test", True),
+    ]
+    assert [path.name for path in data.cases[1].images(2)] == ["chest_001_0000.nii.gz", "chest_001_0001.nii.gz"]
+    assert data.labels == {"left_lung": [1], "right_lung": [2]}
+    assert [(one.modality, one.normalise) for one in data.channels] == [("ct", "window"), ("other", "zscore")]
+    assert (data.name, data.notes) == ("Dataset001_Chest", ())
+
+
+def test_overlapping_regions_of_nnunet_become_disjoint_labels(tmp_path: Path) -> None:
+    labels = {"background": 0, "whole_tumor": [1, 2, 3], "tumor_core": [2, 3], "enhancing_tumor": 3, "ignore": 4}
+    data = import_nnunet(make_nnunet(tmp_path, labels=labels, regions_class_order=[1, 2, 3]))
+    assert data.labels == {"whole_tumor_rest": [1], "tumor_core_rest": [2], "enhancing_tumor": [3]}
+    assert data.ignore == 4
+    change(tmp_path, labels={"background": 0, "kidney": [1, 2, 3], "masses": [2, 3]})
+    assert import_nnunet(tmp_path).labels == {"kidney_rest": [1], "masses": [2, 3]}
+    change(tmp_path, labels={"background": 0, "a": [1, 2], "b": [2, 3]})
+    assert import_nnunet(tmp_path).labels == {"a_rest": [1], "a_and_b": [2], "b_rest": [3]}
+
+
+def test_the_older_description_of_nnunet(tmp_path: Path) -> None:
+    make_nnunet(tmp_path)
+    change(tmp_path, channel_names=None, file_ending=None, modality={"0": "CT"}, labels={"0": "background", "1": "a", "2": "b"})
+    data = import_dataset(tmp_path)
+    assert (data.format, data.labels, len(data.cases)) == ("nnunet", {"a": [1], "b": [2]}, 4)
+
+
+def test_cases_that_the_description_lists_may_lie_anywhere(tmp_path: Path) -> None:
+    make_nnunet(tmp_path / "source")
+    image, labels = tmp_path / "source/imagesTr/chest_000_0000.nii.gz", tmp_path / "source/labelsTr/chest_000.nii.gz"
+    listed = {"one": {"images": [str(image)], "label": "../source/labelsTr/chest_000.nii.gz"}}
+    write_json(
+        tmp_path / "listed" / "dataset.json",
+        {"channel_names": {"0": "CT"}, "labels": {"background": 0, "a": 1, "b": 2}, "file_ending": ".nii.gz", "dataset": listed},
+    )
+    data = import_dataset(tmp_path / "listed")
+    assert [case.name for case in data.cases] == ["one"]
+    assert data.cases[0].image == image
+    assert data.cases[0].labels is not None
+    assert data.cases[0].labels.samefile(labels)
+    assert data.notes == (f"2 of 2 files lie outside of {tmp_path / 'listed'}, such as {image}",)
+
+
+@pytest.mark.parametrize("place", ["nnUNet_raw/D1/splits_final.json", "nnUNet_preprocessed/D1/splits_final.json"])
+def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
+    folder = make_nnunet(tmp_path / "nnUNet_raw" / "D1")
+    folds = [
+        {"train": ["chest_001", "chest_002"], "val": ["chest_000"]},
+        {"train": ["chest_000"], "val": ["chest_001", "chest_002"]},
+    ]
+    write_json(tmp_path / place, folds)
+    assert [(case.fold, case.split) for case in import_nnunet(folder).cases] == [(0, None), (1, None), (1, None), (None, "test")]
+    write_json(tmp_path / place, [{**fold, "val": ["chest_000"]} for fold in folds])
+    data = import_nnunet(folder)
+    assert [(case.fold, case.split) for case in data.cases] == [(None, "val"), (None, "train"), (None, "train"), (None, "test")]
+    assert data.notes[0].endswith("validates some cases in several folds: the column split holds its first fold alone")
+
+
+MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
+    (
+        lambda at: (at / "imagesTr/chest_001_0001.nii.gz").unlink(),
+        "imagesTr: chest_001 lacks the channel 0001, expected 2 channels",
+    ),
+    (
+        lambda at: shutil.copy(at / "imagesTr/chest_001_0000.nii.gz", at / "imagesTr/chest_001_0002.nii.gz"),
+        "has a channel 0002, but",
+    ),
+    (lambda at: (at / "labelsTr/chest_001.nii.gz").unlink(), "labelsTr: no labels for chest_001, which imagesTr holds; add them"),
+    (
+        lambda at: [one.unlink() for one in at.glob("imagesTr/chest_001*")],
+        "imagesTr: no image for chest_001, which labelsTr holds",
+    ),
+    (
+        lambda at: shutil.copy(at / "labelsTr/chest_001.nii.gz", at / "imagesTr/x.nii.gz"),
+        "such as x_0000.nii.gz; rename the file",
+    ),
+    (lambda at: shutil.rmtree(at / "labelsTr"), "labelsTr does not exist, but an nnU-Net data set needs it"),
+    (lambda at: change(at, file_ending=".png"), "expected file_ending to be one of .nii.gz"),
+    (lambda at: change(at, labels={"a": 1.5}), "expected whole numbers from 0 as values of the label 'a', got 1.5"),
+    (lambda at: change(at, labels={"background": 0}), "expected at least one label beside the background"),
+    (lambda at: change(at, labels=["a"]), "expected 'labels' as a mapping, got \"['a']\""),
+    (lambda at: change(at, channel_names=["CT"]), "expected 'channel_names' as a mapping"),
+    (lambda at: (at / "dataset.json").write_text("{"), "expected JSON, but the file is damaged"),
+    (lambda at: (at / "dataset.json").write_text("[]"), "expected a description of a data set"),
+    (lambda at: write_json(at / "splits_final.json", {}), "splits_final.json: expected a list of folds"),
+    (
+        lambda at: change(at, dataset={"x": {"images": ["imagesTr/chest_000_0000.nii.gz"], "label": "x"}}),
+        "expected 2 images of x",
+    ),
+    (
+        lambda at: change(at, dataset={"x": {"images": [3, 4], "label": "x"}}),
+        "expected the path of an image or a label map, got '3'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), MISTAKES)
+def test_each_way_in_which_an_nnunet_folder_is_wrong_has_its_sentence(
+    tmp_path: Path, spoil: Callable[[Path], Any], said: str
+) -> None:
+    make_nnunet(tmp_path, ("CT", "PET"))
+    spoil(tmp_path)
+    with pytest.raises(UserError) as error:
+        import_nnunet(tmp_path)
+    assert said in str(error.value)
+
+
+def test_the_decathlon_has_channels_in_one_file(tmp_path: Path) -> None:
+    data = import_dataset(make_msd(tmp_path))
+    assert (data.format, data.name) == ("msd", "BRATS")
+    assert data.labels == {"edema": [1], "non-enhancing_tumor": [2]}
+    assert [channel.modality for channel in data.channels] == ["mr", "mr"]
+    assert [(case.name, case.split) for case in data.cases][2:] == [("BRATS_002", None), ("BRATS_003", "test")]
+    assert data.cases[0].images(2) == [data.cases[0].image] * 2
+
+
+def test_a_datalist_of_monai(tmp_path: Path) -> None:
+    make_nnunet(tmp_path / "data")
+    pair = [
+        {"image": f"data/imagesTr/chest_{n:03d}_0000.nii.gz", "label": f"data/labelsTr/chest_{n:03d}.nii.gz"} for n in range(3)
+    ]
+    path = write_json(tmp_path / "folds.json", {"training": [{**one, "fold": n} for n, one in enumerate(pair)], "testing": []})
+    data = import_dataset(path)
+    assert [(case.name, case.fold) for case in data.cases] == [("chest_000", 0), ("chest_001", 1), ("chest_002", 2)]
+    assert (data.labels, data.channels[0].modality) == ({"label_1": [1], "label_2": [2]}, "ct")
+    assert len(data.notes) == 2
+    path = write_json(
+        tmp_path / "split.json", {"training": pair[:2], "validation": pair[2:], "test": ["data/imagesTs/chest_003_0000.nii.gz"]}
+    )
+    assert [(case.name, case.split) for case in import_msd(path).cases][2:] == [("chest_002", "val"), ("chest_003", "test")]
+    many = {"image": [pair[0]["image"]] * 2, "label": pair[0]["label"]}
+    path = write_json(
+        tmp_path / "channels.json", {"training": [many], "modality": {"0": "CT", "1": "PET"}, "labels": {"1": "a", "2": "b"}}
+    )
+    assert [path.name for path in import_msd(path).cases[0].images(2)] == ["chest_000_0000.nii.gz"] * 2
+
+
+def test_files_of_one_name_are_named_by_their_folders(tmp_path: Path) -> None:
+    listed = [{"image": f"p{n}/ct.nii.gz", "label": f"p{n}/seg.nii.gz"} for n in range(2)]
+    path = write_json(tmp_path / "list.json", {"training": listed, "labels": {"1": "a"}, "modality": {"0": "CT"}})
+    assert [case.name for case in import_msd(path).cases] == ["p0_ct", "p1_ct"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "expected 'training' as a list, got 'None'"),
+        ({"training": [{"label": "x"}]}, "expected the path of an image or a label map, got 'None'"),
+        (
+            {"training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": "0"}], "labels": {"1": "a"}},
+            "expected a fold from 0 of a, got '0'",
+        ),
+        (
+            {"training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": 0}], "validation": [{"image": "c.nii.gz"}]},
+            "expected a list validation or a fold of each case, but it has both",
+        ),
+        ({"training": [{"image": "a.nii.gz"}], "labels": {"one": "a"}}, "expected labels as name: value or value: name"),
+    ],
+)
+def test_mistakes_of_a_datalist(tmp_path: Path, content: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        import_msd(write_json(tmp_path / "list.json", content))
+    assert said in str(error.value)
