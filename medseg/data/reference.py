@@ -1,72 +1,118 @@
-"""Reference labels of a case: a label map, or a folder of binary masks merged to one."""
+"""Reference labels of a case: a label map, a folder of binary masks, or a DICOM SEG or RTSTRUCT."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.task import LabelValues
 from medseg.errors import UserError, require
-from medseg.io.inputs import case_name, volume_files
+from medseg.io.inputs import case_name, dicom_files, input_format, is_dicom_file, volume_files, volume_suffix
 from medseg.io.read import read_labels
 from medseg.io.volume import Volume
 
 MAX_LISTED = 20
 
 
-def read_reference(path: Path, label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
+class Chosen(NamedTuple):
+    """Structures that make a label map.
+
+    Attributes:
+        values: Value in the label map to label name.
+        structures: Name of each structure, in lower case, with the value that its voxels get, in the order of the labels.
+        remarks: Sentences for the user.
+    """
+
+    values: dict[int, str]
+    structures: list[tuple[str, int]]
+    remarks: list[str]
+
+
+def read_reference(
+    path: Path, label_values: LabelValues, image: Path | None = None, series: str | None = None, modality: str = "ct"
+) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
-    A label that `label_values` gives no mask has the one of its own name. Upper and lower case do not matter. A label without a mask is
-    absent. Where masks overlap, the later label of `label_values` counts.
+    A label that `label_values` gives no structure has the one of its own name. Upper and lower case do not matter. A label without a
+    structure is absent. Where structures overlap, the later label of `label_values` counts.
 
     Args:
-        path: Label map, or folder of binary masks, one file for each structure.
-        label_values: Value, or name of a mask, to label name.
+        path: Label map; folder of binary masks, one file for each structure; or a SEG or RTSTRUCT file.
+        label_values: Value, or name of a structure, to label name.
+        image: Image of the case, on whose slices a SEG or RTSTRUCT is read.
+        series: DICOM series of the image.
+        modality: Modality of the image, as for `read_image`.
 
     Returns:
         Label values (D, H, W) with remarks, and value to label name.
 
     Raises:
-        UserError: If a file cannot be read, no label has a mask, or a mask is not binary or on another grid than the first.
+        UserError: If a file cannot be read, no label has a structure, or a mask is not binary or on another grid than the first.
     """
     masks = {case_name(file): file for file in volume_files(path)} if path.is_dir() else {}
-    if not masks:
+    if masks:
+        return _read_masks(path, masks, label_values)
+    files = [path] if is_dicom_file(path) else list(dicom_files(path)) if path.is_dir() else []
+    if len(files) != 1 or volume_suffix(path) is not None:  # several files are the slices of a label map
         return read_labels(path), {value: label for value, label in label_values.items() if isinstance(value, int)}
-    return _merge(path, masks, lambda name: read_labels(masks[name]), label_values)
+    from medseg.io.dicom.labels import open_label_file, read_label_file  # pydicom takes 30 MiB
+    from medseg.io.dicom.read import open_slices
+
+    file = open_label_file(files[0])
+    if image is None or input_format(image) != "dicom":
+        raise UserError(
+            f"{path}: a DICOM {file.kind} is read on the slices of its series, but the image of the case is not DICOM; give the series."
+        )
+    chosen = _choose(path, file.names.values(), label_values)
+    numbers = {name: [number for number, one in file.names.items() if one.casefold() == name] for name, _ in chosen.structures}
+    volume = read_label_file(
+        file,
+        open_slices(image, series, modality),
+        {number: value for name, value in chosen.structures for number in numbers[name]},
+    )
+    return Volume(volume.array, volume.grid, None, (*volume.remarks, *chosen.remarks)), chosen.values
 
 
-def _merge(
-    path: Path, names: Iterable[str], read: Callable[[str], Volume], label_values: LabelValues
-) -> tuple[Volume, dict[int, str]]:
-    """Merge structures to a label map, one at a time.
+def is_named(path: Path) -> bool:
+    """Whether labels are structures with names, which may be empty, and not values of a label map."""
+    return volume_suffix(path) is None
 
-    Args:
-        path: Where they come from, for messages.
-        names: Names of all structures.
-        read: Reads the mask of a structure.
-        label_values: As for `read_reference`.
+
+def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chosen:
+    """Choose the structures of each label.
+
+    Raises:
+        UserError: If none of them is there.
     """
     known = {name.casefold(): name for name in names}
     values = {label: value for value, label in enumerate(dict.fromkeys(label_values.values()), start=1)}
     named = {label: [name for name, one in label_values.items() if one == label and isinstance(name, str)] for label in values}
-    wanted = [(label, name) for label in values for name in named[label] or [label]]
-    missing = [name for _, name in wanted if name.casefold() not in known]
-    if len(missing) == len(wanted):
+    wanted = [(name, value) for label, value in values.items() for name in named[label] or [label]]
+    found = [(name.casefold(), value) for name, value in wanted if name.casefold() in known]
+    if not found:
         listed = ", ".join(sorted(known.values())[:MAX_LISTED]) + (", …" if len(known) > MAX_LISTED else "")
         raise UserError(
-            f"{path}: expected a structure named {' or '.join(missing[:MAX_LISTED])}, but it holds {listed or 'none'}; name the structures of "
-            "each label in data.label_values={<label>: [<structure>, …]}."
+            f"{path}: expected a structure named {' or '.join(name for name, _ in wanted[:MAX_LISTED])}, but it holds {listed or 'none'}; name "
+            "the structures of each label in data.label_values={<label>: [<structure>, …]}."
         )
+    # A label may name several spellings of one structure.
+    absent = [label for label, value in values.items() if value not in {one for _, one in found}]
+    remarks = [f"{', '.join(absent)}: no such structure, taken as absent"] if absent else []
+    return Chosen({value: label for label, value in values.items()}, found, remarks)
+
+
+def _read_masks(path: Path, masks: dict[str, Path], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
+    """Merge binary masks to a label map, one at a time."""
+    chosen = _choose(path, masks, label_values)
+    files = {name.casefold(): file for name, file in masks.items()}
     labels: np.ndarray | None = None
     num_shared = 0
-    for label, name in wanted:
-        if name in missing:
-            continue
-        mask = read(known[name.casefold()])
+    for name, value in chosen.structures:
+        mask = read_labels(files[name])
         if labels is None:
-            first, labels = mask, np.zeros(mask.grid.shape, np.min_scalar_type(len(values)))
+            first, labels = mask, np.zeros(mask.grid.shape, np.min_scalar_type(len(chosen.values)))
         require(
             mask.grid.is_close(first.grid, GRID_TOLERANCE_MM),
             f"{path}: the mask of {name} has another grid than the first; resample it.",
@@ -76,10 +122,11 @@ def _merge(
             bool((mask.array[is_inside] == mask.array.max()).all()),
             f"{path}: expected a mask of one value, but that of {name} holds several; give its file as a label map instead.",
         )
-        num_shared += int(np.count_nonzero(labels[is_inside] % values[label]))
-        labels[is_inside] = values[label]
+        before = labels[is_inside]
+        num_shared += int(np.count_nonzero((before != 0) & (before != value)))
+        labels[is_inside] = value
     assert labels is not None, "one structure at least was found"
-    remarks = [f"{', '.join(missing)}: no such structure, taken as absent"] if missing else []
+    remarks = [*first.remarks, *chosen.remarks]
     if num_shared:
         remarks.append(f"{num_shared} voxels belong to several labels and count for the last one of data.label_values")
-    return Volume(labels, first.grid, first.header, (*first.remarks, *remarks)), {value: label for label, value in values.items()}
+    return Volume(labels, first.grid, first.header, tuple(remarks)), chosen.values

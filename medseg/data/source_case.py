@@ -13,7 +13,6 @@ from medseg.data.source_files import fingerprint, sources_of
 from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.inputs import volume_suffix
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         CaseRefusedError: If the audit finds an error.
         UserError: If a file cannot be read.
     """
-    from medseg.data.reference import read_reference  # here, so that opening the cache needs no reader
+    from medseg.data.reference import is_named, read_reference  # here, so that opening the cache needs no reader
     from medseg.preprocess.channels import read_channels
     from medseg.preprocess.orient import orient
 
@@ -83,7 +82,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     findings += [find("reading", remark=remark) for remark in volume.remarks]
     labels = None
     if case.labels is not None:
-        label_volume, values = read_reference(case.labels, label_values)
+        label_volume, values = read_reference(case.labels, label_values, paths[0], case.series, modalities[0])
         findings += [find("reading", remark=f"label map: {remark}") for remark in label_volume.remarks]
         stored, label_grid, _ = orient(label_volume.array, label_volume.grid)
         misfits = audit_grids(grid, label_grid, (volume.array.shape, label_volume.array.shape))
@@ -93,7 +92,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
             stored, misfits = orientation.to_lps(label_volume.array), []
         if not misfits:
             # A structure that is there and empty states its absence.
-            may_be_empty = volume_suffix(case.labels) is None or all(case.trust.get(name) == ABSENT for name in task.parts)
+            may_be_empty = is_named(case.labels) or all(case.trust.get(name) == ABSENT for name in task.parts)
             labels, odd = map_values(stored, task, values, may_be_empty=may_be_empty)
             findings += odd
             if not any(finding.code == "empty_labels" for finding in odd):

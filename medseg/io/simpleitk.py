@@ -290,6 +290,30 @@ def open_text_volume(path: Path) -> LazyVolume:
     )
 
 
+def segment_names(path: Path) -> dict[int, str]:
+    """Read the names of the segments that 3D Slicer writes into a NRRD label map.
+
+    Returns:
+        Value in the label map to name; empty for a file of another program.
+
+    Raises:
+        UserError: If the header cannot be read.
+    """
+    reader = SimpleITK.ImageFileReader()
+    reader.SetFileName(str(path))
+    try:
+        reader.ReadImageInformation()
+    except RuntimeError:
+        raise UserError(f"{path}: the header cannot be read; repair it or export the labels again.") from None
+    names = {}
+    for key in reader.GetMetaDataKeys():
+        if match := re.fullmatch(r"(Segment\d+_)Name", key):
+            value = f"{match[1]}LabelValue"
+            if value in reader.GetMetaDataKeys() and reader.GetMetaData(value).isdecimal():
+                names[int(reader.GetMetaData(value))] = reader.GetMetaData(key)
+    return names
+
+
 def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
     """Read the grid of an image or of the header that an `ImageFileReader` has read.
 

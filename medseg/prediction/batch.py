@@ -117,15 +117,16 @@ def predict_scans(
         chosen.cascade.serve_tiles()
         return []
     scans, protected = find_scans(source, split, series, hu)
+    is_one_scan = not isinstance(source, Path) or (len(scans) == 1 and scans[0].path == source)
+    outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
+    check_outputs(outputs, protected)
     cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
     task = cascades[0].cascade.coarse.task
     if not isinstance(source, Path):
         require_channels(task, len(source))
-    elif source.suffix.lower() != ".csv":
-        scans = join_channels(scans, len(task.channels))
-    is_one_scan = not isinstance(source, Path) or (len(scans) == 1 and scans[0].path == source)
-    outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
-    check_outputs(outputs, protected)
+    elif source.suffix.lower() != ".csv" and (joined := join_channels(scans, len(task.channels))) != scans:
+        scans, outputs = joined, output_paths(output, [scan.name for scan in joined], is_one_scan=is_one_scan)
+        check_outputs(outputs, protected)
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]

@@ -11,7 +11,6 @@ import torch
 
 from medseg.cascade.cascade import Segmentation, require_channels
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.case_table import list_channels
 from medseg.io.read import read_image
 from medseg.io.volume import AIR_HU, LazyVolume, Volume, load_image
 from medseg.prediction.cascades import load_cascade
@@ -55,7 +54,7 @@ class Segmenter:
 
         Args:
             scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT in HU; for a task of several channels
-                a list of them, of which the others are resampled to the grid of the first, or a 4D NIfTI file.
+                a list of them, of which the others are resampled to the grid of the first.
             hu: Scale that turns the values into HU, where they are none.
 
         Returns:
@@ -69,8 +68,6 @@ class Segmenter:
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
         scans, task = list(scan) if isinstance(scan, (list, tuple)) else [scan], self.cascade.coarse.task
-        if len(scans) == 1 and isinstance(scans[0], (str, Path)):
-            scans = [path for path in list_channels(Path(scans[0]), (), len(task.channels)) if path is not None]
         require_channels(task, len(scans))
         is_image = not isinstance(scans[0], (str, Path, Volume))
         name = str(scans[0]) if isinstance(scans[0], (str, Path)) else "SimpleITK image" if is_image else "Volume"

@@ -10,6 +10,13 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import SimpleITK
+from dicom_files import save_grid
+
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.dicom.read import open_slices
+from medseg.io.dicom.segmentation import write_segmentation
+from medseg.io.dicom.structure_set import write_structure_set
+from medseg.io.dicom.structures import Structure
 
 SIZE = (14, 24, 28)
 SPACING_MM = (6.0, 4.0, 4.5)
@@ -130,10 +137,44 @@ def make_pairs(folder: Path) -> Path:
     return folder
 
 
+def make_dicom(folder: Path, names: Sequence[str] = ("Lung_L", "Lung_R"), kind: str = "RTSTRUCT") -> Path:
+    """Three patients as in LCTSC: a study with a CT series and a series of one RTSTRUCT (or SEG), in folders named by their UIDs."""
+    for index in range(3):
+        image, labels = blocks(index)
+        patient, study = f"LCTSC-Train-S1-{index:03d}", f"1.2.826.{index}"
+        fields = {
+            "uid": f"{study}.1", "PatientID": patient, "StudyInstanceUID": study, "FrameOfReferenceUID": f"{study}.9",
+            "PatientPosition": "HFS",
+        }  # fmt: skip
+        grid = VoxelGrid(image.shape, SPACING_MM, (-60.0, -50.0, -300.0))  # type: ignore[arg-type]
+        save_grid(folder / patient / study / f"{study}.1", image, grid, **fields)
+        slices = open_slices(folder / patient / study / f"{study}.1")
+        structures = [Structure(name, value) for value, name in enumerate(names, start=1)]
+        write = write_structure_set if kind == "RTSTRUCT" else write_segmentation
+        write(folder / patient / study / f"{study}.2" / "1-1.dcm", labels, slices, structures)
+    return folder
+
+
+def make_slicer(folder: Path) -> Path:
+    """Three volumes that 3D Slicer has saved with their segmentations beside them."""
+    for index in range(3):
+        image, labels = blocks(index)
+        save(folder / f"p{index}.nrrd", image)
+        segmentation = SimpleITK.GetImageFromArray(labels)
+        segmentation.SetSpacing(SPACING_MM[::-1])
+        for number, name in enumerate(("left lung", "right lung")):
+            segmentation.SetMetaData(f"Segment{number}_Name", name)
+            segmentation.SetMetaData(f"Segment{number}_LabelValue", str(number + 1))
+            segmentation.SetMetaData(f"Segment{number}_Layer", "0")
+        SimpleITK.WriteImage(segmentation, str(folder / f"p{index}.seg.nrrd"), True)
+    return folder
+
+
 MAKERS = {
     "nnunet": make_nnunet,
     "msd": make_msd,
     "totalsegmentator": make_totalsegmentator,
     "luna16": make_luna16,
     "pairs": make_pairs,
+    "dicom": make_dicom,
 }

@@ -154,6 +154,11 @@ def side_of(name: str) -> tuple[str | None, str]:
     return None, name
 
 
+def safe_name(name: str) -> str:
+    """Join the words of a name by `_`, without signs that a file name or a key of the configuration cannot have."""
+    return re.sub(r"[^\w-]+", "_", CONTROL_CHARACTERS.sub("_", name)).strip("_-") or "label"
+
+
 def label_names(names: Iterable[str]) -> dict[str, str]:
     """Turn the names of a data set into names of labels: words joined by `_`, sides written out.
 
@@ -167,7 +172,7 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         >>> label_names(["Lung_L", "Lung_R", "left atrium", "Heart"])
         {'Lung_L': 'left_lung', 'Lung_R': 'right_lung', 'left atrium': 'left_atrium', 'Heart': 'Heart'}
     """
-    known = {name: re.sub(r"[^\w-]+", "_", CONTROL_CHARACTERS.sub("_", name)).strip("_-") or "label" for name in names}
+    known = {name: safe_name(name) for name in names}
     organs = [side_of(name) for name in known.values()]
     for name, label in known.items():
         side, organ = side_of(label)

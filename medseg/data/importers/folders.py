@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 from medseg.data.case_table import SPLITS, Case
-from medseg.data.importers.dataset import DataSet, channel_of, first_of, label_names, require_pairs
+from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first_of, label_names, require_pairs
 from medseg.data.importers.json_lists import guess_modality, values_in
 from medseg.data.task import Channel
 from medseg.errors import UserError, require
 from medseg.io.inputs import CASE_IMAGES, case_name, image_in, list_inputs, volume_files
+from medseg.io.simpleitk import segment_names
 from medseg.io.text import read_text
 
 TOTALSEGMENTATOR, LUNA16, PAIRS = "totalsegmentator", "luna16", "pairs"
@@ -25,6 +26,7 @@ LUNA16_BACKGROUND: dict[str, list[int | str]] = {"trachea": [5]}
 LUNA16_WINDOW_HU = (-1000.0, 400.0)
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
 LOBE = re.compile(r"(\w+)_(?:upper|middle|lower)_lobe_(left|right)")
+SLICER_ENDING = ".seg.nrrd"
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 
 
@@ -94,15 +96,18 @@ def import_luna16(folder: Path) -> DataSet:
 
 
 def import_pairs(folder: Path) -> DataSet:
-    """Read a folder of images and a folder of label maps (or of folders of binary masks) of the same names.
+    """Read a folder of images and a folder of label maps, or of folders of binary masks, of the same names.
+
+    3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of its segments become labels.
 
     Raises:
-        UserError: If one has no partner.
+        UserError: If one has no partner, or a value has two names.
     """
-    images_at, labels_at = next(pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair))
-    images = dict(list_inputs(images_at))
-    entries = [*volume_files(labels_at), *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one))]
-    labels = {case_name(path): path for path in entries}
+    images_at, labels_at = next((pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair)), (folder, folder))
+    files = [path for path in volume_files(labels_at) if images_at != labels_at or is_slicer_file(path)]
+    entries = [*files, *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one))]
+    images = {name: path for name, path in list_inputs(images_at) if not is_slicer_file(path)}
+    labels = {re.sub(r"\.seg(\.nrrd)?$", "", case_name(path)): path for path in entries}
     if not labels.keys() & images.keys():
         labels = {LABEL_ENDINGS.sub("", name): path for name, path in labels.items()}
     require(
@@ -112,11 +117,33 @@ def import_pairs(folder: Path) -> DataSet:
     cases = [Case(name, path, labels[name], name) for name, path in images.items()]
     notes: list[str] = []
     structures = {case_name(mask) for one in labels.values() if one.is_dir() for mask in volume_files(one)}
-    names = {label: [name] for name, label in label_names(sorted(structures)).items()}
-    groups = {**names} if names else values_in(cases, notes)
+    named: FileValues = {name: [name] for name in structures} or _segment_values(list(filter(is_slicer_file, files)))
+    written = label_names(sorted(named))
+    groups = {written[name]: named[name] for name in sorted(named)} or values_in(cases, notes)
     return DataSet(
         PAIRS, folder.name, tuple(cases), groups, (channel_of(guess_modality(cases[0].image, notes)),), {}, notes=tuple(notes)
     )
+
+
+def _segment_values(files: list[Path]) -> FileValues:
+    """Find the values of the segments of 3D Slicer, which must be the same in all files."""
+    names: dict[int, str] = {}
+    for path in files:
+        for value, name in segment_names(path).items():
+            known = names.setdefault(value, name)
+            require(
+                known == name,
+                f"{path}: the value {value} is {name}, but {known} in another file; save the segments of all cases in one order.",
+            )
+    values: FileValues = {}
+    for value, name in sorted(names.items()):
+        values.setdefault(name, []).append(value)
+    return values
+
+
+def is_slicer_file(path: Path) -> bool:
+    """Whether a file is a segmentation of 3D Slicer, by its name."""
+    return path.name.lower().endswith(SLICER_ENDING)
 
 
 def is_totalsegmentator(folder: Path) -> bool:
@@ -130,8 +157,12 @@ def is_luna16(folder: Path) -> bool:
 
 
 def is_pairs(folder: Path) -> bool:
-    """Whether a folder holds a folder of images and one of labels."""
-    return any(all(one.is_dir() for one in pair) for pair in _pair_folders(folder))
+    """Whether a folder holds a folder of images and one of labels, or segmentations of 3D Slicer."""
+    if not folder.is_dir():
+        return False
+    return any(all(one.is_dir() for one in pair) for pair in _pair_folders(folder)) or any(
+        map(is_slicer_file, volume_files(folder))
+    )
 
 
 def _pair_folders(folder: Path) -> list[tuple[Path, Path]]:

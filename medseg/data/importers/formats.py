@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.importers.dataset import DataSet, check_dataset
+from medseg.data.importers.dicom import DICOM, import_dicom, is_dicom
 from medseg.data.importers.folders import (
     LUNA16,
     PAIRS,
@@ -59,7 +60,8 @@ FORMATS = {
     MSD: Format("dataset.json or another JSON file with a list training", _is_msd, import_msd),
     TOTALSEGMENTATOR: Format("<case>/ct.nii.gz with <case>/segmentations/", is_totalsegmentator, import_totalsegmentator),
     LUNA16: Format("subset<n>/*.mhd with seg-lungs-LUNA16/", is_luna16, import_luna16),
-    PAIRS: Format("images/ with labels/", is_pairs, import_pairs),
+    PAIRS: Format("images/ with labels/, or <case>.nrrd with <case>.seg.nrrd", is_pairs, import_pairs),
+    DICOM: Format("DICOM series with SEG or RTSTRUCT files", is_dicom, import_dicom),
 }
 
 

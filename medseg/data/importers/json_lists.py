@@ -187,7 +187,7 @@ def values_in(cases: Sequence[Case], notes: list[str]) -> FileValues:
     values = sorted(found - {0})
     require(bool(values), "the label maps hold nothing but zeros; check the data set.")
     notes.append(
-        f"the data set does not name its labels; its label maps hold {', '.join(map(str, values))}: name them in task.yaml"
+        f"the data set does not name its labels; its label maps hold {', '.join(map(str, values))}: name them with labels={{<name>: <value>, …}}"
     )
     return {f"label_{value}": [value] for value in values}
 

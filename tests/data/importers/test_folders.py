@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts import blocks, make_luna16, make_pairs, make_totalsegmentator, save
+import SimpleITK
+from layouts import blocks, make_luna16, make_pairs, make_slicer, make_totalsegmentator, save
 
 from medseg.data.importers.folders import import_luna16, import_pairs, import_totalsegmentator
 from medseg.errors import UserError
@@ -75,7 +76,10 @@ def test_pairs_take_the_values_of_their_label_maps(tmp_path: Path) -> None:
     data = import_pairs(make_pairs(tmp_path))
     assert ([case.name for case in data.cases], data.labels) == (["p0", "p1", "p2"], {"label_1": [1], "label_2": [2]})
     assert data.channels[0].modality == "ct"
-    assert data.notes[0] == "the data set does not name its labels; its label maps hold 1, 2: name them in task.yaml"
+    assert (
+        data.notes[0]
+        == "the data set does not name its labels; its label maps hold 1, 2: name them with labels={<name>: <value>, …}"
+    )
     for path in (tmp_path / "labels").iterdir():
         path.rename(path.with_name(f"{path.stem}_seg.nrrd"))
     assert len(import_pairs(tmp_path).cases) == 3
@@ -92,3 +96,23 @@ def test_pairs_of_an_image_and_a_folder_of_masks(tmp_path: Path) -> None:
     data = import_pairs(tmp_path)
     assert data.labels == {"left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
     assert data.channels[0].modality == "other"
+
+
+def test_segmentations_that_slicer_saves_beside_their_volumes(tmp_path: Path) -> None:
+    data = import_pairs(make_slicer(tmp_path))
+    assert data.labels == {"left_lung": [1], "right_lung": [2]}
+    assert [(case.name, case.image.name, case.labels and case.labels.name) for case in data.cases] == [
+        (f"p{n}", f"p{n}.nrrd", f"p{n}.seg.nrrd") for n in range(3)
+    ]
+    for path in tmp_path.glob("*.seg.nrrd"):
+        (tmp_path / "labels").mkdir(exist_ok=True)
+        path.rename(tmp_path / "labels" / path.name)
+    for path in tmp_path.glob("*.nrrd"):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        path.rename(tmp_path / "images" / path.name)
+    assert import_pairs(tmp_path).labels == data.labels
+    other = SimpleITK.ReadImage(str(tmp_path / "labels" / "p1.seg.nrrd"))
+    other.SetMetaData("Segment0_Name", "heart")
+    SimpleITK.WriteImage(other, str(tmp_path / "labels" / "p1.seg.nrrd"))
+    with pytest.raises(UserError, match=r"p1.seg.nrrd: the value 1 is heart, but left lung in another file"):
+        import_pairs(tmp_path)

@@ -1,0 +1,97 @@
+"""DICOM folders with RTSTRUCT or SEG files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from layouts import LEFT, blocks, make_dicom, make_totalsegmentator
+from pydicom import dcmread
+
+from medseg.build.cases import file_values
+from medseg.data.importers.dicom import import_dicom
+from medseg.data.importers.formats import import_dataset
+from medseg.data.reference import read_reference
+from medseg.errors import UserError
+
+
+@pytest.mark.parametrize("kind", ["RTSTRUCT", "SEG"])
+def test_the_layout_of_lctsc(tmp_path: Path, kind: str) -> None:
+    data = import_dataset(make_dicom(tmp_path, kind=kind))
+    assert data.format == "dicom"
+    assert [(case.name, case.patient, case.series) for case in data.cases] == [
+        (f"LCTSC-Train-S1-{n:03d}", f"LCTSC-Train-S1-{n:03d}", f"1.2.826.{n}.1") for n in range(3)
+    ]
+    assert data.labels == {"left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
+    assert (data.channels[0].modality, data.notes) == ("ct", ())
+    for index, case in enumerate(data.cases):
+        assert case.labels is not None
+        values = file_values(data.task()["data"]["label_values"])
+        volume, names = read_reference(case.labels, values, case.image, case.series)
+        assert names == {1: "left_lung", 2: "right_lung"}
+        assert np.array_equal(volume.array, blocks(index)[1])
+
+
+def test_structures_of_other_spellings_and_missing_ones(tmp_path: Path) -> None:
+    make_dicom(tmp_path / "a", ("Lung_L", "Lung_R"))
+    make_dicom(tmp_path / "b", ("LUNG L", "Heart"))
+    shutil.rmtree(tmp_path / "b" / "LCTSC-Train-S1-000")
+    for patient in ("LCTSC-Train-S1-001", "LCTSC-Train-S1-002"):
+        shutil.rmtree(tmp_path / "a" / patient)
+    data = import_dicom(tmp_path)
+    assert data.labels == {"Heart": ["Heart"], "left_lung": ["Lung_L", "LUNG L"], "right_lung": ["Lung_R"]}
+    assert data.notes == ("some structures are not in each of the 3 files, where they count as absent: Heart in 2, Lung_R in 1",)
+    case = data.cases[1]
+    assert case.labels is not None
+    values = file_values(data.task()["data"]["label_values"])
+    volume, names = read_reference(case.labels, values, case.image, case.series)
+    assert np.array_equal(volume.array == 2, blocks(1)[1] == LEFT)
+    assert names == {1: "Heart", 2: "left_lung", 3: "right_lung"}
+    assert volume.remarks == ("right_lung: no such structure, taken as absent",)
+
+
+def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+    make_dicom(tmp_path)
+    study = tmp_path / "LCTSC-Train-S1-000" / "1.2.826.0"
+    (study / "again").mkdir()
+    shutil.copy(study / "1.2.826.0.2" / "1-1.dcm", study / "again" / "2.dcm")
+    shutil.rmtree(tmp_path / "LCTSC-Train-S1-001" / "1.2.826.1" / "1.2.826.1.1")
+    shutil.rmtree(tmp_path / "LCTSC-Train-S1-002" / "1.2.826.2" / "1.2.826.2.2")
+    data = import_dicom(tmp_path)
+    assert [case.name for case in data.cases] == ["LCTSC-Train-S1-000"]
+    assert f"{study}/again/2.dcm labels the same series as {study}/1.2.826.0.2/1-1.dcm, which is used" in data.notes
+    assert any(note.endswith(f"labels a series that is not below {tmp_path} and was left out") for note in data.notes)
+    assert "1 of 2 image series have no labels and were left out" in data.notes
+
+
+def test_two_scans_of_a_patient_are_two_cases(tmp_path: Path) -> None:
+    make_dicom(tmp_path)
+    for path in (tmp_path / "LCTSC-Train-S1-001").rglob("*"):
+        if path.is_file():
+            dataset = dcmread(path)
+            dataset.PatientID = "LCTSC-Train-S1-000"
+            dataset.save_as(path)
+    data = import_dicom(tmp_path)
+    assert [(case.name, case.patient) for case in data.cases][:2] == [
+        ("LCTSC-Train-S1-000_1", "LCTSC-Train-S1-000"),
+        ("LCTSC-Train-S1-000_2", "LCTSC-Train-S1-000"),
+    ]
+
+
+def test_mistakes_of_a_dicom_folder(tmp_path: Path) -> None:
+    make_dicom(tmp_path / "a")
+    for path in (tmp_path / "a").glob("*/*/*.2"):
+        shutil.move(path, tmp_path / f"{path.name}.labels")
+    with pytest.raises(UserError, match=r"expected DICOM labels \(SEG or RTSTRUCT\) beside 3 image series, but found none"):
+        import_dicom(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(UserError, match=r"1-1.dcm \(and 2 more\): the series that it labels is not below"):
+        import_dicom(tmp_path)
+    path = next(tmp_path.rglob("1-1.dcm"))
+    image = make_totalsegmentator(tmp_path / "nifti") / "s0000" / "ct.nii.gz"
+    with pytest.raises(
+        UserError, match="a DICOM RTSTRUCT is read on the slices of its series, but the image of the case is not DICOM"
+    ):
+        read_reference(path, {"Lung_L": "left_lung"}, image)
