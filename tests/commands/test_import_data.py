@@ -1,0 +1,75 @@
+"""The import command writes a case table and a task that the other commands read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+import yaml
+from layouts import make_nnunet, make_totalsegmentator
+
+from medseg.commands.entry import run_command
+from medseg.commands.import_data import import_data
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import ImportConfig
+from medseg.data.case_table import read_case_table
+from medseg.data.importers.formats import import_dataset
+
+
+def run(*overrides: str) -> int:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return import_data(to_config(hydra.compose("import", list(overrides)), ImportConfig))
+
+
+def test_the_table_and_the_task_say_what_the_data_set_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_nnunet(tmp_path / "Dataset001_Chest")
+    assert run(f"input='{folder}'", f"output='{tmp_path / 'out'}'") == 0
+    assert read_case_table(tmp_path / "out") == list(import_dataset(folder).cases)
+    content = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text(encoding="utf-8"))
+    assert content == import_dataset(folder).task()
+    printed = capsys.readouterr()
+    assert "nnunet: 3 cases to train and validate, 1 cases test" in printed.out
+    assert f"next: medseg train stage=coarse data.cases={tmp_path / 'out'}" in printed.out
+    assert "medseg: 1 of 4 cases have no labels: they are not trained on" in printed.err
+
+
+def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:
+    folder = make_totalsegmentator(tmp_path / "data")
+    given = f"input='{folder}'", f"output='{tmp_path / 'out'}'", "format=totalsegmentator"
+    run(*given, "labels=[left_lung,right_lung]")
+    content = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text(encoding="utf-8"))
+    assert content["task"]["labels"] == {"left_lung": 1, "right_lung": 2}
+    assert set(content["task"]["regions"]) == {"left_lung", "right_lung"}
+    assert content["data"]["label_values"]["liver"] == "liver"
+    run(*given, "labels={lungs: [left_lung, right_lung]}")
+    content = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text(encoding="utf-8"))
+    assert (content["task"]["labels"], content["task"]["regions"]) == ({"lungs": 1}, None)
+
+
+@pytest.mark.parametrize("name", ["Doe, John (1)", "a=b"])
+def test_odd_names_of_folders_and_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_nnunet(tmp_path / name)
+    for path in [*folder.glob("imagesTr/*"), *folder.glob("labelsTr/*")]:
+        path.rename(path.with_name(path.name.replace("chest_000", "Thorax, ü [1]")))
+    output = tmp_path / f"{name} out"
+    monkeypatch.setattr(sys, "argv", ["medseg import", f"input={folder}", f"output={output}"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+    with pytest.raises(SystemExit) as ended:
+        run_command("import")
+    assert ended.value.code == 0
+    assert "Thorax, ü [1]" in {case.name for case in read_case_table(output)}
+
+
+def test_a_folder_of_no_known_layout_is_the_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["medseg import", f"input={tmp_path}", f"output={tmp_path / 'out'}"])
+    with pytest.raises(SystemExit) as ended:
+        run_command("import")
+    assert ended.value.code == 2
+    assert f"medseg: {tmp_path}: expected a data set in one of these layouts, but found none" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
