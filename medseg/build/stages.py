@@ -20,6 +20,7 @@ from medseg.geometry.grid_rule import GridRule
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.models.adapter import build_on_meta
+from medseg.models.blocks import ScaledConv3d
 from medseg.preprocess.resample import ANTIALIASED
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights
@@ -102,6 +103,8 @@ def load_stage(
         )
         # Autocast rounds the weights of these layers at each call, so storing them rounded changes no result. It does not round those of norms.
         for module in network.modules():
+            if isinstance(module, ScaledConv3d):
+                module.fold_scale()
             if isinstance(module, (_ConvNd, nn.Linear)):
                 module.to(HALF[precision])
     network.to(device).eval()

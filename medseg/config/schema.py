@@ -56,7 +56,7 @@ SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.crops
 Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `medseg.preprocess.resample`
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
-Norm = StrEnum("Norm", ["instance", "group", "batch"])
+Norm = StrEnum("Norm", ["instance", "group", "batch", "channel", "affine"])  # see `medseg.models.blocks`
 CompileMode = StrEnum("CompileMode", ["default", "reduce_overhead", "max_autotune"])
 Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
 LrScaling = StrEnum("LrScaling", ["none", "linear", "sqrt"])
@@ -345,7 +345,12 @@ class UNetConfig(NetworkConfig):
     refine: Annotated[
         int, Knob("Channels at full resolution that refine a result of half resolution; 0: none.", "[0, inf)", "channels")
     ]
-    norm: Annotated[Norm, Knob("Normalisation layer.")]
+    norm: Annotated[
+        Norm,
+        Knob(
+            "Normalisation. channel: over the channels of a voxel; affine: scale and shift alone; neither sees the field of view."
+        ),
+    ]
 
 
 @dataclass

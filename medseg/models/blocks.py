@@ -1,6 +1,6 @@
 """Building blocks of a UNet: norms, convolution units, blocks, space-to-depth and its inverse.
 
-Three details save memory. A convolution before a norm has no bias, because the norm would subtract it. The activation works in place:
+Three details save memory. A convolution before a norm has no bias, because the norm shifts its result anyway. The activation works in place:
 a norm saves its input, not its output, so autograd needs nothing that is overwritten. Each unit therefore saves two tensors for the
 backward pass: the input of its convolution and the input of its norm.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BLOCKS = ("plain", "residual", "bottleneck")
-NORMS = ("instance", "group", "batch")
+NORMS = ("instance", "group", "batch", "channel", "affine")
 NEGATIVE_SLOPE = 0.01
 Shape = tuple[int, int, int]
 POINT = (1, 1, 1)
@@ -57,12 +57,38 @@ class GroupNorm(nn.GroupNorm):
         return super().forward(features).to(features.dtype)
 
 
+class ChannelNorm(nn.Module):
+    """Normalise each voxel over its channels, then scale and shift.
+
+    A voxel's result depends on that voxel alone, not on the field of view or on padding.
+
+    Source: Ba et al., Layer Normalization (2016), over the channels only.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Normalise (N, C, D, H, W); the result is channels-last and has the precision of its input."""
+        last = features.movedim(1, -1)  # a view, contiguous for channels-last features
+        normalised = F.layer_norm(last, self.weight.shape, self.weight, self.bias, self.eps)
+        # Autocast on CUDA computes layer norm in fp32.
+        return normalised.movedim(-1, 1).to(features.dtype)
+
+
 def make_norm(norm: str, channels: int) -> nn.Module:
-    """Make a norm with scale and shift; groups hold eight channels, or all of them where eight does not divide."""
+    """Make a norm with scale and shift; groups hold eight channels, or all of them where eight does not divide.
+
+    `affine` is no module of its own, see `ScaledConv3d`.
+    """
     makers: dict[str, Callable[[], nn.Module]] = {
         "instance": lambda: InstanceNorm(channels),
         "group": lambda: GroupNorm(channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1, channels),
         "batch": lambda: nn.BatchNorm3d(channels),
+        "channel": lambda: ChannelNorm(channels),
     }
     if norm not in makers:
         raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
@@ -91,6 +117,35 @@ class Conv3d(nn.Conv3d):
         return super().forward(features)
 
 
+class ScaledConv3d(Conv3d):
+    """Convolution with a factor for each filter and a bias: what is left of a norm without its statistics (`norm=affine`).
+
+    The factor multiplies the weights, so that autograd keeps no tensor for it. As the scale of a norm, it starts at zero at the end of a
+    residual branch.
+
+    Source: De and Smith, Batch normalization biases residual blocks towards the identity function in deep networks (2020): SkipInit.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: Shape, *, stride: Shape, padding: Shape) -> None:
+        super().__init__(in_channels, out_channels, kernel, stride=stride, padding=padding)
+        self.scale = nn.Parameter(torch.ones(out_channels))
+        nn.init.zeros_(self.bias)  # type: ignore[arg-type]
+
+    def fold_scale(self) -> None:
+        """Multiply the weights by their factors once, before the weights are rounded."""
+        with torch.no_grad():
+            self.weight.copy_(self.scaled_weight)
+            self.scale.fill_(1.0)
+
+    @property
+    def scaled_weight(self) -> Tensor:
+        """Weights times their factors."""
+        return self.weight * self.scale.view(-1, 1, 1, 1, 1)
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, self.scaled_weight, bias)
+
+
 def replace_convolutions(network: nn.Module) -> None:
     """Make the convolutions of a network, of any package, those of this module; weights and names stay."""
     for module in network.modules():
@@ -99,34 +154,44 @@ def replace_convolutions(network: nn.Module) -> None:
 
 
 class ConvNormAct(nn.Sequential):
-    """Convolution without bias, norm and, unless `is_last`, activation; (N, C, D, H, W) to (N, C', D/s, H/s, W/s)."""
+    """Convolution, norm and, unless `is_last`, activation; (N, C, D, H, W) to (N, C', D/s, H/s, W/s).
+
+    The convolution has no bias, except for `affine`, where it is a `ScaledConv3d` without a norm after it.
+    """
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel: Shape, *, norm: str, stride: Shape = (1, 1, 1), is_last: bool = False
     ) -> None:
         padding = padding_of(kernel)
-        conv = Conv3d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
-        nn.init.kaiming_normal_(conv.weight, a=NEGATIVE_SLOPE, nonlinearity="leaky_relu")
-        layers = [conv, make_norm(norm, out_channels)]
+        layers: list[nn.Module] = (
+            [ScaledConv3d(in_channels, out_channels, kernel, stride=stride, padding=padding)]
+            if norm == "affine"
+            else [
+                Conv3d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False),
+                make_norm(norm, out_channels),
+            ]
+        )
+        nn.init.kaiming_normal_(layers[0].weight, a=NEGATIVE_SLOPE, nonlinearity="leaky_relu")  # type: ignore[arg-type]
         super().__init__(*layers, *([] if is_last else [make_activation()]))
 
     @property
-    def norm(self) -> nn.Module:
-        """The norm of the unit."""
-        return self[1]
+    def scale(self) -> nn.Parameter:
+        """Factor of each channel: the scale of the norm, or of the convolution."""
+        conv, *others = self
+        return conv.scale if isinstance(conv, ScaledConv3d) else others[0].weight  # type: ignore[return-value]
 
 
 class ResidualBlock(nn.Module):
     """Add a branch of units to the input, then activate; (N, C, D, H, W) stays.
 
-    The branch ends with a norm whose scale starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
+    The branch ends with a scale that starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
     """
 
     def __init__(self, *units: ConvNormAct) -> None:
         super().__init__()
         self.branch = nn.Sequential(*units)
         self.activation = make_activation()
-        nn.init.zeros_(units[-1].norm.weight)  # type: ignore[arg-type]
+        nn.init.zeros_(units[-1].scale)
 
     def forward(self, features: Tensor) -> Tensor:
         """Refine features (N, C, D, H, W)."""

@@ -58,9 +58,10 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
     torch.testing.assert_close(logits, network(image, torch.tensor([0])), rtol=1e-4, atol=1e-4)
 
 
-def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("norm", ["instance", "channel", "affine"])
+def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(norm: str, tmp_path: Path) -> None:
     path, image = tmp_path / "w.safetensors", torch.randn(1, 1, 64, 64, 64)
-    write(path, compose())
+    write(path, compose(f"model.norm={norm}"))
     full, half = (load_stage(path, "fine", CPU, "bf16", (), half_weights) for half_weights in (False, True))
     sizes = [sum(weight.nbytes for weight in stage.network.parameters()) for stage in (full, half)]
     assert sizes[1] < 0.52 * sizes[0]

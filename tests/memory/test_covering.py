@@ -24,7 +24,7 @@ from medseg.errors import UserError
 SWITCHES: dict[str, Sequence[str]] = {
     "model.block": ("bottleneck", "residual", "plain"),
     "model.stem": ("space_to_depth", "strided", "conv"),
-    "model.norm": ("instance", "group", "batch"),
+    "model.norm": ("instance", "group", "batch", "channel", "affine"),
     "model.refine": ("0", "4"),
     "stage.region_mode": ("mirrored", "separate", "side_input"),
     "memory.precision": ("fp32", "bf16", "tf32", "fp16"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.models.blocks import (
     BLOCKS,
     NORMS,
+    ChannelNorm,
     InstanceNorm,
+    ScaledConv3d,
     depth_to_space,
     make_norm,
     space_to_depth,
@@ -33,8 +36,10 @@ def make(**arguments: object) -> UNet:
     network = UNet(1, 3, **{"width": 8, **arguments})  # type: ignore[arg-type]
     # The zero scale at the end of a branch would hide what the branch does.
     for norm in network.modules():
-        if isinstance(norm, InstanceNorm | nn.GroupNorm | nn.BatchNorm3d):
+        if isinstance(norm, InstanceNorm | nn.GroupNorm | nn.BatchNorm3d | ChannelNorm):
             nn.init.uniform_(norm.weight, 0.5, 1.5)
+        if isinstance(norm, ScaledConv3d):
+            nn.init.uniform_(norm.scale, 0.5, 1.5)
     return network
 
 
@@ -57,7 +62,8 @@ def test_every_combination_sends_gradient_to_every_parameter(stem: str, block: s
 @pytest.mark.parametrize(("stem", "norm"), list(itertools.product(STEMS, NORMS)))
 def test_no_bias_before_a_norm(stem: str, norm: str) -> None:
     convs = {name: module for name, module in make(stem=stem, norm=norm).named_modules() if isinstance(module, nn.Conv3d)}
-    assert [name for name, conv in convs.items() if conv.bias is not None] == ["head.conv"]
+    with_bias = [name for name, conv in convs.items() if conv.bias is not None]
+    assert with_bias == (list(convs) if norm == "affine" else ["head.conv"])
 
 
 @pytest.mark.parametrize("stem", ["strided", "space_to_depth"])
@@ -95,7 +101,7 @@ def test_every_convolution_gives_the_size_of_its_level(stem: str, halvings: int)
 
 def test_channels_double_up_to_the_limit() -> None:
     network = make(width=8, depth=4, max_width=32)
-    widths = [level[-1].branch[-1].norm.weight.numel() for level in network.encoder]  # type: ignore[index, union-attr]
+    widths = [level[-1].branch[-1].scale.numel() for level in network.encoder]  # type: ignore[index, union-attr]
     assert widths == [8, 16, 32, 32, 32]
 
 
@@ -156,7 +162,7 @@ def test_instance_norm_is_torchs(batch: int) -> None:
     torch.testing.assert_close(norm(features.contiguous(memory_format=torch.channels_last_3d)), expected)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", [norm for norm in NORMS if norm != "affine"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_of_half_precision_are_computed_in_fp32(norm: str, dtype: torch.dtype) -> None:
     # Squares of 300 and sums over 2^17 voxels both leave fp16 (65504); sums in bf16 stop growing after 256 terms.
@@ -170,6 +176,44 @@ def test_norms_of_half_precision_are_computed_in_fp32(norm: str, dtype: torch.dt
     torch.testing.assert_close(normalised.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channel_norm_is_that_of_numpy_at_each_voxel(channels_last: bool) -> None:
+    features = torch.randn(2, 6, 3, 4, 5, dtype=torch.float64) * 3 + 2
+    norm = make_norm("channel", 6).double()
+    nn.init.uniform_(norm.weight)  # type: ignore[arg-type]
+    nn.init.uniform_(norm.bias)  # type: ignore[arg-type]
+    values = features.numpy()
+    values = (values - values.mean(1, keepdims=True)) / np.sqrt(values.var(1, keepdims=True) + 1e-5)
+    scale, shift = (one.detach().view(-1, 1, 1, 1).numpy() for one in (norm.weight, norm.bias))
+    if channels_last:
+        features = features.contiguous(memory_format=torch.channels_last_3d)
+    np.testing.assert_allclose(norm(features).detach().numpy(), values * scale + shift, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("norm", "is_local"), [("channel", True), ("affine", True), ("batch", True), ("instance", False), ("group", False)]
+)
+def test_a_local_norm_gives_a_crop_the_result_of_the_whole(norm: str, is_local: bool) -> None:
+    network = make(norm=norm, depth=1, blocks_per_level=1, refine=2).double().eval()
+    whole = torch.randn(1, 1, 56, 44, 48, dtype=torch.float64)
+    # The border is within the reach of 16 voxels: 1 + 1 + 2 + 1 cells of 2 voxels, the alignment of a cell and two voxels of the head.
+    with torch.inference_mode():
+        crop = network(whole[..., 8:56, 4:44, 0:44])[..., 16:-16, 16:-16, 16:-16]
+        expected = network(whole)[..., 24:40, 20:28, 16:28]
+    assert crop.shape == expected.shape
+    assert (float((crop - expected).abs().max()) < 1e-10 * float(expected.abs().max())) == is_local
+
+
+def test_a_folded_scale_changes_nothing() -> None:
+    network = make(norm="affine")
+    expected = network(image())
+    for module in network.modules():
+        if isinstance(module, ScaledConv3d):
+            module.fold_scale()
+            assert bool((module.scale == 1).all())
+    assert torch.equal(network(image()), expected)
+
+
 def test_instance_norm_keeps_its_mean_over_millions_of_voxels() -> None:
     # Torch's own kernel for channels-last tensors is off by more than 0.1 here.
     features = (torch.randn(1, 1, 144, 160, 160, generator=torch.Generator().manual_seed(0)) + 100).repeat(1, 2, 1, 1, 1)
@@ -180,8 +224,8 @@ def test_instance_norm_keeps_its_mean_over_millions_of_voxels() -> None:
 
 
 def test_residual_blocks_start_as_the_identity() -> None:
-    for block in ("residual", "bottleneck"):
-        network = UNet(1, 2, width=8, block=block)
+    for block, norm in itertools.product(("residual", "bottleneck"), NORMS):
+        network = UNet(1, 2, width=8, block=block, norm=norm).eval()
         features = torch.rand(1, 8, 8, 8, 8)
         assert torch.equal(network.encoder[0](features), features)
 
