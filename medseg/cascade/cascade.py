@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from medseg.errors import require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
+from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.preprocess.crop import resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
-from medseg.preprocess.orient import orient
+from medseg.preprocess.orient import orient, oriented_grid
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,26 @@ class Cascade:
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
             result.warnings.append("no label found at all: the result is empty; check that the scan shows the organs of the task")
         result.warnings += volume_warnings(result.volumes_ml, labels, task)
-        result.labels = np.ascontiguousarray(orientation.from_lps(labels))
+        result.labels = _contiguous(orientation.from_lps(labels))
         if self.last.has_views(options):
-            result.disagreement = np.ascontiguousarray(orientation.from_lps(paste_std(stds, grid)))
+            result.disagreement = _contiguous(orientation.from_lps(paste_std(stds, grid)))
         return result
+
+    def within(self, budget_gib: float) -> "Cascade":
+        """The same cascade with at most this memory of a network pass."""
+        return replace(self, options=replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib)))
+
+    def check_budget(self, grid: VoxelGrid) -> None:
+        """Refuse a scan whose planes exceed the budget, by its header alone.
+
+        Args:
+            grid: Grid of the scan, in storage order.
+
+        Raises:
+            UserError: If a stage cannot keep `budget_gib`.
+        """
+        for stage in self.stages:
+            stage.check_budget(oriented_grid(grid), self.options)
 
     @contextmanager
     def shared_tiles(self) -> Iterator[None]:
@@ -178,7 +195,7 @@ class Cascade:
         """Run networks for rank 0 until it has segmented all scans; for the other processes of torchrun."""
         stages = {stage.name: stage for stage in self.stages}
         with process_group():
-            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
+            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, *job[2:]))
 
 
 def require_channels(task: Task, num_given: int) -> None:
@@ -301,6 +318,22 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
             )
 
 
+def _contiguous(labels: np.ndarray) -> np.ndarray:
+    """The label map in the order of its axes, copied where it is a view in another order."""
+    if labels.flags.c_contiguous:
+        return labels
+    copied = new_array(labels.shape, labels.dtype)
+    np.copyto(copied, labels)
+    return copied
+
+
+def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
+    """Copy a tensor on the CPU, reversed along axes."""
+    copied = new_tensor(tuple(values.shape), values.dtype)
+    np.copyto(copied.numpy(), np.flip(values.numpy(), tuple(axes)))
+    return copied
+
+
 @contextmanager
 def _timed(durations_s: dict[str, float], step: str) -> Iterator[None]:
     """Record the seconds of a step."""
@@ -345,9 +378,9 @@ def refine(
     # In the mode `mirrored` right sides look like left ones to the network.
     flipped = [X_AXIS] if stage.region_mode == "mirrored" and region.side == "right" else []
     if flipped:
-        image = image.flip(flipped)
+        image = _flipped(image, flipped)
     prediction = stage.predict_probs(image, stage.task.regions.index(region), options or CascadeOptions())
-    # `flip` copies, even without an axis: a view would keep the background and the classes of other regions in memory.
-    probs = prediction.probs[1 : 1 + len(region.labels)].flip(flipped)
+    # Copied even without an axis: a view would keep the background and the classes of other regions in memory.
+    probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
     std = prediction.std
     return prediction._replace(probs=probs, std=None if std is None else std.flip(flipped))

@@ -10,6 +10,7 @@ from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.postprocess import Planes, fill_holes, remove_small_components
+from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
@@ -66,7 +67,7 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     Returns:
         Label map (D, H, W), uint8, not cleaned.
     """
-    labels = np.zeros(grid.shape, dtype=np.uint8)
+    labels = new_array(grid.shape, np.uint8)
     for slab in _slabs(grid.shape):
         best = np.zeros(slab.shape, dtype=np.float32)
         for region, probs, crop_grid in regions:
@@ -87,7 +88,7 @@ def paste_std(stds: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np.ndarr
     Returns:
         Percent (D, H, W), uint8; 0 outside the crops.
     """
-    percent = np.zeros(grid.shape, dtype=np.uint8)
+    percent = new_array(grid.shape, np.uint8)
     for std, crop_grid in stds:
         box = _native_box(crop_grid, grid)
         for slab in _slabs(grid.shape):

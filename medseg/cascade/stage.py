@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,12 +18,16 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medseg.data.task import Task
 from medseg.errors import UserError, is_out_of_memory, require
+from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import TileWorkers
-from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
+from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs, round_up
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
 from medseg.models.blocks import InstanceNorm
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
 
@@ -48,7 +53,7 @@ class CascadeOptions:
         usual_agreement: A lower Dice coefficient causes a warning.
         max_volume_ratio: A larger ratio of the left and the right volume causes a warning.
         overlap: Share of a tile that its neighbour covers too, where a stage predicts in tiles.
-        budget_gib: Memory that a network may use at a time, without its weights, its crop and its result.
+        budget_gib: Memory that a network may use at a time, without its weights, its crop and its result; it never changes the result.
         tta: Average over flipped inputs (test-time augmentation); no flip along x where a region has a side.
     """
 
@@ -181,8 +186,9 @@ class TrainedStage:
     def predict_probs(self, image: Tensor, region_index: int, options: CascadeOptions) -> Prediction:
         """Run the networks on one normalised image.
 
-        If the memory of a GPU runs out, tiles go through the network one by one, then on the CPU, and the result gets a warning. Tiles
-        keep their size: a norm that depends on the field of view would change the labels.
+        An image or tile that exceeds the budget goes through the network in slabs, which gives the same result. If memory runs out, tiles
+        go one by one, then in slabs, then on the CPU, and the result gets a warning. Tiles keep their size: a norm that depends on the
+        field of view would change the labels.
 
         Args:
             image: Normalised image (C, D, H, W).
@@ -190,59 +196,125 @@ class TrainedStage:
             options: Overlap of tiles, memory, flips.
 
         Raises:
-            UserError: If the image, or a tile of it, exceeds the budget.
+            UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the budget.
             torch.OutOfMemoryError: If the memory of the CPU runs out.
         """
         with _NETWORK_LOCK:
             remarks: list[str] = []
             stage: TrainedStage = self
-            try:
-                plan = plan_tiling(
-                    (image.shape[1], image.shape[2], image.shape[3]),
-                    self.divisor,
-                    self.bytes_per_voxel,
-                    options.budget_gib * 2**30,
-                    self.tile_size,
-                    max_batch=1 if self.device.type == "cpu" else MAX_BATCH,
-                )
-            except ValueError as error:
-                raise UserError(
-                    f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} stage: {error}; raise it to that. "
-                    "Smaller tiles would change the labels"
-                ) from error
+            shape = (image.shape[1], image.shape[2], image.shape[3])
+            plan = first = self.plan(shape, options)
             while True:
                 try:
                     return Prediction(*stage._run(image, region_index, plan, options), plan, remarks)
                 except RuntimeError as error:  # also "CUDA error: out of memory" of a kernel, which has no class of its own
-                    if stage.device.type == "cpu" or not is_out_of_memory(error):
+                    is_last = stage.device.type == "cpu" and (plan.slab_bytes is not None or not stage.allows_slabs)
+                    if is_last or not is_out_of_memory(error):
                         raise
                 # After the `except` block, in which the error still holds the tensors of the failed pass.
                 torch.cuda.empty_cache()
-                stage = stage if plan.batch_size > 1 else stage._on_cpu()
-                plan = plan._replace(batch_size=1)
-                way = "the CPU" if stage.device.type == "cpu" else "one tile at a time"
-                remarks.append(f"the {self.name} stage ran out of memory on the GPU and went on with {way}")
+                place = "CPU" if stage.device.type == "cpu" else "GPU"
+                if plan.batch_size > 1:
+                    plan, way = plan._replace(batch_size=1), "one tile at a time"
+                elif plan.slab_bytes is None and stage.allows_slabs:
+                    # A pass within the budget failed, so the budget is more than there is.
+                    slab_bytes = max(options.budget_gib * 2**28, stage._least_slab_bytes(shape))
+                    plan, way = plan._replace(slab_bytes=slab_bytes), "slabs, which give the same labels"
+                else:
+                    stage, plan, way = stage._on_cpu(), first._replace(batch_size=1), "the CPU"
+                remarks.append(f"the {self.name} stage ran out of memory on the {place} and went on with {way}")
 
-    def serve(self, network_index: int, images: Tensor, region_index: int) -> Tensor:
+    def plan(self, shape: tuple[int, int, int], options: CascadeOptions) -> TilingPlan:
+        """Choose how an image of a size (D, H, W) goes through the networks.
+
+        Raises:
+            UserError: If the budget is too small.
+        """
+        try:
+            return plan_tiling(
+                shape,
+                self.divisor,
+                self.bytes_per_voxel,
+                options.budget_gib * 2**30,
+                self.tile_size,
+                max_batch=1 if self.device.type == "cpu" else MAX_BATCH,
+                least_slab_bytes=self._least_slab_bytes(shape),
+            )
+        except ValueError as error:
+            raise UserError(
+                f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} stage: {error}; raise it to that. "
+                "Smaller tiles would change the labels"
+            ) from error
+
+    def check_budget(self, grid: VoxelGrid, options: CascadeOptions) -> None:
+        """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget; whole crops of other networks are not known yet.
+
+        Args:
+            grid: Grid of the scan, oriented.
+            options: The budget.
+
+        Raises:
+            UserError: If the budget is too small.
+        """
+        if self.tile_size is not None or self.allows_slabs:
+            whole = self.rule.size or grid.resampled(self.rule.spacing_mm(grid.resampled(self.spacing_mm).spacing_mm)).shape
+            self.plan(self.tile_size or whole, options)
+
+    @property
+    def allows_slabs(self) -> bool:
+        """Whether the networks can run in slabs: all of them are our UNet."""
+        return all(
+            isinstance(network, RegionalNetwork) and all(isinstance(one, UNet) for one in network.networks)
+            for network in self.networks
+        )
+
+    def _least_slab_bytes(self, shape: tuple[int, int, int]) -> float:
+        """Smallest budget for an image of a size, or for a tile of it, in slabs; infinite where the networks cannot."""
+        if not self.allows_slabs:
+            return math.inf
+        _, height, width = round_up(self.tile_size or shape, self.divisor)
+        networks = cast(tuple[RegionalNetwork, ...], self.networks)
+        return max(least_budget_bytes(cast(UNet, one), height, width) for network in networks for one in network.networks)
+
+    def serve(self, network_index: int, images: Tensor, region_index: int, slab_bytes: float | None = None) -> Tensor:
         """Run one of the networks, as a tile worker, on images (N, C, d, h, w); returns logits."""
-        return self._call(self.networks[network_index], images.to(self.device), region_index)
+        return self._call(self.networks[network_index], images.to(self.device), region_index, slab_bytes)
 
-    def _call(self, network: nn.Module, images: Tensor, region_index: int) -> Tensor:
+    def _call(self, network: nn.Module, images: Tensor, region_index: int, slab_bytes: float | None = None) -> Tensor:
+        """Run a network on images (N, C, d, h, w), in one pass or in slabs; returns logits."""
+        if slab_bytes is not None:
+            slabs: list[Tensor] = []
+            self._run_in_slabs(images, lambda slab: slabs.append(slab.to(images.device)), network, region_index, slab_bytes)
+            return torch.cat(slabs, dim=2)
         region = torch.full((len(images),), region_index, device=self.device)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
             return network.eval()(images, region)
 
+    def _run_in_slabs(
+        self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, region_index: int, slab_bytes: float
+    ) -> None:
+        """Run a network on one image (1, C, D, H, W) in slabs; see `logits_in_slabs`."""
+        regional = cast(RegionalNetwork, network.eval())
+        prepare = functools.partial(regional.network_input, region=torch.tensor([region_index]))
+        with tf32_as(self.precision), autocast(self.precision, self.device.type):
+            logits_in_slabs(cast(UNet, regional.network_of(region_index)), image, slab_bytes, take, prepare)
+
     @torch.inference_mode()
     def _run(self, image: Tensor, region_index: int, plan: TilingPlan, options: CascadeOptions) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips."""
-        image = image.to(self.device)
+        slab_bytes = plan.slab_bytes
+        if slab_bytes is None:
+            image = image.to(self.device)
         total = squares = None
         for index, network in enumerate(self.networks):
-            call = functools.partial(self._call, network, region_index=region_index)
-            parallel: dict[str, Any] = {}
+            call = functools.partial(self._call, network, region_index=region_index, slab_bytes=slab_bytes)
+            others: dict[str, Any] = {}
+            if slab_bytes is not None and plan.tile_size is None:
+                arguments = {"network": network, "region_index": region_index, "slab_bytes": slab_bytes}
+                others["run_in_slabs"] = functools.partial(self._run_in_slabs, **arguments)
             if self.tile_workers is not None:
-                run = functools.partial(self.tile_workers.run, (self.name, index, region_index), call)
-                parallel = {"run_batches": run, "num_parallel": self.tile_workers.size}
+                run = functools.partial(self.tile_workers.run, (self.name, index, region_index, slab_bytes), call)
+                others |= {"run_batches": run, "num_parallel": self.tile_workers.size}
             for axes in flips(self.task, options.tta):
                 probs = predict_probs(
                     call,
@@ -252,7 +324,7 @@ class TrainedStage:
                     divisor=self.divisor,
                     batch_size=plan.batch_size,
                     skips_air=all(channel.window_hu for channel in self.task.channels),
-                    **parallel,
+                    **others,
                 )
                 if not self.has_views(options):
                     return probs.cpu(), None

@@ -450,7 +450,18 @@ class InferenceConfig:
 class PredictInferenceConfig(InferenceConfig):
     """Inference keys of `predict`."""
 
-    budget_gib: Annotated[float, Knob("Memory of one network pass, beside its input and result.", "(0, inf)", "GiB")]
+    budget_gib: Annotated[
+        float,
+        Knob(
+            "Memory of one network pass, beside its input and result; less runs in slabs, with the same labels.",
+            "(0, inf)",
+            "GiB",
+        ),
+    ]
+    max_ram_gib: Annotated[
+        float | None,
+        Knob("Memory of the whole process, for scans of any length; lowers budget_gib. null: no bound.", "(0, inf)", "GiB"),
+    ]
     tta: Annotated[
         bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medseg.geometry.grid import VoxelBox
+from medseg.io.scratch import new_tensor
 from medseg.preprocess.crop import pad_at_end
 from medseg.preprocess.intensity import AIR
 
@@ -31,6 +32,7 @@ def predict_probs(
     run_batches: Callable[[list[Tensor]], list[Tensor]] | None = None,
     num_parallel: int = 1,
     skips_air: bool = True,
+    run_in_slabs: Callable[[Tensor, Callable[[Tensor], None]], None] | None = None,
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
@@ -48,14 +50,22 @@ def predict_probs(
         run_batches: Runs the network on several batches at once, in several processes; None runs them here, one by one.
         num_parallel: Largest number of batches that `run_batches` takes.
         skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in the body.
+        run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one slab of planes after the other to a
+            function; None runs it in one pass.
 
     Returns:
-        Probabilities (K, D, H, W), float16, on the image's device.
+        Probabilities (K, D, H, W), float16, on the device of the logits.
     """
     shape = image.shape[2:]
     with torch.inference_mode():
         if tile_size is None:
-            return _softmax_slabs(network(pad_at_end(image, round_up(shape, divisor), AIR))[0], shape)
+            result = _Probabilities(shape)
+            padded = pad_at_end(image, round_up(shape, divisor), AIR)
+            if run_in_slabs is None:
+                result.add(network(padded))
+            else:
+                run_in_slabs(padded, result.add)
+            return result.probs
         tile_size = round_up(tile_size, divisor)
         padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_size, strict=True)), AIR)
         run = run_batches or (lambda batches: [network(batch) for batch in batches])
@@ -120,8 +130,8 @@ def _blend_tiles(
     tiles = _tile_probs(run, image, seen, batch_size, num_parallel)
     first = next(tiles)
     tiles = chain([first], tiles)
-    probs = torch.empty((len(first), *shape), dtype=PROBS_DTYPE, device=image.device)
-    sums = torch.zeros((len(first), tile_size[0], height, width), device=image.device)
+    probs = new_tensor((len(first), *shape), PROBS_DTYPE, image.device)
+    sums = new_tensor((len(first), tile_size[0], height, width), torch.float32, image.device).zero_()
     lowest = 0  # z of the lowest plane of `sums`
     for box, is_air in zip(boxes, has_air_only, strict=True):
         if num_final := box.start[0] - lowest:
@@ -154,31 +164,42 @@ def _tile_probs(
             yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
 
-def _softmax_slabs(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Turn logits (K, D', H', W') of any precision into probabilities of their first voxels (K, D, H, W), slab by slab."""
-    depth, height, width = shape
-    probs = torch.empty((logits.shape[0], depth, height, width), dtype=PROBS_DTYPE, device=logits.device)
-    step = max(1, SLAB_VOXELS // (height * width))
-    for source, target in zip(logits[:, :depth, :height, :width].split(step, 1), probs.split(step, 1), strict=True):
-        target[:] = torch.softmax(source, dim=0, dtype=torch.float32)
-    return probs
+class _Probabilities:
+    """Probabilities (K, D, H, W) of a crop, from the logits of one range of planes after the other."""
+
+    probs: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape, self._filled = shape, 0
+
+    def add(self, logits: Tensor) -> None:
+        """Take the logits (1, K, d, H', W') of the next planes, of any precision; voxels beyond the crop are left out."""
+        depth, height, width = self._shape
+        if self._filled == 0:
+            self.probs = new_tensor((logits.shape[1], *self._shape), PROBS_DTYPE, logits.device)
+        step = max(1, SLAB_VOXELS // (height * width))
+        for source in logits[0, :, : depth - self._filled, :height, :width].split(step, 1):
+            target = self.probs[:, self._filled : self._filled + source.shape[1]]
+            target[:] = torch.softmax(source, dim=0, dtype=torch.float32)
+            self._filled += source.shape[1]
 
 
 class TilingPlan(NamedTuple):
-    """Tiling plan of one crop: whole or in tiles.
+    """Tiling plan of one crop: whole or in tiles, each in one pass or in slabs.
 
     Attributes:
         tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a whole.
         batch_size: Number of tiles that go through the network together.
+        slab_bytes: Memory of a pass layer by layer in slabs, see `medseg.inference.slabs`; None runs one pass, with the same result.
     """
 
     tile_size: Shape | None
     batch_size: int = 1
+    slab_bytes: float | None = None
 
     def __str__(self) -> str:
-        if self.tile_size is None:
-            return "whole"
-        return f"tiles of {'×'.join(map(str, self.tile_size))}" + (f", {self.batch_size} at a time" * (self.batch_size > 1))
+        size = "whole" if self.tile_size is None else f"tiles of {'×'.join(map(str, self.tile_size))}"
+        return size + f", {self.batch_size} at a time" * (self.batch_size > 1) + ", in slabs" * (self.slab_bytes is not None)
 
 
 def plan_tiling(
@@ -188,8 +209,9 @@ def plan_tiling(
     budget_bytes: float,
     tile_size: Shape | None = None,
     max_batch: int = 1,
+    least_slab_bytes: float = math.inf,
 ) -> TilingPlan:
-    """Check that the input of a network fits the budget, and find the number of tiles that fit together.
+    """Choose between one pass and slabs by the budget, and find the number of tiles that fit together.
 
     The budget never changes the tile: a norm that depends on the field of view would change the labels.
 
@@ -200,15 +222,18 @@ def plan_tiling(
         budget_bytes: Memory that the network may use.
         tile_size: Tile; None runs the crop as a whole.
         max_batch: Largest number of tiles at a time.
+        least_slab_bytes: Smallest budget for slabs; infinite for a network that cannot run in slabs.
 
     Raises:
-        ValueError: If the input exceeds the budget; the message names its memory.
+        ValueError: If the budget allows neither; the message names the smallest one that does.
     """
     size = round_up(tile_size or shape, divisor)
     num_bytes = math.prod(size) * bytes_per_voxel
+    if num_bytes > budget_bytes >= least_slab_bytes:
+        return TilingPlan(size if tile_size else None, slab_bytes=budget_bytes)
     if num_bytes > budget_bytes:
         # Rounded up: the named number must be enough.
-        gib = math.ceil(num_bytes / 2**30 * 100) / 100
+        gib = math.ceil(min(num_bytes, least_slab_bytes) / 2**30 * 100) / 100
         raise ValueError(f"{'one tile' if tile_size else 'the crop'} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB")
     return TilingPlan(size, max(1, min(max_batch, int(budget_bytes // max(1, num_bytes))))) if tile_size else TilingPlan(None)
 

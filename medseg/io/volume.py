@@ -17,6 +17,7 @@ from isal.igzip_lib import DECOMP_ZLIB, IgzipDecompressor
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.scratch import new_array
 
 AIR_HU = -1024
 """HU of air outside the patient; a voxel without a value gets it too."""
@@ -346,7 +347,7 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
     )
     if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(SURE_BYTES, SURE_RATIO * volume.packed_bytes):
         deque(volume.runs(), maxlen=0)
-    array, first, num_gaps = np.empty(num_voxels, dtypes[0]), 0, 0
+    array, first, num_gaps = new_array((num_voxels,), dtypes[0]), 0, 0
     for values in filter(len, volume.runs()):
         if (volume.slope, volume.intercept) != (1.0, 0.0):
             values = values.astype(np.float64) * volume.slope + volume.intercept
@@ -363,7 +364,9 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
                 "an image or a probability map?"
             )
         if array.dtype not in fitting:
-            array = array.astype(np.promote_types(array.dtype, fitting[0]))
+            wider = new_array((num_voxels,), np.promote_types(array.dtype, fitting[0]))
+            wider[:first] = array[:first]
+            array = wider
         array[first : first + len(values)] = values
         first += len(values)
     return array.reshape(volume.grid.shape), num_gaps

@@ -80,12 +80,8 @@ class RegionalNetwork(nn.Module):
         Returns:
             Logits (N, K, D, H, W); in training with deep supervision a list, the first of which is at full resolution.
         """
-        if self.mode == "side_input":
-            sides = torch.linspace(-1.0, 1.0, self.num_regions, device=image.device, dtype=image.dtype)
-            factor = sides[region.to(image.device)].view(-1, 1, 1, 1, 1)
-            return self._run(0, torch.cat([image, image * factor], dim=1))
         if self.mode != "separate":
-            return self._run(0, image)
+            return self._run(0, self.network_input(image, region))
         indices = region.tolist()
         if len(set(indices)) == 1:
             return self._run(indices[0], image)
@@ -100,6 +96,18 @@ class RegionalNetwork(nn.Module):
             parts.update(zip(rows, map(list, zip(*split, strict=True)), strict=True))
         joined = [torch.cat(samples) for samples in zip(*(parts[row] for row in range(len(indices))), strict=True)]
         return joined if is_list else joined[0]
+
+    def network_of(self, region_index: int) -> nn.Module:
+        """The network of a region, by its index."""
+        return self.networks[region_index if self.mode == "separate" else 0]
+
+    def network_input(self, image: Tensor, region: Tensor) -> Tensor:
+        """What a network sees of an image (N, C, D, H, W): the image, with `side_input` also times a number of the region (N,)."""
+        if self.mode != "side_input":
+            return image
+        sides = torch.linspace(-1.0, 1.0, self.num_regions, device=image.device, dtype=image.dtype)
+        factor = sides[region.to(image.device)].view(-1, 1, 1, 1, 1)
+        return torch.cat([image, image * factor], dim=1)
 
     def blocks(self) -> dict[str, nn.Module]:
         """Name the blocks that can be recomputed; with several networks a name begins with the network's number."""

@@ -102,6 +102,7 @@ class UNet(nn.Module):
 
     Attributes:
         divisor: Required multiple of the image size, in voxels (z, y, x).
+        cell: Voxels of the image for each voxel of the first level, (z, y, x).
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class UNet(nn.Module):
             blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the finest on; a decoder level has one.
             stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
             refine: Channels at full resolution that refine the result of half resolution; 0 = none.
-            norm: `instance`, `group` or `batch`.
+            norm: `instance`, `group`, `batch`, or without statistics over the field of view `channel` and `affine`.
             reduction: Divisor of a bottleneck's inner channels.
             max_width: Largest number of channels of a level.
             strides: Divisors 1 or 2 of z, y and x for a stem that halves and each downsampling (`level_strides`); None = 2 everywhere.
@@ -162,8 +163,8 @@ class UNet(nn.Module):
         self.divisor: tuple[int, int, int] = total_strides(strides)
         # One kernel per resolution, the image's first; at the lowest resolution it covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
-        cell = strides[0] if halves else POINT
-        self.stem = Stem(in_channels, width, stem=stem, norm=norm, kernel=kernels[stem == "space_to_depth"], cell=cell)
+        self.cell: Shape = strides[0] if halves else POINT
+        self.stem = Stem(in_channels, width, stem=stem, norm=norm, kernel=kernels[stem == "space_to_depth"], cell=self.cell)
         make = partial(make_block, block, norm=norm, reduction=reduction)
         downs, level_kernels = strides[halves:], kernels[halves:]
         self.encoder = nn.ModuleList()
@@ -179,9 +180,9 @@ class UNet(nn.Module):
             for (narrow, wide), stride, kernel in zip(pairwise(widths), downs, level_kernels[:-1], strict=True)
         )
         self.head = (
-            RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=cell)
+            RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=self.cell)
             if refine
-            else Head(width, num_classes, cell=cell)
+            else Head(width, num_classes, cell=self.cell)
         )
 
     def forward(self, image: Tensor) -> Tensor:

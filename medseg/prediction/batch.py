@@ -15,6 +15,8 @@ from medseg.cascade.cascade import require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.io.atomic import check_writable
+from medseg.io.read import read_grid
+from medseg.io.scratch import scratch_above
 from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
 from medseg.prediction.case import (
     CaseData,
@@ -26,6 +28,7 @@ from medseg.prediction.case import (
     segment_case,
     write_case,
 )
+from medseg.prediction.contract import share_memory
 from medseg.prediction.scans import Scan, check_outputs, find_scans, join_channels, output_paths
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import read_csv, write_csv
@@ -34,6 +37,8 @@ from medseg.report.tables import read_csv, write_csv
 SUMMARY = ("case", "status", "label", "ml", "warnings")
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
+# With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not be read twice.
+SURE_BUDGET_GIB = 0.9
 
 Checkpoints = tuple[Sequence[str] | None, Sequence[str] | None, tuple[float, float]]
 """Checkpoints of both stages (none = the included lung weights), and the coarsest spacing in mm of the scans that they are for."""
@@ -89,7 +94,7 @@ def predict_scans(
         source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         output: File or folder of the label maps.
         checkpoints: Checkpoints of each spacing range, by its name in `by_spacing`; one with an empty name is used for all scans.
-        inference: `tile_size` and `half_weights`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
+        inference: `tile_size`, `half_weights` and `max_ram_gib`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
         split: Only this split of a case table.
         series: Which DICOM series the input is.
         hu: HU scale of the cases that have none of their own in a table.
@@ -130,7 +135,9 @@ def predict_scans(
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
-    batch = Batch(cascades, inference["budget_gib"], overwrite, len(cases), on_begin, on_end)
+    shares = share_memory(inference["max_ram_gib"])  # of what the loaded weights leave
+    cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
+    batch = Batch(cascades, shares.array_bytes, overwrite, len(cases), on_begin, on_end)
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
     if not is_one_scan and output not in outputs:
@@ -191,7 +198,7 @@ def load_cascades(
     if is_under_torchrun() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     loading = {key: inference[key] for key in ("tile_size", "half_weights")}
-    options = CascadeOptions(**{key: value for key, value in inference.items() if key not in loading})
+    options = CascadeOptions(**{key: inference[key] for key in ("overlap", "budget_gib", "tta")})
     loaded = []
     for name, (coarse, fine, range_mm) in checkpoints.items():
         cascade = load_cascade(
@@ -207,7 +214,7 @@ class Batch:
 
     Attributes:
         cascades: Cascades to choose from.
-        budget_gib: A scan is read ahead of its turn if its voxels fit into it.
+        array_bytes: Size above which an array of a scan is a temporary file.
         overwrite: Whether results that are up to date are made again.
         num_cases: Number of cases.
         on_begin: See `predict_scans`.
@@ -215,7 +222,7 @@ class Batch:
     """
 
     cascades: list[RangeCascade]
-    budget_gib: float
+    array_bytes: float
     overwrite: bool
     num_cases: int
     on_begin: Callable[[str, int], None]
@@ -228,8 +235,13 @@ class Batch:
             case.known = read_report(case.output)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            task = case.chosen.cascade.coarse.task
-            return None if is_ahead and not is_small(case.scan, task, self.budget_gib) else read_case(case.scan, task)
+            cascade = case.chosen.cascade
+            if is_ahead and not is_small(case.scan, cascade.coarse.task, cascade.options.budget_gib):
+                return None
+            if cascade.options.budget_gib < SURE_BUDGET_GIB:
+                cascade.check_budget(read_grid(case.scan.path, case.scan.series, cascade.coarse.task.channels[0].modality))
+            with scratch_above(self.array_bytes):
+                return read_case(case.scan, cascade.coarse.task)
         except Exception as error:
             return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
 
@@ -242,7 +254,8 @@ class Batch:
             # Another prediction into this folder may have finished the case since it was read.
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            segment_case(case.scan, case.chosen.cascade, data)
+            with scratch_above(self.array_bytes):
+                segment_case(case.scan, case.chosen.cascade, data)
         except Exception as error:
             return self._as_value(error)
         return data

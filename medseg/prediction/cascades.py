@@ -80,7 +80,11 @@ def load_cascade(
             stages.append(load_stages(paths, name, device, precision, trusted, half_weights))
     if tile_size is not None:
         stages[-1].use_tiles(tile_size)
-    return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options or CascadeOptions())
+    options = options or CascadeOptions()
+    for stage in stages:
+        if stage.tile_size is not None:
+            stage.plan(stage.tile_size, options)  # refuses a tile that exceeds the budget before a scan is read
+    return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options)
 
 
 def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, list[str]]:
@@ -108,6 +112,7 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
 
 
 def result_settings(cascade: Cascade, precision: str | None, inference: Mapping[str, Any]) -> dict[str, Any]:
-    """List what decides the result of a cascade beside the scan: checkpoints by content, precision and inference options."""
+    """List what decides the result of a cascade beside the scan: checkpoints by content, precision and inference options but the memory."""
     checksums = {stage.name: sorted(stage.checkpoints.values()) for stage in cascade.stages}
-    return {**checksums, "precision": precision, "inference": dict(inference)}
+    deciding = {key: value for key, value in inference.items() if key not in ("budget_gib", "max_ram_gib")}
+    return {**checksums, "precision": precision, "inference": deciding}

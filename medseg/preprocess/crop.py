@@ -7,12 +7,11 @@ the lung. In plane a scan ends beside the body; beyond that end there is air.
 import math
 
 import numpy as np
-import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
+from medseg.io.scratch import new_tensor
 from medseg.preprocess.intensity import BODY_HU
 from medseg.preprocess.resample import ANTIALIASED, resample_image
 
@@ -113,7 +112,12 @@ def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
 
     An image of that shape is returned as it is.
     """
-    depth, height, width = (wanted - size for size, wanted in zip(image.shape[-3:], shape, strict=True))
-    if height or width:  # torch would copy an image that is large enough; it counts the axes from the last
-        image = functional.pad(image, (0, width, 0, height), value=outside)
-    return torch.cat([image, image[..., -1:, :, :].expand(*image.shape[:-3], depth, -1, -1)], dim=-3) if depth else image
+    depth, height, width = image.shape[-3:]
+    if (depth, height, width) == tuple(shape):
+        return image
+    padded = new_tensor((*image.shape[:-3], *shape), image.dtype, image.device)
+    padded[..., :depth, :height, :width] = image
+    padded[..., :depth, height:, :] = outside
+    padded[..., :depth, :height, width:] = outside
+    padded[..., depth:, :, :] = padded[..., depth - 1 : depth, :, :]
+    return padded

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medseg.io.scratch import new_tensor
 from medseg.io.volume import AIR_HU
 
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
@@ -133,7 +134,10 @@ def normalise(image: ImageT, intensity: Intensity) -> ImageT:
         Image of the same kind (array or tensor) and shape, float32.
     """
     low, high, factor, offset = intensity
-    result = image.to(torch.float32, copy=True) if isinstance(image, Tensor) else np.array(image, dtype=np.float32)
+    if isinstance(image, Tensor):
+        result = new_tensor(tuple(image.shape), torch.float32, image.device).copy_(image)
+    else:
+        result = np.array(image, dtype=np.float32)
     # In place; a tensor made of an array shares its memory.
     torch.as_tensor(result).clamp_(low, high).sub_(low).mul_(factor).add_(offset)
     return result

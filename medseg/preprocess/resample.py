@@ -35,6 +35,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.scratch import new_tensor
 
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
 
@@ -280,7 +281,7 @@ def resample_image(
     _check_shape(image.shape, source)
     device = image.device if isinstance(image, Tensor) else torch.device("cpu")
     slabs = list(plan_slabs(source, target, resampling=resampling, slices_go_on=slices_go_on))
-    result = torch.empty(target.shape, dtype=torch.float32, device=device)
+    result = new_tensor(target.shape, torch.float32, device)
     if sum(result[slab.target].numel() for slab in slabs) < result.numel():
         result.fill_(outside)
 

@@ -15,9 +15,12 @@ from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import CascadeOptions, TrainedStage, flips
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 from medseg.inference.tiles import TilingPlan
 from medseg.models.adapter import Traits
 from medseg.models.blocks import InstanceNorm
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
 from medseg.preprocess.orient import Orientation
 
 SHAPE = (96, 128, 80)
@@ -175,6 +178,46 @@ def test_on_a_cpu_there_is_nowhere_to_go() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         stage(Full(), "fine").predict_probs(image(), 0, CascadeOptions())
+
+
+def unet_stage(precision: str = "fp32", **changes: Any) -> TrainedStage:
+    torch.manual_seed(0)
+    network = RegionalNetwork(lambda channels: UNet(channels, 2, width=4, depth=1, blocks_per_level=1))
+    for parameter in network.parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return stage(network, "fine", precision=precision, bytes_per_voxel=100.0, **changes)
+
+
+@pytest.mark.parametrize(("tile_size", "tta"), [(None, True), ((64, 64, 80), False)])
+def test_a_small_budget_runs_slabs_with_the_same_result(tile_size: tuple[int, int, int] | None, tta: bool) -> None:
+    trained = unet_stage(tile_size=tile_size)
+    whole, slabs = (trained.predict_probs(image(), 0, CascadeOptions(budget_gib=gib, tta=tta)) for gib in (4.0, 0.025))
+    assert str(slabs.tiling_plan) == f"{whole.tiling_plan}, in slabs"
+    torch.testing.assert_close(slabs.probs, whole.probs, rtol=0, atol=2.0**-11)
+    assert whole.probs.std() > 0.01
+    with pytest.raises(UserError, match=r"inference\.budget_gib=0\.0002 is too small for the fine stage: .* needs 0\.0\d GiB"):
+        trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.0002))
+
+
+def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = unet_stage()
+    expected = trained.predict_probs(image(), 0, CascadeOptions())
+
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(RegionalNetwork, "forward", full)
+    result = trained.predict_probs(image(), 0, CascadeOptions())
+    assert result.remarks == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
+    torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
+
+
+def test_a_scan_is_refused_by_its_header_where_no_slab_fits() -> None:
+    trained, grid = unet_stage(), VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
+    with pytest.raises(UserError, match=r"inference\.budget_gib=0\.01 is too small for the fine stage"):
+        Cascade(stage(CoarseOracle(), "coarse"), trained, CascadeOptions(budget_gib=0.01)).check_budget(grid)
+    Cascade(stage(CoarseOracle(), "coarse"), trained, CascadeOptions(budget_gib=1.0)).check_budget(grid)
 
 
 def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_deviation() -> None:

@@ -132,12 +132,20 @@ def test_what_is_not_whole_or_has_another_source_is_made_anew(
 
 @pytest.mark.parametrize(
     "override",
-    ["inference.tta=true", "hu_offset=1", "precision=fp32", "inference.tile_size=[64,64,64]", "inference.budget_gib=2"],
+    ["inference.tta=true", "hu_offset=1", "precision=fp32", "inference.tile_size=[64,64,64]"],
 )
 def test_other_settings_make_another_result(override: str, folder: Path, predicted: list[str]) -> None:
     for _ in range(2):
         assert predict(folder, override) == 0
         assert predicted == ["a", "b"]
+
+
+@pytest.mark.parametrize("override", ["inference.budget_gib=2", "inference.max_ram_gib=16"])
+def test_the_memory_makes_no_other_result(override: str, folder: Path, predicted: list[str]) -> None:
+    assert predict(folder) == 0
+    predicted.clear()
+    assert predict(folder, override) == 0
+    assert predicted == []
 
 
 def test_so_do_other_weights(folder: Path, predicted: list[str], weights: dict[str, str]) -> None:

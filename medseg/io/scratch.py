@@ -1,0 +1,113 @@
+"""Scratch arrays: voxels in a temporary file instead of memory, read and written like any other array.
+
+Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays. Their pages leave the memory of this
+process a moment after they were used; the values stay in the file.
+"""
+
+import _thread
+import math
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medseg.errors import UserError
+
+# Time between two releases of pages: at most some 50 MB are touched in between.
+RELEASE_INTERVAL_S = 0.02
+_limit_bytes: ContextVar[float] = ContextVar("scratch_limit_bytes", default=math.inf)
+_maps: WeakSet[mmap.mmap] = WeakSet()
+_lock = threading.Lock()
+
+
+def scratch_folder() -> Path:
+    """Folder of temporary files: TMPDIR where it is set, else /var/tmp, because /tmp is memory on many systems."""
+    if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
+        return Path("/var/tmp")
+    return Path(tempfile.gettempdir())
+
+
+@contextmanager
+def scratch_above(num_bytes: float) -> Iterator[None]:
+    """Put arrays of more bytes that this thread makes with `new_array` and `new_tensor` into temporary files."""
+    token = _limit_bytes.set(num_bytes)
+    try:
+        yield
+    finally:
+        _limit_bytes.reset(token)
+
+
+def new_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Make an array of zeros, in memory or in a temporary file.
+
+    Raises:
+        UserError: If the disk has no room for it.
+    """
+    is_large = math.prod(shape) * np.dtype(dtype).itemsize > _limit_bytes.get()
+    return scratch_array(shape, dtype) if is_large else np.zeros(shape, dtype)
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Make a tensor without values; on the CPU in memory or in a temporary file.
+
+    Raises:
+        UserError: If the disk has no room for it.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or num_bytes <= _limit_bytes.get():
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(dtype).view(shape)
+
+
+def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Make an array of zeros in a temporary file without a name, which the system removes with the array.
+
+    Raises:
+        UserError: If the disk has no room for it.
+    """
+    num_bytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+    folder = scratch_folder()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Room for all of it now: a write to a map on a full disk would end the process.
+            reserve = getattr(os, "posix_fallocate", lambda number, _, size: os.ftruncate(number, size))  # macOS has no such call
+            reserve(file.fileno(), 0, num_bytes)
+            pages = mmap.mmap(file.fileno(), num_bytes)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: expected room for a temporary file of {num_bytes / 2**30:.2f} GiB, but found none ({error.strerror}); free some, or "
+            "set TMPDIR to a folder on a larger disk"
+        ) from error
+    with _lock:
+        if not _maps:
+            # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory for a thread.
+            _thread.start_new_thread(_release_repeatedly, ())
+        _maps.add(pages)
+    return np.frombuffer(pages, np.uint8, num_bytes)[: math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+
+
+def release_pages() -> None:
+    """Drop the pages of all scratch arrays from the memory of this process; their values stay."""
+    with _lock:
+        for pages in _maps:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+
+def _release_repeatedly() -> None:
+    while True:
+        time.sleep(RELEASE_INTERVAL_S)
+        release_pages()
+        with _lock:
+            if not _maps:
+                return

@@ -1,0 +1,48 @@
+"""Memory contract of a prediction: the shares of `inference.max_ram_gib` for the networks and for the arrays of a scan."""
+
+import math
+from typing import NamedTuple
+
+from medseg.errors import require
+from medseg.memory.profile import resident_bytes
+
+# Slabs that are resampled, components of a label, and libraries that load with the first scan; measured.
+OVERHEAD_BYTES = 300 * 2**20
+# Smallest rest for networks and arrays.
+LEAST_BYTES = 80 * 2**20
+NETWORK_SHARE = 0.6
+# Arrays of a scan at a time: the scan, its labels, crops and probabilities.
+NUM_ARRAYS = 8
+
+
+class MemoryShares(NamedTuple):
+    """What a prediction may hold.
+
+    Attributes:
+        network_gib: Memory of a network pass.
+        array_bytes: Size above which an array is a temporary file.
+    """
+
+    network_gib: float = math.inf
+    array_bytes: float = math.inf
+
+
+def share_memory(max_ram_gib: float | None) -> MemoryShares:
+    """Divide the memory that the process does not hold yet, once its weights are loaded.
+
+    Args:
+        max_ram_gib: Memory of the whole process; None = no bound.
+
+    Raises:
+        UserError: If the process already holds too much.
+    """
+    if max_ram_gib is None:
+        return MemoryShares()
+    fixed = resident_bytes() + OVERHEAD_BYTES
+    rest = max_ram_gib * 2**30 - fixed
+    require(
+        rest >= LEAST_BYTES,
+        f"inference.max_ram_gib={max_ram_gib:g}: expected at least {math.ceil((fixed + LEAST_BYTES) / 2**30 * 20) / 20:g}, because "
+        f"libraries, weights and work on slabs take {fixed / 2**30:.2f} GiB; raise it to that",
+    )
+    return MemoryShares(NETWORK_SHARE * rest / 2**30, (1 - NETWORK_SHARE) * rest / NUM_ARRAYS)

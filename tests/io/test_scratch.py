@@ -1,0 +1,80 @@
+"""Scratch arrays: values as in memory, pages that leave the process, files that leave the disk."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from medseg.errors import UserError
+from medseg.io import scratch
+from medseg.io.scratch import new_array, new_tensor, release_pages, scratch_above, scratch_array
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_only_larger_arrays_of_this_thread_are_files() -> None:
+    def num_files() -> int:
+        gc.collect()
+        return len(scratch._maps)
+
+    before = num_files()
+    with scratch_above(1000):
+        small, large, tensor = new_array((10, 50), np.int16), new_array((10, 51), np.int16), new_tensor((3, 100), torch.float32)
+        assert num_files() == before + 2
+        other = threading.Thread(target=lambda: new_array((4000,), np.uint8))
+        other.start()
+        other.join()
+    outside = new_array((4000,), np.uint8)
+    assert num_files() == before + 2
+    for array in (small, large, outside):
+        assert not array.any()
+        array[...] = 7
+        assert (array == 7).all()
+    tensor.normal_()
+    copied = tensor.clone()
+    release_pages()
+    assert torch.equal(tensor, copied)
+    assert (large == 7).all()
+    del large, tensor
+    assert num_files() == before
+
+
+def test_released_pages_leave_the_memory_and_keep_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "RELEASE_INTERVAL_S", 1000.0)
+    array = scratch_array((64, 2**20), np.uint8)
+    array[...] = np.arange(64, dtype=np.uint8)[:, None]
+    held = psutil.Process().memory_info().rss
+    release_pages()
+    assert held - psutil.Process().memory_info().rss > 60 * 2**20
+    assert (array[:, ::4096] == np.arange(64)[:, None]).all()
+
+
+def test_no_name_is_left_and_a_full_disk_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = scratch_array((1000,), np.float32)
+    assert list(folder.iterdir()) == []
+    assert array.nbytes == 4000
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"expected room for a temporary file of 0\.50 GiB, but found none \(No space left"):
+        scratch_array((2**29,), np.uint8)
+
+
+def test_without_tmpdir_the_files_are_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TMPDIR")
+    assert scratch.scratch_folder() == Path("/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir())
