@@ -14,6 +14,7 @@ from medseg.build.task import make_task
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
 from medseg.data.task import Task
+from medseg.errors import require
 from medseg.evaluation.scoring import METRICS
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
@@ -52,7 +53,12 @@ def cross_validate(config: CrossValidateConfig) -> int:
     output, table = Path(config.output), Path(config.cases).absolute()
     cases = read_case_table(Path(config.cases), config.data.labels_column)
     check_writable(output)
-    task, values = make_task(config.task), file_values(config.data.label_values or {})
+    task, given = make_task(config.task), file_values(config.data.label_values or {})
+    values = {value: label for value, label in given.items() if isinstance(value, int)}
+    require(
+        len(values) == len(given),
+        "data.label_values: cross_validate reads label maps, but these are names of masks or DICOM structures; save one label map of each case",
+    )
     label_values = label_values_argument(config.data.label_values or {})
     scored: dict[str, tuple[int, Case]] = {}
     steps: list[Step] = []

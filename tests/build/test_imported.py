@@ -8,11 +8,18 @@ import hydra
 import pytest
 from layouts import make_luna16, make_nnunet
 
-from medseg.build.imported import IMPORTED, with_task
+from medseg.build.imported import IMPORTED, SOURCE_VARIABLE, with_task
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig, PredictConfig, TrainConfig
 from medseg.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that other tests have started leave no task."""
+    monkeypatch.setenv(SOURCE_VARIABLE, "")
+    monkeypatch.delenv(SOURCE_VARIABLE)
 
 
 def compose(arguments: list[str], command: str = "train", schema: type = TrainConfig) -> TrainConfig:
@@ -43,9 +50,32 @@ def test_a_chosen_task_gets_the_values_of_the_files(tmp_path: Path) -> None:
     assert config.data.label_values["trachea"] == 6
 
 
+def test_names_of_labels_in_any_script(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path / "D", labels={"background": 0, "3. Ventrikel": 1, "Gefäße": 2})
+    config = compose([f"data.cases={folder}", "stage=single"])
+    assert config.task.labels == {"3_Ventrikel": 1, "Gefäße": 2}
+    config = compose([f"data.cases={folder}", "task=heart", "stage=coarse"])
+    assert config.data.label_values == {"3_Ventrikel": 1, "Gefäße": 2}
+
+
 def test_a_study_gives_the_name_to_the_commands_that_it_starts(tmp_path: Path) -> None:
-    arguments = [f"data.cases={make_nnunet(tmp_path / 'D')}", "seed=1"]
+    arguments = [f"data.cases={make_nnunet(tmp_path / 'D', labels={'background': 0, 'liver': 1})}", "seed=1"]
     assert with_task(with_task(arguments, TrainConfig), TrainConfig) == [f"task={IMPORTED}", *arguments]
+    # A table of the study has no task beside it.
+    (tmp_path / "held_out.csv").touch()
+    scored = compose([f"ref={tmp_path}/held_out.csv", "pred=x", "output=y", f"task={IMPORTED}"], "evaluate", EvaluateConfig)
+    assert scored.task.labels == {"liver": 1}
+    chosen = with_task([*arguments, "task=lungs"], TrainConfig)
+    assert with_task(chosen, TrainConfig) == chosen
+
+
+def test_a_file_of_a_task_is_chosen_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "my task.yaml"
+    file.write_text(
+        "name: heart\nlabels: {heart: 1}\nregions: null\nchannels: [{modality: mr, normalise: zscore}]\n", encoding="utf-8"
+    )
+    config = compose([f"task={file}", "stage=single"])
+    assert (config.task.name, config.data.label_values) == ("heart", {"heart": 1})
 
 
 def test_the_task_beside_a_case_table_is_taken(tmp_path: Path) -> None:
@@ -71,7 +101,10 @@ def test_arguments_without_imported_data_stay(tmp_path: Path) -> None:
     assert with_task(["data.cases=x"], PredictConfig) == ["data.cases=x"]
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "the file is damaged"), ("labels: 1", "expected the labels of a task")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "the file is damaged"), ("labels: 1", "expected the labels of a task"), ("[]", "expected the labels")],
+)
 def test_a_damaged_task_is_told(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "cases.csv").touch()
     (tmp_path / "task.yaml").write_text(text, encoding="utf-8")

@@ -9,8 +9,7 @@ from pathlib import Path
 from medseg.data.case_table import Case
 from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first_of, label_names, safe_name
 from medseg.errors import UserError, require
-from medseg.io.dicom.catalogue import ImageSeries, read_catalogue
-from medseg.io.dicom.labels import LabelFile
+from medseg.io.dicom.catalogue import ImageSeries, LabelEntry, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS, dicom_files
 
 DICOM = "dicom"
@@ -30,7 +29,7 @@ def import_dicom(folder: Path) -> DataSet:
         f"{folder}: expected DICOM labels (SEG or RTSTRUCT) beside {len(series)} image series, but found none; add them.",
     )
     notes = [f"{first_of(unreadable)} cannot be read and was left out"] if unreadable else []
-    chosen: dict[str, LabelFile] = {}
+    chosen: dict[str, LabelEntry] = {}
     lost: list[Path] = []
     for file in files:
         one = _series_of(file, series)
@@ -65,12 +64,11 @@ def is_dicom(folder: Path) -> bool:
     return folder.is_dir() and next(dicom_files(folder), None) is not None
 
 
-def _series_of(file: LabelFile, series: dict[str, ImageSeries]) -> ImageSeries | None:
+def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries | None:
     """Find the series that a file labels: that which it names, else the only one of its patient."""
     if file.series_uid:
         return series.get(file.series_uid)
-    patient = str(file.dataset.get("PatientID") or "")
-    own = [one for one in series.values() if one.patient == patient]
+    own = [one for one in series.values() if one.patient == file.patient]
     return own[0] if len(own) == 1 else None
 
 
@@ -80,13 +78,13 @@ def _patient(series: ImageSeries, folder: Path) -> str:
     return CONTROL_CHARACTERS.sub("_", name).replace("/", "_").replace("\\", "_").lstrip(".") or "patient"
 
 
-def _labels(files: list[LabelFile], notes: list[str]) -> FileValues:
+def _labels(files: list[LabelEntry], notes: list[str]) -> FileValues:
     """Make labels of the names of structures; those that some files lack are noted."""
     spellings: dict[str, list[str]] = {}
     counts: Counter[str] = Counter()
     for file in files:
-        counts.update({safe_name(name).casefold() for name in file.names.values()})
-        for name in file.names.values():
+        counts.update({safe_name(name).casefold() for name in file.names})
+        for name in file.names:
             known = spellings.setdefault(safe_name(name).casefold(), [])
             if name.casefold() not in map(str.casefold, known):
                 known.append(name)

@@ -82,7 +82,7 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
         inner = [one.name for one in sorted(path.iterdir()) if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())]
         several = f"it holds {len(inner)} data sets: {', '.join(inner[:10])}; give one of them." if inner else ""
         signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
-        raise UserError(f"{path}: {several or f'expected a data set in one of these layouts, but found none ({signs}).'}")
+        raise UserError(f"{path}: {several or f'expected a data set in one of these layouts, but found none ({signs}); give one, or a case table.'}")
     try:
         return check_dataset(FORMATS[name].read(path), path)
     except OSError as error:

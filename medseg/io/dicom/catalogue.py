@@ -10,7 +10,7 @@ from pydicom.errors import InvalidDicomError
 
 from medseg.errors import UserError
 from medseg.io.dicom.frames import NO_IMAGES
-from medseg.io.dicom.labels import KINDS, LabelFile, open_label_file
+from medseg.io.dicom.labels import KINDS, open_label_file
 from medseg.io.inputs import dicom_files
 
 FIELDS = ["SOPClassUID", "Modality", "PatientID", "SeriesInstanceUID"]
@@ -33,14 +33,31 @@ class ImageSeries:
     patient: str
 
 
-def read_catalogue(folder: Path) -> tuple[dict[str, ImageSeries], list[LabelFile], list[Path]]:
+@dataclass(frozen=True)
+class LabelEntry:
+    """A SEG or RTSTRUCT file, without its content.
+
+    Attributes:
+        path: The file.
+        names: Names of its structures, in the order of the file.
+        series_uid: Series Instance UID of the images that it refers to, "" where it names none.
+        patient: Patient ID, "" where there is none.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    series_uid: str
+    patient: str
+
+
+def read_catalogue(folder: Path) -> tuple[dict[str, ImageSeries], list[LabelEntry], list[Path]]:
     """Read the headers of all DICOM files below a folder.
 
     Returns:
         Series by UID; SEG and RTSTRUCT files in the order of their paths; and files that cannot be read.
     """
     found: dict[str, ImageSeries] = {}
-    labels: list[LabelFile] = []
+    labels: list[LabelEntry] = []
     unreadable: list[Path] = []
     for path in dicom_files(folder):
         try:
@@ -48,7 +65,8 @@ def read_catalogue(folder: Path) -> tuple[dict[str, ImageSeries], list[LabelFile
                 header = dcmread(path, stop_before_pixels=True, force=True, specific_tags=FIELDS)
                 kind, modality, patient, uid = (str(header.get(keyword) or "") for keyword in FIELDS)
             if kind in KINDS:
-                labels.append(open_label_file(path))
+                file = open_label_file(path)
+                labels.append(LabelEntry(path, tuple(file.names.values()), file.series_uid, patient))
             elif uid and modality not in NO_IMAGES:
                 known = found.get(uid)
                 common = os.path.commonpath([path.parent, known.folder]) if known else path.parent
