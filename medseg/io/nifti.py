@@ -202,6 +202,8 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
         stream: Any = file if encoding == "raw" else igzip.IGzipFile(fileobj=file, mode="rb")
         header = _parse(path, stream.read(540))
     grid, remarks = grid_of_header(path, header, num_channels)
+    if num_channels > 1:  # a result has one volume
+        header.set_data_shape(grid.shape[::-1])
     try:
         dtype = header.get_data_dtype()
     except (HeaderDataError, KeyError) as error:

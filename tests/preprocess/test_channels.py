@@ -11,7 +11,7 @@ import pytest
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid
-from medseg.io.write import write_image
+from medseg.io.write import write_image, write_labels
 from medseg.preprocess.channels import read_channels, resample_to
 from medseg.preprocess.orient import Orientation
 from medseg.preprocess.scale import HuScale
@@ -116,6 +116,8 @@ def test_a_4d_file_holds_the_channels_along_its_last_axis(tmp_path: Path, suffix
     assert np.array_equal(stacked, volumes.astype(np.float32))
     assert np.array_equal(first.array, volumes[0])
     assert read_grid(path, num_channels=3) == first.grid
+    write_labels(tmp_path / "labels.nii.gz", volumes[0] > 0, first.grid, first.header)
+    assert nib.load(tmp_path / "labels.nii.gz").shape == volumes[0].T.shape
     with pytest.raises(
         UserError, match=r"expected 2 channels, but the file holds 7 x 6 x 5 x 3 values; give a 4D file of 2 volumes"
     ):

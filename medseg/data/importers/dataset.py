@@ -13,6 +13,8 @@ from medseg.errors import UserError, require
 from medseg.io.inputs import CONTROL_CHARACTERS
 
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
+# Label maps have one byte for each voxel.
+MAX_IGNORE_LABEL = 255
 # Air to dense bone: a data set does not say which tissue it is about.
 WINDOW_HU = (-1000.0, 1000.0)
 MR_WORDS = frozenset(
@@ -79,7 +81,8 @@ class DataSet:
         """
         labels = {name: value for value, name in enumerate(self.labels, start=1)}
         sides = {name: side_of(name)[0] for name in labels}
-        ignore = None if self.ignore is None else max(self.ignore, len(labels) + 1)
+        fits = self.ignore is not None and len(labels) < self.ignore <= MAX_IGNORE_LABEL
+        ignore = self.ignore if fits or self.ignore is None else len(labels) + 1
         files = {name: values[0] if len(values) == 1 else values for name, values in {**self.labels, **self.background}.items()}
         if ignore is not None and ignore != self.ignore:
             files[IGNORE] = self.ignore  # type: ignore[assignment]

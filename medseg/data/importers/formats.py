@@ -77,18 +77,28 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
         UserError: If the path does not exist, has no known layout, or the data set is incomplete.
     """
     require(path.exists(), f"{path}: this folder does not exist; check the path.")
-    name = format_name or next((name for name, one in FORMATS.items() if one.is_at(path)), None)
-    if name is None:
-        inner = [one.name for one in sorted(path.iterdir()) if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())]
-        several = f"it holds {len(inner)} data sets: {', '.join(inner[:10])}; give one of them." if inner else ""
-        signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
-        raise UserError(f"{path}: {several or f'expected a data set in one of these layouts, but found none ({signs}); give one, or a case table.'}")
     try:
-        return check_dataset(FORMATS[name].read(path), path)
+        return check_dataset(FORMATS[format_name or find_format(path)].read(path), path)
     except OSError as error:
         raise UserError(
             f"{error.filename or path}: cannot be read ({error.strerror}); check the path and its permissions."
         ) from error
+
+
+def find_format(path: Path) -> str:
+    """Find the layout of a data set by what lies in its folder.
+
+    Raises:
+        UserError: If it has none of those in `FORMATS`, or holds several data sets.
+    """
+    if name := next((name for name, one in FORMATS.items() if one.is_at(path)), None):
+        return name
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    inner = [one.name for one in entries if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())]
+    if inner:
+        raise UserError(f"{path}: it holds {len(inner)} data sets: {', '.join(inner[:10])}; give one of them.")
+    signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
+    raise UserError(f"{path}: expected a data set in one of these layouts, but found none ({signs}); give one, or a case table.")
 
 
 def read_cases(

@@ -40,6 +40,7 @@ def test_the_ignore_label_lies_above_the_labels_and_keeps_its_value_in_the_files
     assert high["task"]["ignore_label"] == 9
     assert "ignore" not in high["data"]["label_values"]  # filled in from the task
     assert (low["task"]["ignore_label"], low["data"]["label_values"]["ignore"]) == (3, 1)
+    assert dataset({"a": [1]}, ignore=300).task()["task"]["ignore_label"] == 2
 
 
 def test_labels_are_kept_and_merged_by_name() -> None:

@@ -37,3 +37,12 @@ def test_a_folder_without_a_known_layout_is_told_what_was_looked_for(tmp_path: P
 def test_cases_of_a_data_set_get_the_scale_and_the_accepted_findings_of_the_run(tmp_path: Path) -> None:
     cases = read_cases(make_nnunet(tmp_path), hu=HuScale(1.0, -1024.0), ignore_findings=frozenset({"padding"}))
     assert {(case.hu.offset, case.ignore_findings) for case in cases} == {(-1024.0, frozenset({"padding"}))}
+
+
+def test_an_empty_file_is_no_data_set(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="expected JSON, but the file is damaged"):
+        import_dataset(tmp_path / "list.json")
+    (tmp_path / "scan.nii.gz").touch()
+    with pytest.raises(UserError, match="expected a data set in one of these layouts"):
+        import_dataset(tmp_path / "scan.nii.gz")
