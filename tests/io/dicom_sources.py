@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dicom_files import SPACING_MM, enhanced, save, save_slice
+from dicom_files import enhanced, save, save_slice
 from io_volumes import make_hu
 from matplotlib.path import Path as Polygon
 from pydicom import Dataset, dcmread
@@ -32,21 +32,20 @@ ORIENTATIONS = [
 """Columns: LPS directions along a row, along a column, and from slice to slice."""
 
 
-def make_series(folder: Path, kind: str, direction: np.ndarray, **fields: Any) -> Path:
-    """Write a series of 8 slices of 9 x 13 pixels; the gapped one lacks a slice."""
+def make_series(folder: Path, kind: str, direction: np.ndarray, shape: tuple[int, int, int] = SHAPE, **fields: Any) -> Path:
+    """Write a series; the gapped one lacks its fourth slice."""
     row, column, along = np.asarray(direction).T
     drift_mm = 0.213 * STEP_MM * column if kind == "tilted" else 0.0
-    positions = [np.array([-120.25, 33.5, -434.5]) + index * (STEP_MM * along + drift_mm) for index in range(SHAPE[0])]
-    image_hu, fields = make_hu(SHAPE), {**SOURCE_FIELDS, **fields}
+    positions = [np.array([-120.25, 33.5, -434.5]) + index * (STEP_MM * along + drift_mm) for index in range(shape[0])]
+    image_hu, fields = make_hu(shape), {**SOURCE_FIELDS, **fields}
     if kind == "multi-frame":
         stored = (image_hu + 1024).astype(np.uint16)
         save(enhanced(stored, positions, [(1, -1024)] * len(stored), (row, column), **fields), folder / "one.dcm")
         return folder
     for index, position in enumerate(positions):
         if kind != "gapped" or index != 3:
-            save_slice(
-                folder / f"{(index * 5) % SHAPE[0]}.dcm", image_hu[index], position, (row, column), InstanceNumber=index, **fields
-            )
+            path = folder / f"{(index * 5) % shape[0]}.dcm"
+            save_slice(path, image_hu[index], position, (row, column), InstanceNumber=index, **fields)
     return folder
 
 
@@ -59,11 +58,13 @@ def plane_points(dataset: Dataset, rows: int, columns: int) -> np.ndarray:
 
 
 def raw_segments(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Number, mask and world points of each frame of a BINARY or LABELMAP file, from its bytes."""
+    """Number, mask and world points of each frame of a BINARY file, from its bytes, or of a LABELMAP file, decoded by pydicom."""
     dataset = dcmread(path)
     shape = int(dataset.NumberOfFrames), dataset.Rows, dataset.Columns
-    data = np.frombuffer(dataset.PixelData, np.uint8)
-    values = np.unpackbits(data, bitorder="little") if dataset.BitsAllocated == 1 else data
+    is_binary = dataset.SegmentationType == "BINARY"
+    values = (
+        np.unpackbits(np.frombuffer(dataset.PixelData, np.uint8), bitorder="little") if is_binary else dataset.pixel_array.ravel()
+    )
     shared = dataset.SharedFunctionalGroupsSequence[0]
     for values_of_frame, group in zip(
         values[: np.prod(shape)].reshape(shape), dataset.PerFrameFunctionalGroupsSequence, strict=True
@@ -117,6 +118,3 @@ def raw_contours(path: Path, planes: dict[tuple[str, int], np.ndarray]) -> dict[
             rois = masks.setdefault(key, {})
             rois[number] = rois.get(number, False) ^ inside.reshape(points.shape[:2])
     return masks
-
-
-SPACINGS = (STEP_MM, *SPACING_MM)

@@ -84,9 +84,12 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     """
     starts = np.concatenate(polygons)
     stops = np.concatenate([np.roll(polygon, -1, axis=0) for polygon in polygons])
+    low = np.floor(starts.min(axis=0)).clip(0, shape).astype(int)
+    high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)
+    box = mask[low[0] : high[0], low[1] : high[1]]
     for shift in ((EDGE_PX, EDGE_PX), (EDGE_PX, -EDGE_PX), (-EDGE_PX, EDGE_PX), (-EDGE_PX, -EDGE_PX)):
-        mask |= _inside(starts + shift, stops + shift, shape)
+        box |= _inside(starts - low + shift, stops - low + shift, (box.shape[0], box.shape[1]))
     return mask
 
 
@@ -99,4 +102,4 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
     share = (rows - starts[edges, 0]) / (stops[edges, 0] - starts[edges, 0])
     columns = np.ceil(starts[edges, 1] + share * (stops[edges, 1] - starts[edges, 1])).clip(0, shape[1]).astype(int)
     crossings = np.bincount(rows * (shape[1] + 1) + columns, minlength=shape[0] * (shape[1] + 1))
-    return np.asarray(crossings.reshape(shape[0], -1)[:, :-1].cumsum(axis=1) % 2 == 1)
+    return np.asarray(crossings.reshape(shape[0], shape[1] + 1)[:, :-1].cumsum(axis=1) % 2 == 1)

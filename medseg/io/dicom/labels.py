@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread
-from pydicom.pixels import pixel_array
 from pydicom.uid import RTStructureSetStorage, SegmentationStorage
 
 from medseg.errors import UserError, first_line, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.contours import fill
-from medseg.io.dicom.frames import Frame, field_of, plain, read_numbers
+from medseg.io.dicom.frames import Frame, PixelFormat, field_of, plain, read_numbers
+from medseg.io.dicom.pixels import decode
 from medseg.io.dicom.read import JITTER_TOLERANCE_MM, SourceSlices
 from medseg.io.dicom.stacks import SAME_POSITION_MM, heights_of, normal_of
 from medseg.io.dicom.structures import labels_on_grid, nearest, pixels_of
@@ -104,7 +104,9 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
             f"{file.path}: expected labels in the frame of reference of {slices.path}, but they are in another one; give the series that "
             "they were drawn on.",
         )
-        on_slices = np.zeros((len(slices.frames), *slices.frames[0].pixels.shape), np.min_scalar_type(max(values.values())))
+        on_slices = np.zeros(
+            (len(slices.frames), *slices.frames[0].pixels.shape), np.min_scalar_type(max(values.values(), default=0))
+        )
         if file.kind == "SEG":
             remarks = _read_segments(file, slices, values, threshold, on_slices)
         else:
@@ -134,6 +136,11 @@ def _read_segments(
     A plane of frames serves the slices within half the distance of planes or of slices, whichever is larger.
     """
     dataset, step_mm = file.dataset, slices.grid.spacing_mm[0]
+    syntax = dataset.file_meta.TransferSyntaxUID
+    require(
+        dataset.BitsAllocated != 1 or not syntax.is_encapsulated,
+        f"{file.path}: expected a BINARY SEG without compression, but it is encoded as {plain(syntax.name)}; export it without.",
+    )
     shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
     places = [(group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []]
     positions = [read_numbers(one, "ImagePositionPatient", 3) for one in places]
@@ -179,7 +186,7 @@ def _label_planes(
     Returns:
         Label values (planes, rows, columns), and how many pixels lay in several segments.
     """
-    labels = np.zeros((planes.max() + 1, dataset.Rows, dataset.Columns), np.min_scalar_type(max(values.values())))
+    labels = np.zeros((planes.max() + 1, dataset.Rows, dataset.Columns), np.min_scalar_type(max(values.values(), default=0)))
     if dataset.SegmentationType == "LABELMAP":
         table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
         table[list(values)] = list(values.values())
@@ -199,13 +206,14 @@ def _label_planes(
 
 def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
     """Decode the stored values (rows, columns) of one frame."""
-    if dataset.BitsAllocated != 1 or dataset.file_meta.TransferSyntaxUID.is_encapsulated:
-        return pixel_array(dataset, index=int(index))
+    syntax, bits, shape = dataset.file_meta.TransferSyntaxUID, dataset.BitsAllocated, (dataset.Rows, dataset.Columns)
+    if bits != 1:
+        return decode(dataset, PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ()), int(index))
     # Not by pydicom 3.0: it takes frames to begin at a whole byte.
-    size = dataset.Rows * dataset.Columns
-    start = index * size
-    packed = np.frombuffer(dataset.PixelData, np.uint8)[start // 8 : -(-(start + size) // 8)]
-    return np.unpackbits(packed, bitorder="little")[start % 8 :][:size].reshape(dataset.Rows, dataset.Columns)
+    start = index * shape[0] * shape[1]
+    stop = start + shape[0] * shape[1]
+    packed = np.frombuffer(dataset.PixelData, np.uint8)[start // 8 : -(-stop // 8)]
+    return np.unpackbits(packed, bitorder="little")[start % 8 :][: stop - start].reshape(shape)
 
 
 def _at_slice(
@@ -234,7 +242,8 @@ def _at_slice(
 
     normal = np.cross(*axes)
     heights_mm, plane_heights_mm = along(normal), corners @ normal
-    planes = np.searchsorted((plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2, heights_mm)
+    # Of two planes at the same distance the upper one, also where rounding noise makes the lower one nearer.
+    planes = np.searchsorted((plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2 - 1e-6, heights_mm)
     y, x = (
         nearest((along(axis) - (corners @ axis)[planes]) / step_mm) for axis, step_mm in zip(axes[::-1], spacing_mm, strict=True)
     )

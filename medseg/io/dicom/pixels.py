@@ -19,7 +19,7 @@ from pydicom.pixels import get_decoder
 from pydicom.pixels.utils import _get_jpg_parameters, get_j2k_parameters
 
 from medseg.errors import UserError
-from medseg.io.dicom.frames import Frame, plain
+from medseg.io.dicom.frames import Frame, PixelFormat, plain
 from medseg.io.volume import AIR_HU
 
 DENSEST_HU = 3071
@@ -80,18 +80,27 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
         offset = pixels.offset + frame.index * count * pixels.dtype.itemsize
         return np.fromfile(frame.path, pixels.dtype, count, offset=offset).reshape(pixels.shape)
     try:
-        decoder = get_decoder(syntax)
+        get_decoder(syntax)
     except NotImplementedError:
         raise UserError(
             f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which is not read here; export the series without "
             "compression."
         ) from None
-    dataset = read_file(frame.path)
+    return decode(read_file(frame.path), pixels, frame.index)
+
+
+def decode(dataset: FileDataset, pixels: PixelFormat, index: int) -> np.ndarray:
+    """Decode the stored values (H, W) of one frame of a file.
+
+    Raises:
+        Exception: Whatever a decoder raises on damaged data.
+    """
+    syntax = pixels.transfer_syntax
     if syntax not in DECODERS:
         with warnings.catch_warnings(record=True, action="always") as caught:
             # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed.
             options: dict[str, Any] = {"raw": True, "decoding_plugin": "pydicom", "correct_unused_bits": False}
-            values, _ = decoder.as_array(dataset, index=frame.index, **options)
+            values, _ = get_decoder(syntax).as_array(dataset, index=index, **options)
         # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes expected".
         told = " ".join(str(one.message) for one in caught)
         if any(int(found) - int(wanted) > MAX_SURPLUS_BYTES for found, wanted in re.findall(r"(\d+) vs\. (\d+) bytes", told)):
@@ -100,7 +109,7 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
     offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
     code = get_frame(
         dataset.PixelData,
-        frame.index,
+        index,
         extended_offsets=None if None in offsets else offsets,
         number_of_frames=int(dataset.get("NumberOfFrames") or 1),
     )

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from highdicom.base import SOPClass
 from pydicom import Dataset, config
-from pydicom.dataelem import RawDataElement
-from pydicom.tag import Tag
 from pydicom.uid import ImplicitVRLittleEndian, RTStructureSetStorage, generate_uid
 
 from medseg import __version__
@@ -48,7 +46,7 @@ def write_structure_set(path: Path, labels: np.ndarray, slices: SourceSlices, st
         dataset = SOPClass(
             study_instance_uid=first.StudyInstanceUID,
             series_instance_uid=generate_uid(),
-            series_number=int(first.get("SeriesNumber") or 0) * 100 + 2,
+            series_number=9002,
             sop_instance_uid=generate_uid(),
             sop_class_uid=RTStructureSetStorage,
             instance_number=1,
@@ -62,6 +60,7 @@ def write_structure_set(path: Path, labels: np.ndarray, slices: SourceSlices, st
             transfer_syntax_uid=ImplicitVRLittleEndian,
         )
         dataset.copy_patient_and_study_information(first)
+        dataset.OperatorsName = ""
         dataset.StructureSetLabel = "medseg"
         dataset.StructureSetDate, dataset.StructureSetTime = dataset.InstanceCreationDate, dataset.InstanceCreationTime
         dataset.ApprovalStatus = "UNAPPROVED"
@@ -118,23 +117,28 @@ def _contours(
     contours = []
     for index in np.flatnonzero(mask.any(axis=(1, 2))):
         for outline in outlines(mask[index]):
-            contour = _item(
-                ContourImageSequence=[references[index]], ContourGeometricType="CLOSED_PLANAR", NumberOfContourPoints=len(outline)
+            contours.append(
+                _item(
+                    ContourImageSequence=[references[index]],
+                    ContourGeometricType="CLOSED_PLANAR",
+                    NumberOfContourPoints=len(outline),
+                    # 0.1 µm, in the 16 characters that a decimal of DICOM has.
+                    ContourData=[f"{value:.10g}" for value in points_of(frames[index], outline).round(4).ravel()],
+                )
             )
-            # 0.1 µm. pydicom would make an object of each number.
-            text = "\\".join(f"{value:.4f}".rstrip("0").rstrip(".") for value in points_of(frames[index], outline).ravel())
-            data = text.encode() + b" " * (len(text) % 2)
-            tag = Tag("ContourData")
-            contour[tag] = RawDataElement(tag, "DS", len(data), data, 0, is_implicit_VR=True, is_little_endian=True)
-            contours.append(contour)
     if contours:
         item.ContourSequence = contours
     return item
 
 
 def _observation(number: int, structure: Structure) -> Dataset:
-    """Describe a region of interest: an organ and its SNOMED code."""
-    item = _item(ObservationNumber=number, ReferencedROINumber=number, RTROIInterpretedType="ORGAN", ROIInterpreter="")
+    """Describe a region of interest; one with a SNOMED code is an organ."""
+    item = _item(
+        ObservationNumber=number,
+        ReferencedROINumber=number,
+        RTROIInterpretedType="ORGAN" if structure.code else "",
+        ROIInterpreter="",
+    )
     if structure.code:
         item.RTROIIdentificationCodeSequence = [
             _item(CodeValue=structure.code[0], CodingSchemeDesignator="SCT", CodeMeaning=structure.code[1])

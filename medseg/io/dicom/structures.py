@@ -1,5 +1,6 @@
 """Labels of a DICOM series: structures with names, codes and colours, and label maps moved between the grid and the slices."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ def source_headers(slices: SourceSlices) -> list[FileDataset]:
     """
     headers = []
     for path in dict.fromkeys(frame.path for frame in slices.frames):
-        with config.disable_value_validation():
+        with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
             header = dcmread(path, stop_before_pixels=True, force=True)
             missing = [keyword for keyword in IDENTITY if not header.get(keyword)]
             require(

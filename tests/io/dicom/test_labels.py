@@ -1,0 +1,202 @@
+"""SEG and RTSTRUCT of other programs: other grids, overlaps, fractions, holes, and files that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dicom_sources import STEP_MM, make_series
+from highdicom import AlgorithmIdentificationSequence, Volume
+from highdicom.seg import Segmentation, SegmentDescription
+from pydicom import Dataset, dcmread
+from pydicom.sr.codedict import codes
+
+from medseg.errors import UserError
+from medseg.io.dicom.labels import open_label_file, read_label_file
+from medseg.io.dicom.read import SourceSlices, open_slices
+from medseg.io.dicom.structure_set import write_structure_set
+from medseg.io.dicom.structures import Structure, points_of
+
+
+@pytest.fixture
+def slices(tmp_path: Path) -> SourceSlices:
+    return open_slices(make_series(tmp_path / "source", "plain", np.eye(3)))
+
+
+def save_seg(path: Path, slices: SourceSlices, pixels: Any, kind: str = "BINARY", num_segments: int = 1) -> Path:
+    """Write what highdicom alone makes of an array or a volume."""
+    algorithm = AlgorithmIdentificationSequence("other", codes.DCM.ArtificialIntelligence, "1")
+    names = [f"part {number}" for number in range(1, num_segments + 1)]
+    described = [
+        SegmentDescription(number, name, codes.SCT.Tissue, codes.SCT.Tissue, "AUTOMATIC", algorithm)
+        for number, name in enumerate(names, start=1)
+    ]
+    headers = [dcmread(frame.path) for frame in slices.frames]
+    for header in headers:
+        header.SliceThickness = STEP_MM
+        for keyword in ("PatientBirthDate", "PatientSex", "AccessionNumber", "StudyID", "StudyTime"):
+            setattr(header, keyword, "")
+    Segmentation(headers, pixels, kind, described, "1.2.3.7", 1, "1.2.3.8", 1, "other", "other", "1", "1").save_as(path)
+    return path
+
+
+def add_contours(path: Path, slices: SourceSlices, polygons: Sequence[tuple[int, Any]], kind: str = "CLOSED_PLANAR") -> Path:
+    """Replace the contours of a file by polygons in (row, column) of a slice."""
+    empty = np.zeros(slices.grid.shape, np.uint8)
+    write_structure_set(path, empty, slices, [Structure("part", 1)])
+    dataset = dcmread(path)
+    contours = []
+    for index, polygon in polygons:
+        points = points_of(slices.frames[0], np.array(polygon, float)) + np.array([0, 0, STEP_MM * index])
+        item = Dataset()
+        item.ContourGeometricType, item.NumberOfContourPoints = kind, len(points)
+        item.ContourData = [f"{value:.3f}" for value in points.ravel()]
+        contours.append(item)
+    dataset.ROIContourSequence[0].ContourSequence = contours
+    dataset.save_as(path)
+    return path
+
+
+SQUARE = [(1.5, 2.5), (1.5, 9.5), (7.5, 9.5), (7.5, 2.5)]
+HOLE = [(3.5, 4.5), (3.5, 6.5), (5.5, 6.5), (5.5, 4.5)]
+RING = np.zeros((9, 13), bool)
+RING[2:8, 3:10] = True
+RING[4:6, 5:7] = False
+
+
+def test_a_fraction_counts_from_the_threshold(tmp_path: Path, slices: SourceSlices) -> None:
+    shares = np.random.default_rng(0).random(slices.grid.shape).astype(np.float32)
+    file = open_label_file(save_seg(tmp_path / "a.dcm", slices, shares, "FRACTIONAL"))
+    for threshold in (0.5, 0.9):
+        found = read_label_file(file, slices, {1: 1}, threshold).array
+        assert np.array_equal(found, np.rint(shares * 255) >= threshold * 255)
+
+
+def test_of_segments_that_overlap_the_last_one_is_kept(tmp_path: Path, slices: SourceSlices) -> None:
+    pixels = np.zeros((*slices.grid.shape, 2), np.uint8)
+    pixels[1:5, ..., 0] = pixels[4:7, 2:4, ..., 1] = 1
+    file = open_label_file(save_seg(tmp_path / "a.dcm", slices, pixels, num_segments=2))
+    assert file.names == {1: "part 1", 2: "part 2"}
+    for order in ((1, 2), (2, 1)):
+        volume = read_label_file(file, slices, {number: 3 * number for number in order})
+        expected = np.zeros(slices.grid.shape, np.uint8)
+        for number in order:
+            expected[pixels[..., number - 1] == 1] = 3 * number
+        assert np.array_equal(volume.array, expected)
+        assert volume.remarks == ("26 pixels of a.dcm are in several segments; the last one is kept",)
+    assert read_label_file(file, slices, {1: 1, 2: 1}).remarks == ()
+
+
+@pytest.mark.parametrize("name", ["sagittal", "flipped", "finer", "coarser"])
+def test_a_seg_on_another_grid(name: str, tmp_path: Path, slices: SourceSlices) -> None:
+    """Each pixel gets the label of the nearest voxel of the SEG, frames of another orientation, size and spacing included."""
+    grid = slices.grid
+    affine = np.eye(4)
+    affine[:3, :3] = np.array(grid.direction)[:, ::-1] * grid.spacing_mm
+    affine[:3, 3] = grid.origin_xyz_mm
+    scale = {"finer": 0.5, "coarser": 1.5}.get(name, 1.0)
+    shape = tuple(int(size / scale) for size in grid.shape)
+    affine[:3, :3] *= scale
+    array = (np.random.default_rng(1).random(shape) < 0.4).astype(np.uint8)
+    volume = Volume(array, affine, coordinate_system="PATIENT", frame_of_reference_uid="1.2.3.9")
+    changed = {"sagittal": lambda one: one.permute_spatial_axes([2, 0, 1]), "flipped": lambda one: one.flip_spatial([0, 2])}
+    path = save_seg(tmp_path / "a.dcm", slices, changed.get(name, lambda one: one)(volume))
+    found = read_label_file(open_label_file(path), slices, {1: 1}).array
+    index = np.floor(np.indices(grid.shape) / scale + 0.5).astype(int)
+    inside = np.all([one < size for one, size in zip(index, shape, strict=True)], axis=0)
+    expected = np.where(inside, array[tuple(one.clip(max=size - 1) for one, size in zip(index, shape, strict=True))], 0)
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "polygons",
+    [
+        [(2, SQUARE), (2, HOLE)],
+        [(2, SQUARE), (2, HOLE[::-1])],
+        [(2, SQUARE), (2, HOLE), (2, SQUARE)],
+        [(2, [*SQUARE, SQUARE[0], HOLE[0], *HOLE[:0:-1], HOLE[0], SQUARE[0]])],
+        [(2.3, SQUARE), (2.3, HOLE)],
+    ],
+    ids=["two contours", "the other way round", "one stored twice", "keyhole", "off the slice"],
+)
+def test_holes(polygons: list[tuple[float, Any]], tmp_path: Path, slices: SourceSlices) -> None:
+    file = open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons))
+    volume = read_label_file(file, slices, {1: 1})
+    assert np.array_equal(volume.array[2], RING)
+    assert volume.array.sum() == RING.sum()
+    assert volume.remarks == ()
+
+
+def test_planes_nearer_than_slices_are_not_mixed(tmp_path: Path, slices: SourceSlices) -> None:
+    polygons = [(index, np.array(SQUARE) + index) for index in (1.6, 2.0, 2.4)]
+    found = read_label_file(open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons)), slices, {1: 1}).array
+    assert np.array_equal(np.argwhere(found[2])[0], [4, 5])
+    assert not found[[1, 3]].any()
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, slices: SourceSlices) -> None:
+    path = add_contours(tmp_path / "a.dcm", slices, [(1, SQUARE), (4, SQUARE), (20, SQUARE)])
+    assert read_label_file(open_label_file(path), slices, {1: 1}).remarks == (
+        "'part': 1 of 3 contours are beyond the slices or between them",
+        "'part': 2 slices between its contours have none",
+    )
+    path = add_contours(tmp_path / "a.dcm", slices, [(1, SQUARE)], "OPEN_PLANAR")
+    said = ("'part': 1 points and open lines were left out", "'part': it has no closed contours")
+    assert read_label_file(open_label_file(path), slices, {1: 1}).remarks == said
+
+
+def read_all(path: Path, slices: SourceSlices) -> None:
+    file = open_label_file(path)
+    read_label_file(file, slices, dict.fromkeys(file.names, 1))
+
+
+def refusal(path: Path, slices: SourceSlices) -> str:
+    with pytest.raises(UserError) as caught:
+        read_all(path, slices)
+    return str(caught.value).replace(f"{path.parent}/", "")
+
+
+def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
+    image = slices.frames[0].path
+    assert refusal(image, slices) == f"{image.name}: expected labels in a DICOM SEG or RTSTRUCT, got CT; give another file."
+    (tmp_path / "a.dcm").write_text("no DICOM" * 100, encoding="utf-8")
+    assert "expected labels in a DICOM SEG or RTSTRUCT, got another object" in refusal(tmp_path / "a.dcm", slices)
+    assert "cannot be read" in refusal(tmp_path / "missing.dcm", slices)
+    across = points_of(slices.frames[0], np.array(SQUARE))
+    path = add_contours(tmp_path / "a.dcm", slices, [(2, SQUARE)])
+    dataset = dcmread(path)
+    dataset.ROIContourSequence[0].ContourSequence[0].ContourData = [f"{value:.3f}" for value in across[:, [2, 0, 1]].ravel()]
+    dataset.save_as(path)
+    assert "expected contours in the planes of the slices of source, but those of 'part' lie across them" in refusal(path, slices)
+    dataset.ReferencedFrameOfReferenceSequence[0].FrameOfReferenceUID = dataset.FrameOfReferenceUID = "1.2.3.10"
+    dataset.save_as(path)
+    assert refusal(path, slices).startswith(
+        "a.dcm: expected labels in the frame of reference of source, but they are in another one"
+    )
+    with pytest.raises(ValueError, match=r"has no structures \[7\]"):
+        read_label_file(open_label_file(path), slices, {7: 1})
+
+
+@pytest.mark.parametrize("kind", ["seg", "rtstruct"])
+def test_damaged_files_end_in_a_sentence(kind: str, tmp_path: Path, slices: SourceSlices) -> None:
+    path = tmp_path / "a.dcm"
+    if kind == "seg":
+        save_seg(path, slices, (np.indices(slices.grid.shape).sum(axis=0) % 2).astype(np.uint8))
+    else:
+        add_contours(path, slices, [(2, SQUARE), (3, HOLE)])
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    num_refused = 0
+    for trial in range(60):
+        data = bytearray(whole[: rng.integers(400, len(whole))] if trial % 3 == 0 else whole)
+        for place in rng.integers(300, len(data), 4):
+            data[place] = rng.integers(256)
+        path.write_bytes(data)
+        try:
+            read_all(path, slices)
+        except UserError:
+            num_refused += 1
+    assert num_refused > 10
