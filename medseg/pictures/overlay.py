@@ -1,4 +1,4 @@
-"""Overlay of a case: a montage of slices with the prediction filled and the reference outlined, in radiological view."""
+"""Overlay of a case: a montage of slices with labels, reference line, misses and extras, in radiological view."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ from medseg.pictures.plots import shortened, write_png
 BACKGROUND = "#0d1117"
 TEXT = "#e6edf3"
 COLOURS = ("#38bdf8", "#fb923c", "#4ade80", "#f472b6", "#facc15", "#a78bfa", "#2dd4bf", "#f87171")
+ERROR_COLOURS = {"missed": "#ff2fd0", "extra": "#ffe800", "other label": "#ffffff"}
+"""Voxels in the reference only, in the prediction only, and with different labels in both; also in the style sheet of the pages."""
 _FILL_OPACITY = 0.32
+_ERROR_OPACITY = 0.75
 _DPI = 100
 
 # Share of the labelled voxels below each slice: every slice shows label, each lung gets a sagittal one.
@@ -66,6 +69,7 @@ class Canvas:
         filled: np.ndarray | None = None,
         outlined: np.ndarray | None = None,
         width_pt: float = 1.1,
+        shows_errors: bool = False,
     ) -> Any:
         """Draw one slice.
 
@@ -78,6 +82,7 @@ class Canvas:
             filled: Label values that are filled, (rows, columns), or None.
             outlined: Label values that get a line around them, (rows, columns), or None.
             width_pt: Width of that line in points.
+            shows_errors: Whether voxels that differ between `filled` and `outlined` get `ERROR_COLOURS`.
 
         Returns:
             The axes, in which a pixel of the slice has the size 1.
@@ -96,6 +101,10 @@ class Canvas:
             tint = np.zeros((rows, columns, 4))
             for number, value in enumerate(values):
                 tint[filled == value] = to_rgba(colour_of(number), _FILL_OPACITY)
+            if shows_errors and outlined is not None:
+                errors = (filled == 0) & (outlined > 0), (filled > 0) & (outlined == 0), (filled > 0) & (outlined > 0)
+                for where, colour in zip(errors, ERROR_COLOURS.values(), strict=True):
+                    tint[where & (filled != outlined)] = to_rgba(colour, _ERROR_OPACITY)
             axes.imshow(tint, interpolation="nearest", **place)
         if outlined is not None:
             # The padding closes the lines of labels that are cut by the edge of the picture.
@@ -116,11 +125,13 @@ class Panel:
         plane: `axial`, `coronal` or `sagittal`.
         index: Index of the slice in the oriented volume.
         box_px: Left, top, right and bottom of the panel in the picture, in pixels.
+        has_most_errors: Whether no other slice of the plane has more voxels that differ from the reference.
     """
 
     plane: str
     index: int
     box_px: tuple[int, int, int, int]
+    has_most_errors: bool = False
 
 
 def overlay_montage(
@@ -134,9 +145,9 @@ def overlay_montage(
     label_names: Mapping[int, str],
     window_hu: tuple[float, float] | None = (-1000.0, 400.0),
 ) -> list[Panel]:
-    """Draw axial, coronal and sagittal slices through the labels: prediction filled, reference as a line.
+    """Draw axial, coronal and sagittal slices through the labels: prediction filled, reference as a line, errors coloured.
 
-    The volume must be oriented (z to Superior, y to Posterior, x to Left). The patient's right is on the viewer's left,
+    One slice of each plane is that with the most errors. The volume must be oriented (z to Superior, y to Posterior, x to Left). The patient's right is on the viewer's left,
     superior is up, anterior is up or left. Without any label the slices are evenly distributed over the whole volume.
 
     Args:
@@ -161,7 +172,8 @@ def overlay_montage(
     box = VoxelBox.from_mask(is_label) or VoxelBox.full(is_label.shape)
     margin, least = ([round(mm / step) for step in spacing_mm] for mm in (_VIEW_MARGIN_MM, _MIN_VIEW_MM))
     view = box.expanded(margin).at_least(least).clipped(is_label.shape)
-    panels, height_px = _layout(is_label, np.multiply(view.shape, spacing_mm))
+    is_wrong = np.zeros_like(is_label) if reference is None else pred != reference
+    panels, height_px = _layout(is_label, is_wrong, np.multiply(view.shape, spacing_mm))
     canvas, window_hu = Canvas(_WIDTH_PX, height_px), grey_range(image_hu, window_hu)
     _draw_header(canvas, title, label_names, reference is not None)
     for panel in panels:
@@ -174,17 +186,20 @@ def overlay_montage(
             is_up=panel.plane != "axial",
             filled=pred[at],
             outlined=None if reference is None else reference[at],
+            shows_errors=True,
         )
-        _draw_marks(axes, panel.plane, f"{panel.plane} {panel.index + 1}/{image_hu.shape[_AXIS[panel.plane]]}")
+        caption = f"{panel.plane} {panel.index + 1}/{image_hu.shape[_AXIS[panel.plane]]}"
+        _draw_marks(axes, panel.plane, caption + ", most errors" * panel.has_most_errors)
     write_png(canvas.figure, path)
     return panels
 
 
-def _layout(is_label: np.ndarray, view_mm: np.ndarray) -> tuple[list[Panel], int]:
+def _layout(is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray) -> tuple[list[Panel], int]:
     """Lay out rows of panels, each as large as the width of the picture allows.
 
     Args:
         is_label: Labelled voxels, (D, H, W).
+        is_wrong: Voxels that differ from the reference, (D, H, W).
         view_mm: Extent of the drawn box in mm, (z, y, x).
 
     Returns:
@@ -192,25 +207,40 @@ def _layout(is_label: np.ndarray, view_mm: np.ndarray) -> tuple[list[Panel], int
     """
     panels: list[Panel] = []
     top = _HEADER_PX
+    worst = {plane: int(np.argmax(_areas(is_wrong, plane))) if is_wrong.any() else None for plane in _AXIS}
     for row in _ROWS:
-        slices = [(plane, index, *np.delete(view_mm, _AXIS[plane])) for plane in row for index in _slice_indices(is_label, plane)]
+        slices = [
+            (plane, index, *np.delete(view_mm, _AXIS[plane]))
+            for plane in row
+            for index in _slice_indices(is_label, plane, worst[plane])
+        ]
         width_mm, height_mm = sum(one[3] for one in slices), max(one[2] for one in slices)
         free_px = _WIDTH_PX - _GAP_PX * (len(slices) - 1)
         px_per_mm = min(free_px / width_mm, _MAX_ROW_PX / height_mm)
         left = (free_px - width_mm * px_per_mm) / 2
         for plane, index, rows_mm, columns_mm in slices:
             right, bottom = left + columns_mm * px_per_mm, top + max(1.0, rows_mm * px_per_mm)
-            panels.append(Panel(plane, index, (round(left), top, max(round(left) + 1, round(right)), round(bottom))))
+            box_px = round(left), top, max(round(left) + 1, round(right)), round(bottom)
+            panels.append(Panel(plane, index, box_px, index == worst[plane]))
             left = right + _GAP_PX
         top = max(panel.box_px[3] for panel in panels) + _GAP_PX
     return panels, top - _GAP_PX
 
 
-def _slice_indices(is_label: np.ndarray, plane: str) -> list[int]:
-    """Indices of the slices of a plane, at fixed shares of the labelled voxels; of all voxels where there is no label."""
-    areas = np.count_nonzero(is_label, axis=tuple({0, 1, 2} - {_AXIS[plane]}))
+def _areas(mask: np.ndarray, plane: str) -> np.ndarray:
+    """Number of set voxels in each slice of a plane."""
+    return np.count_nonzero(mask, axis=tuple({0, 1, 2} - {_AXIS[plane]}))
+
+
+def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[int]:
+    """Indices of the slices of a plane: at fixed shares of the labelled voxels (of all voxels without a label), the nearest one moved to `worst`."""
+    areas = _areas(is_label, plane)
     areas = areas if areas.any() else np.ones_like(areas)
-    return np.searchsorted(np.cumsum(areas) / areas.sum(), _FRACTIONS[plane]).tolist()
+    indices = np.searchsorted(np.cumsum(areas) / areas.sum(), _FRACTIONS[plane])
+    if worst is not None:
+        indices[np.argmin(np.abs(indices - worst))] = worst
+    found: list[int] = indices.tolist()
+    return found
 
 
 def _draw_marks(axes: Any, plane: str, caption: str) -> None:
@@ -231,8 +261,9 @@ def _draw_header(canvas: Canvas, title: str, label_names: Mapping[int, str], has
     canvas.write(12, _HEADER_PX / 2, shortened(title, _MAX_TITLE), fontsize=14, fontweight="bold", va="center")
     keys: list[Any] = [
         *(Patch(facecolor=colour_of(number), label=name.replace("_", " ")) for number, name in enumerate(label_names.values())),
-        Patch(facecolor="#8b949e", alpha=0.6, label="prediction"),
+        Patch(facecolor="#8b949e", alpha=0.6, label="agreement" if has_reference else "prediction"),
         *([Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference")] * has_reference),
+        *([Patch(facecolor=colour, label=name) for name, colour in ERROR_COLOURS.items()] if has_reference else ()),
     ]
     canvas.figure.legend(
         handles=keys,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.pictures.overlay import Panel, overlay_montage
+from medseg.pictures.overlay import ERROR_COLOURS, Panel, overlay_montage
 
 SHAPE = (20, 50, 60)
 SPACING_MM = (6.0, 3.0, 4.0)
@@ -50,7 +50,7 @@ def test_left_is_on_the_viewers_right(tmp_path: Path, source: str) -> None:
     labels, empty = _labels(1, slice(40, 52)), np.zeros(SHAPE, dtype=np.uint8)
     # A second label in the middle keeps the view from centring on the first.
     frame = _labels(2, slice(8, 12))
-    pred, reference = (labels + frame, empty) if source == "pred" else (empty, labels + frame)
+    pred, reference = (labels + frame, None) if source == "pred" else (empty, labels + frame)
     picture, panels = _draw(tmp_path / "a.png", pred, reference)
     seen = set()
     for panel in panels:
@@ -63,6 +63,37 @@ def test_left_is_on_the_viewers_right(tmp_path: Path, source: str) -> None:
             assert len(columns) > 0
             assert ((columns > middle) == is_right_half).all()
     assert seen == {"axial", "coronal"}
+
+
+@pytest.mark.parametrize(
+    ("pred_value", "reference_value", "kind"), [(0, 1, "missed"), (1, 0, "extra"), (2, 1, "other label"), (1, 1, None)]
+)
+def test_errors_have_their_own_colours(tmp_path: Path, pred_value: int, reference_value: int, kind: str | None) -> None:
+    """A block on the patient's left differs; the label on the right agrees everywhere."""
+    right, at = _labels(2, slice(8, 28)), slice(34, 52)
+    picture, panels = _draw(tmp_path / "a.png", right + _labels(pred_value, at), right + _labels(reference_value, at))
+    for panel in panels:
+        left, top, right_px, bottom = panel.box_px
+        part = picture[top:bottom, left:right_px].astype(int)
+        for name, colour in ERROR_COLOURS.items():
+            tint = 0.75 * np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
+            # Blended with any grey, a colour keeps the differences of its channels.
+            blends = np.abs((part - part.min(axis=-1, keepdims=True)) - (tint - tint.min())).max(axis=-1) < 25
+            near_white = part.min(axis=-1) > 220
+            is_drawn = (near_white & (np.ptp(part, axis=-1) < 12) if name == "other label" else blends).mean() > 0.05
+            assert is_drawn == (name == kind and panel.plane != "sagittal") or panel.plane == "sagittal", (panel, name)
+
+
+def test_the_slice_with_most_errors_is_shown_and_named(tmp_path: Path) -> None:
+    reference = _labels(1, slice(10, 50))
+    pred = reference.copy()
+    pred[6, 12:38, 12:20] = 0
+    pred[9, 12:14, 12:14] = 0
+    _, panels = _draw(tmp_path / "a.png", pred, reference)
+    assert [panel.index for panel in panels if panel.plane == "axial" and panel.has_most_errors] == [6]
+    assert {panel.plane for panel in panels if panel.has_most_errors} == {"axial", "coronal", "sagittal"}
+    _, panels = _draw(tmp_path / "a.png", reference, reference)
+    assert not any(panel.has_most_errors for panel in panels)
 
 
 def test_superior_and_anterior_are_up_and_anterior_is_left(tmp_path: Path) -> None:
