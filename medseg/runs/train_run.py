@@ -78,7 +78,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     from medseg.build.network import load_initial_weights, make_network
     from medseg.build.run import make_data_module, make_metadata, make_module, make_trainer, make_views
     from medseg.build.versions import collect_versions
-    from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures
+    from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures, ValidationScores
     from medseg.training.checkpoints import Checkpoints
     from medseg.training.history import History, HistoryBar
     from medseg.training.machine import peak_bytes
@@ -94,7 +94,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, STOP
     )
-    callbacks: list[Any] = [history, ValidationPictures(run_dir / "pictures", make_views(config)), checkpoints]
+    pictures = ValidationPictures(run_dir / "pictures", make_views(config))
+    callbacks: list[Any] = [history, pictures, ValidationScores(run_dir / "validation.csv", pictures), checkpoints]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
         is_coarse = config.stage.name is StageName.coarse
         callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))

@@ -1,10 +1,11 @@
-"""Monitoring callbacks: pictures of validation cases, and the distortion of crops of fixed size."""
+"""Monitoring callbacks: pictures and scores of validation cases, and the distortion of crops of fixed size."""
 
 import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from medseg.geometry.grid_rule import distortion
 from medseg.pictures.overlay import overlay_montage
+from medseg.report.tables import write_csv
+from medseg.training.loggers import earlier_rows
+
+SCORE_COLUMNS = ("step", "case", "label", "dice", "picture")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class ValidationPictures(pl.Callback):
         self.folder = folder
         self.views = views
         self.num_cases = num_cases
+        self.drawn: dict[tuple[str, int], str] = {}
+        """Case and region to the file name of its latest picture."""
 
     def on_validation_batch_end(
         self,
@@ -58,6 +65,8 @@ class ValidationPictures(pl.Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{trainer.global_step:06d}_{batch_idx}.png"
         (shown,) = batch
+        key = shown["case"][0], int(shown["region"][0])
+        self.drawn.pop(key, None)
         view = self.views[int(shown["region"][0])]
         arrays = (shown["image"][0, 0].float(), outputs, shown["target"][0])
         image, pred, target = ((array.flip(2) if view.is_mirrored else array).cpu().numpy() for array in arrays)
@@ -76,12 +85,71 @@ class ValidationPictures(pl.Callback):
             # An error of the drawing library, or a full disk, must not end the training.
             print(f"medseg: no picture of {shown['case'][0]} ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
             return
+        self.drawn[key] = path.name
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 from matplotlib.image import imread
 
                 pixels = np.asarray(imread(path))[..., :3]
                 logger.experiment.add_image(f"validation/{batch_idx}", pixels, trainer.global_step, dataformats="HWC")
+
+
+class ValidationScores(pl.Callback):
+    """Writes the Dice of each validation case and label at the best and at the last validation into a CSV file.
+
+    A resumed run drops the rows that came after its checkpoint.
+
+    Args:
+        path: CSV file.
+        pictures: Callback that draws the cases.
+    """
+
+    def __init__(self, path: Path, pictures: ValidationPictures) -> None:
+        self.path = path
+        self.pictures = pictures
+        self.rows: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the rows up to the checkpoint."""
+        if trainer.is_global_zero:
+            rows = earlier_rows(self.path, _typed_rows)
+            self.rows = [row for row in rows if row["step"] <= trainer.global_step]
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the rows of this validation and of the best one before it."""
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            steps.setdefault(row["step"], []).append(row)
+        best = max(steps.values(), key=lambda rows: fmean(row["dice"] for row in rows), default=[])
+        scores: dict[tuple[str, int, int | str], float] = pl_module.case_scores  # type: ignore[assignment]
+        views = self.pictures.views
+        latest = [
+            {
+                "step": trainer.global_step,
+                "case": case,
+                "label": name,
+                "dice": round(dice, 6),
+                "picture": self.pictures.drawn.get((case, region), ""),
+            }
+            for (case, region, value), dice in scores.items()
+            if isinstance(value, int) and (name := views[region].label_names.get(value))
+        ]
+        self.rows = [row for row in best if row["step"] != trainer.global_step] + latest
+        write_csv(self.path, self.rows, SCORE_COLUMNS)
+
+
+def _typed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `SCORE_COLUMNS` with numbers in place of texts.
+
+    Raises:
+        KeyError: If a column is missing.
+        ValueError: If a number is none.
+    """
+    return [
+        {column: row[column] for column in SCORE_COLUMNS} | {"step": int(row["step"]), "dice": float(row["dice"])} for row in rows
+    ]
 
 
 class MemorySnapshot(pl.Callback):

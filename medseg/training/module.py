@@ -74,6 +74,7 @@ class SegmentationModule(pl.LightningModule):
         self.train_loss: Tensor | None = None
         # Scores by case, region, and label (Dice) or name of the metric: a case that two ranks score counts once.
         self.val_scores: dict[tuple[str, int, int | str], float] = {}
+        self.case_scores = self.val_scores  # of the last validation, from all ranks
 
     def configure_model(self) -> None:
         """Shard the network among the ranks where Lightning has made a device mesh (`trainer=fsdp`)."""
@@ -167,6 +168,7 @@ class SegmentationModule(pl.LightningModule):
             parts: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(parts, scores)
             scores = {key: score for part in parts for key, score in part.items()}
+        self.case_scores = scores
         # `fmean` rounds once, so the order of ranks and cases changes no bit.
         for name in self.metrics:
             found = [score for (_, _, score_of), score in scores.items() if score_of == name and not math.isnan(score)]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from medseg.report.tables import read_csv
 from medseg.training import callbacks
-from medseg.training.callbacks import Distortions, ValidationPictures, View
+from medseg.training.callbacks import Distortions, ValidationPictures, ValidationScores, View
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
@@ -32,6 +33,39 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     pictures.on_validation_batch_end(trainer, None, labels, [batch], 1)  # type: ignore[arg-type]
     said = "medseg: no picture of Doe, John (ValueError: Invalid affine transformation matrix)\n"
     assert capsys.readouterr().err == said
+
+
+def test_scores_of_cases_are_kept_of_the_best_and_the_last_validation(tmp_path: Path) -> None:
+    path = tmp_path / "validation.csv"
+
+    def validate(scores: ValidationScores, step: int, left: float, right: float) -> list[tuple[str, ...]]:
+        trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=step)
+        dices = {("Doe, John", 0, 1): left, ("Doe, John", 1, 1): right, ("Doe, John", 0, "hd95"): 3.0, ("b", 0, 2): 0.1}
+        module: Any = SimpleNamespace(case_scores=dices)
+        scores.on_validation_end(trainer, module)
+        return [(row["step"], row["case"], row["label"], row["dice"], row["picture"]) for row in read_csv(path)]
+
+    def started(step: int) -> ValidationScores:
+        pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False), View({1: "right_lung"}, True)])
+        pictures.drawn["Doe, John", 0] = "step_000020_0.png"
+        scores = ValidationScores(path, pictures)
+        trainer: Any = SimpleNamespace(is_global_zero=True, global_step=step)
+        scores.on_train_start(trainer, None)  # type: ignore[arg-type]
+        return scores
+
+    scores = started(0)
+    assert validate(scores, 20, 0.5, 0.7) == [
+        ("20", "Doe, John", "left_lung", "0.5", "step_000020_0.png"),
+        ("20", "Doe, John", "right_lung", "0.7", ""),
+    ]
+    assert [row[0] for row in validate(scores, 40, 0.9, 0.8)] == ["20", "20", "40", "40"]
+    assert [row[0] for row in validate(scores, 60, 0.6, 0.6)] == ["40", "40", "60", "60"]
+    uninterrupted = validate(scores, 80, 0.7, 0.7)
+    assert [row[0] for row in uninterrupted] == ["40", "40", "80", "80"]
+    # A run that resumes from step 60 validates step 80 again.
+    assert validate(started(60), 80, 0.7, 0.7) == uninterrupted
+    path.write_text("step,case\ndamaged")
+    assert len(validate(started(60), 80, 0.7, 0.7)) == 2
 
 
 def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

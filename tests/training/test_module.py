@@ -74,6 +74,7 @@ def test_a_case_that_is_scored_twice_counts_once() -> None:
     module.on_validation_epoch_end()
     assert logged == {"val/dice": pytest.approx(2 / 3), "val/dice_worst": 0}
     assert not module.val_scores
+    assert set(module.case_scores) == {("a", 0, 1), ("b", 0, 1), ("b", 1, 1)}
 
 
 @pytest.mark.parametrize(("scores", "mean"), [((2.0, 4.0, math.nan), 3.0), ((2.0, math.inf), math.nan), ((math.nan,), math.nan)])
