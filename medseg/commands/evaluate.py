@@ -30,5 +30,7 @@ def evaluate(config: EvaluateConfig) -> int:
         config.split,
         config.pictures,
         metrics=metrics,
+        num_pictures=config.num_pictures,
+        baseline=Path(config.baseline) if config.baseline else None,
     )
     return EXIT_FAILED if summary.failed else 0

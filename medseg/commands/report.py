@@ -8,13 +8,15 @@ from medseg.runs.results import write_report
 
 
 def report(config: ReportConfig) -> int:
-    """Write `report.html` and `report.csv` over the runs of a folder.
+    """Write `report.html` and `report.csv` over the runs of a folder, and `differences.csv` where there is a baseline.
 
     Raises:
-        UserError: If there is no such folder, or no run in it.
+        UserError: If there is no such folder, no run in it, or no such baseline.
     """
     folder = Path(config.runs).absolute()
     require(folder.is_dir(), f"runs={config.runs}: there is no such folder")
     output = Path(config.output or folder).absolute()
-    print(f"{write_report(folder, output, config.num_pictures)} runs: {output / 'report.html'}, {output / 'report.csv'}")
+    print(
+        f"{write_report(folder, output, config.num_pictures, config.baseline)} runs: {output / 'report.html'}, {output / 'report.csv'}"
+    )
     return 0

@@ -689,6 +689,13 @@ class EvaluateConfig:
     output: Annotated[str, Knob("Folder of the scores.")]
     split: Annotated[Text, Knob("With a case table: this part only (train, val, test).")]
     pictures: Annotated[bool, Knob("Draw overlays.")]
+    num_pictures: Annotated[
+        int,
+        Knob("Overlays in report.html, the worst cases first; it links to the others.", "[0, inf)", "pictures of about 0.1 MB"),
+    ]
+    baseline: Annotated[
+        Text, Knob("Folder of scores of another evaluation: report.html has the differences on the same cases; null: none.")
+    ]
     metrics: Annotated[
         dict[str, Any], Knob("Name: metric of monai.metrics or torchmetrics (_target_), scored for each region beside ours.")
     ]
@@ -717,6 +724,10 @@ class ReportConfig:
     num_pictures: Annotated[
         int, Knob("Overlays of validation cases, the best runs first.", "[0, inf)", "pictures of about 0.1 MB")
     ]
+    baseline: Annotated[
+        Text,
+        Knob("Run whose Dice on the same validation cases the others are compared with: its name in report.csv; null: none."),
+    ] = None
 
 
 @dataclass

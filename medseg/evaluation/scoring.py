@@ -13,6 +13,7 @@ from medseg.data.case_table import Case
 from medseg.data.task import LabelValues, Region, Task
 from medseg.errors import UserError, require
 from medseg.evaluation.matching import Reference, check_grid, find_predictions, find_references, read_pair, some_of
+from medseg.evaluation.page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
@@ -23,11 +24,9 @@ from medseg.pictures.plots import score_plot
 from medseg.preprocess.orient import orient
 from medseg.report.tables import table_lines, write_csv
 
-RANKED = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm")
 METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
 """Scores tensors (D, H, W) of 0 and 1, of a prediction and of its reference, with the voxel spacing in mm: a `CaseMetric`."""
-ALL = "all"
 COLUMNS = ("region", "trust", "metric", "number", "infinite", "mean", "std", "median", "min", "max", "worst_case")
 _HEADINGS = {
     "region": "region", "trust": "trust", "number": "n", "dice": "Dice", "std": "±", "min": "min", "nsd_1mm": "NSD 1mm",
@@ -74,8 +73,10 @@ def evaluate_folder(
     pictures: bool = True,
     progress: Callable[[str], None] = print,
     metrics: Mapping[str, RegionMetric] | None = None,
+    num_pictures: int = 24,
+    baseline: Path | None = None,
 ) -> EvaluationSummary:
-    """Score the label maps of a folder and write `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json` and pictures.
+    """Score the label maps of a folder; write `report.html`, `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json`, pictures.
 
     A failing case is reported and does not affect the others. A region whose labels the references do not name
     (`label_values`) is left out.
@@ -91,6 +92,8 @@ def evaluate_folder(
         pictures: Whether to draw `scores.png`, and `overlays/<case>.png` where the image is known.
         progress: Takes each line for the console.
         metrics: Further metrics by name.
+        num_pictures: Largest number of overlays inside `report.html`, the worst cases first.
+        baseline: Output folder of another evaluation; `differences.csv` gets the differences on the same cases.
 
     Returns:
         All scores, statistics and failures.
@@ -101,6 +104,7 @@ def evaluate_folder(
     taken = sorted({"case", "region", "trust", *METRICS} & set(metrics or {}))
     require(not taken, f"metrics.{', '.join(taken)}: a column of metrics.csv has this name already; choose another one")
     regions = _scored_regions(task, label_values)
+    baseline_rows = read_baseline(baseline) if baseline else []
     predictions = find_predictions(pred_dir)
     references, elsewhere = find_references(ref, labels_column, split)
     labelled = {key: reference for key, reference in references.items() if reference.labels is not None}
@@ -130,6 +134,9 @@ def evaluate_folder(
     if pictures and summary.rows:
         score_plot(summary.rows, output / "scores.png")
     _report(summary, progress)
+    stems = {references[key].name: predictions[key][0].with_name(case_name(predictions[key][0])) for key in common}
+    if summary.rows:
+        _write_page(summary, stems, output, overlays, num_pictures, baseline, baseline_rows, progress)
     progress(f"written to {output}")
     if summary.without_prediction:
         progress(
@@ -198,6 +205,7 @@ def _score_case(
     if cost := read_cost(pred_files[0]):
         summary.costs[reference.name] = cost
     if overlays is not None and case is not None:
+        (overlays / f"{case.name}.png").unlink(missing_ok=True)  # of an earlier evaluation
         try:
             summary.warnings += [f"{case.name}: {remark}" for remark in _draw(case, pred, target, grid, task, overlays)]
         except (UserError, OSError, ValueError) as error:
@@ -251,7 +259,9 @@ def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, tas
 def _write(summary: EvaluationSummary, output: Path) -> None:
     """Write the tables and the document."""
     names = _metrics_of(summary.rows)
-    write_csv(output / "metrics.csv", summary.rows, ("case", "region", "trust", *names), dict.fromkeys(names, ".6f"))
+    write_csv(
+        output / "metrics.csv", summary.rows, ("case", "region", "trust", *names), dict.fromkeys(names, f".{TABLE_DIGITS}f")
+    )
     write_csv(output / "summary.csv", summary.statistics, COLUMNS, dict.fromkeys(("mean", "std", "median", "min", "max"), ".6f"))
     write_csv(
         output / "costs.csv",
@@ -262,6 +272,41 @@ def _write(summary: EvaluationSummary, output: Path) -> None:
     document = {"cases": len({row["case"] for row in summary.rows}), **asdict(summary)}
     del document["rows"]
     replace_text(output / "summary.json", json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _write_page(
+    summary: EvaluationSummary,
+    stems: Mapping[str, Path],
+    output: Path,
+    overlays: Path | None,
+    num_pictures: int,
+    baseline: Path | None,
+    baseline_rows: Sequence[Row],
+    progress: Callable[[str], None],
+) -> None:
+    """Write the page with all that the console says."""
+    write_page(
+        summary.rows,
+        [one for one in summary.statistics if one["trust"] == ALL],
+        stems,
+        output,
+        num_pictures,
+        progress,
+        overlays=overlays,
+        notes={
+            "Failed": [f"{case}: {reason}" for case, reason in summary.failed.items()],
+            "Without a prediction": summary.without_prediction,
+            "Without a reference": summary.without_reference,
+            "Warnings": summary.warnings,
+        },
+        costs=[
+            (name, f"{np.mean([cost[key] for cost in summary.costs.values()]):.1f}")
+            for key, name in (("total_s", "seconds a case"), ("peak_gb", "GB at the peak"))
+            if summary.costs
+        ],
+        baseline=baseline,
+        baseline_rows=baseline_rows,
+    )
 
 
 def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None:

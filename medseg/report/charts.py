@@ -1,223 +1,330 @@
-"""Charts of the report page: Matplotlib figures as inline SVG that takes its colours from the page's style sheet."""
+"""Charts of the pages as Vega-Lite specifications: plain dictionaries that the page's script draws as SVG in the page's colours."""
 
-import io
-import re
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup, escape
 
 from medseg.report.compare import FINISHED, LARGEST, METRICS, PEAK, STEP, VAL_DICE, Comparison, Study
 
-_DICE_TITLE = "validation Dice"
-_SIZE_IN, _SMALL_SIZE_IN = (5.6, 3.3), (4.4, 3.0)
+_HEIGHT_PX, _SMALL_HEIGHT_PX = 260, 200
 # With fewer results a chart per key shows nothing that the table does not.
 _MIN_RESULTS = 4
 _MAX_KEYS = 9
-_MAX_NAMES = 60
-"""Characters of all names of an axis together; longer names are cut, the tooltips have them whole."""
+_MAX_POINTS = 200
+"""Points of a curve; a longer history is thinned evenly and keeps its end."""
 _DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
-_NEAREST_TO_ONE = 0.9995
+_LEAST_ERROR = 0.0005
+"""A Dice nearer to 1 is drawn at this distance, since the axis is logarithmic in 1 - Dice."""
 _LOG_RATIO = 8.0
 """An axis is logarithmic where its largest value is at least so many times the smallest."""
-# Colours that Matplotlib writes, and the CSS variables of the page that take their place (light or dark scheme).
-_VARIABLES = {"#010101": "var(--quiet)", "#020202": "var(--rule)", "#030303": "var(--c)", "#040404": "var(--card)"}
-_QUIET, _RULE, _SETTING, _CARD = _VARIABLES
-# The pointer meets a wide invisible line; the last point of a line is marked.
-_LINE: dict[str, dict[str, Any]] = {
-    "hit": {"linewidth": 12, "alpha": 0},
-    "mark": {"linewidth": 1.6, "marker": "o", "markersize": 4, "markevery": [-1]},
-}
-_DOT: dict[str, dict[str, Any]] = {
-    "mark": {"linestyle": "", "marker": "o", "markersize": 9, "markeredgecolor": _CARD, "alpha": 0.85}
-}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "svg.hashsalt": "medseg", "font.size": 10, "text.parse_math": False, "axes.edgecolor": _QUIET, "axes.labelcolor": _QUIET,
-    "xtick.color": _QUIET, "ytick.color": _QUIET, "grid.color": _RULE, "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "ytick.major.size": 0,
-}  # fmt: skip
+_RATE_NAMES = ("lr", "learning_rate")
+
+Rows = list[dict[str, Any]]
 
 
-Charts = list[tuple[str, Markup]]
-"""Pairs of a heading and a drawing."""
+class Chart(NamedTuple):
+    """A heading and the Vega-Lite specification of a drawing."""
+
+    heading: str
+    spec: dict[str, Any]
 
 
-def curves(comparison: Comparison) -> Charts:
+def curves(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice and training loss over the optimiser steps; the line of an unfinished run is broken."""
     charts = []
-    for column, heading, y_title in (("val_dice", "Validation Dice", _DICE_TITLE), ("loss", "Training loss", "loss")):
-        points = {index: curve for index, run in enumerate(comparison.runs) if (curve := run.curve(column))}
-        if points:
-            title = f"{heading} over the optimiser steps of {len(points)} runs"
-            charts.append(
-                (heading, draw(comparison, points, title, "optimiser step", y_title, "{y:.4f} at step {x:.0f}", is_line=True))
-            )
+    for column, heading in (("val_dice", "Validation Dice"), ("loss", "Training loss")):
+        lines = {index: curve for index, run in enumerate(comparison.runs) if (curve := _thinned(run.curve(column)))}
+        rows = [{**_run(comparison, index), "x": x, **_dice(y)} for index, line in lines.items() for x, y in line]
+        if rows:
+            x, y = _axis("optimiser step", rows, "x", is_count=True), _axis(heading, rows, "y", is_dice=column == "val_dice")
+            dash = {"condition": {"test": "datum.finished", "value": [1, 0]}, "value": [5, 4]}
+            tooltip = _tooltip(run="run", label="setting", x="step", y=heading)
+            # The pointer, or a finger, takes the nearest point.
+            near = {"name": "near", "select": {"type": "point", "nearest": True, "on": "pointerover", "clear": "pointerout"}}
+            is_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+            layers = [
+                {"mark": {"type": "line", "strokeWidth": 1.6}, "encoding": {"detail": {"field": "run"}, "strokeDash": dash}},
+                {"mark": {"type": "point", "filled": True, "size": 70}, "params": [near], "encoding": {"opacity": is_near, "tooltip": tooltip}},
+            ]  # fmt: skip
+            description = f"{heading} over the optimiser steps of {len(lines)} runs"
+            charts.append(_chart(heading, description, rows, layers, x, y))
     return charts
 
 
-def costs(comparison: Comparison) -> Charts:
+def costs(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice over memory and over time, where several settings have a result."""
     axes = ((PEAK, "Dice for memory", "peak memory in GiB"), (STEP, "Dice for time", "seconds per step"))
     return [
         chart
-        for metric, heading, x_title in axes
-        for chart in _dice_chart(
-            comparison, heading, x_title, [metric.of(run) for run in comparison.runs], f"{{y:.4g}}, {metric.title}: {{x:.3g}}"
-        )
+        for metric, heading, title in axes
+        for chart in _dice_chart(comparison, heading, title, [metric.of(run) for run in comparison.runs])
     ]
 
 
-def by_key(comparison: Comparison) -> Charts:
+def by_key(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice over each key that differs; none where only one differs, or few runs have a result."""
     num_results = sum(len(setting.metrics.get(VAL_DICE.key, ())) for setting in comparison.settings)
     charts = [
         chart
         for column in comparison.setting_columns
-        for chart in _dice_chart(comparison, column.key, column.key, column.values, size_in=_SMALL_SIZE_IN)
+        for chart in _dice_chart(comparison, column.key, column.key, column.values, _SMALL_HEIGHT_PX)
     ]
     return charts[:_MAX_KEYS] if len(charts) > 1 and num_results >= _MIN_RESULTS else []
 
 
-def progress(comparison: Comparison, study: Study) -> Charts:
+def progress(comparison: Comparison, study: Study) -> list[Chart]:
     """Draw the first objective of each finished trial in the order of the trials, and the best so far as a line."""
     key, direction = next(iter(study["objectives"].items()))
     metric = next(metric for metric in METRICS if metric.key == key)
-    points = {
-        index: [(float(run.name), value)]
+    found = {
+        index: value
         for index, run in enumerate(comparison.runs)
         if run.status == FINISHED and run.name.isdigit() and (value := metric.of(run)) is not None
     }
-    if len(points) < 2:
+    if len(found) < 2:
         return []
-    title = f"{metric.title} of {len(points)} trials, and the best so far"
-    y_title = _DICE_TITLE if metric is VAL_DICE else metric.title
     best_of = np.maximum if direction == "maximize" else np.minimum
-    return [(title, draw(comparison, points, title, "trial", y_title, best_of=best_of))]
+    bests = best_of.accumulate(list(found.values())).tolist()
+    rows = [
+        {**_run(comparison, index), "x": int(comparison.runs[index].name), **_dice(value), "best": _dice(best)}
+        for (index, value), best in zip(found.items(), bests, strict=True)
+    ]
+    x, y = _axis("trial", rows, "x", is_count=True), _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE)
+    best_so_far = {**y, "field": f"best.{y['field']}"}
+    layers = [
+        {"mark": {"type": "line", "interpolate": "step-after", "color": "var(--quiet)"}, "encoding": {"x": x, "y": best_so_far}},
+        {"mark": _DOT, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": _tooltip(run="trial", label="setting", y=metric.title)}},
+    ]  # fmt: skip
+    heading = f"{metric.title} of {len(found)} trials, and the best so far"
+    return [_chart(heading, heading, rows, layers)]
 
 
-def draw(
-    comparison: Comparison,
-    points: Mapping[int, Sequence[tuple[Any, float]]],
-    title: str,
-    x_title: str,
-    y_title: str = _DICE_TITLE,
-    tooltip: str = "{y:.4g}",
-    *,
-    size_in: tuple[float, float] = _SIZE_IN,
-    is_line: bool = False,
-    best_of: np.ufunc | None = None,
-) -> Markup:
-    """Draw points of runs as an SVG element that needs no script to be read.
+def differences(rows: Rows, title: str) -> list[Chart]:
+    """Draw mean differences to a baseline with their confidence intervals.
 
     Args:
-        comparison: Runs and their settings.
-        points: Index of a run to its points (x, y); x is a number, or a name in all of them.
-        title: Accessible name of the drawing.
-        x_title: Title of the horizontal axis.
-        y_title: Title of the vertical axis; that of a Dice is stretched towards 1 where a point is near it.
-        tooltip: Format of the text under the pointer, from the `x` and `y` of the last point of a run.
-        size_in: Width and height in inches of 72 units.
-        is_line: Lines through the points, or dots.
-        best_of: Reduction of y over the runs in order that a step line behind the dots shows; None = no line.
+        rows: `name`, `difference`, `ci95_low`, `ci95_high` (None where there is no interval), `setting`, `colour`.
+        title: Title of the horizontal axis.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=size_in, layout="constrained")
-        axes = figure.add_subplot(xlabel=x_title, ylabel=y_title)
-        axes.grid(axis="y", clip_on=False)
-        x, y = zip(*(point for line in points.values() for point in line), strict=True)
-        if best_of is not None:
-            axes.step(x, best_of.accumulate(y), where="post", color=_QUIET, linewidth=1.2, clip_on=False, gid="best")
-        groups = {}
-        for index, line in points.items():
-            run, setting = comparison.runs[index], comparison.setting_of[index]
-            label = f" · {setting.label}" if setting.label != run.name else ""
-            text = escape(f"{run.name}{label}: {tooltip.format(x=line[-1][0], y=line[-1][1])}")
-            for kind, style in (_LINE if is_line else _DOT).items():
-                axes.plot(*zip(*line, strict=True), color=_SETTING, clip_on=False, gid=f"{kind}-{index}", **style)
-                groups[f"{kind}-{index}"] = f'<g class="series {kind} s{setting.number}"><title>{text}</title>'
-            if run.status != FINISHED:
-                axes.lines[-1].set_linestyle("--")
-        _scale(axes, "x", x, is_count=is_line or best_of is not None)
-        _scale(axes, "y", y, is_dice=y_title == _DICE_TITLE)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    _, _, drawing = file.getvalue().partition("<svg ")  # without the prolog of a file
-    for colour, variable in _VARIABLES.items():
-        drawing = drawing.replace(colour, variable)
-    drawing = re.sub(r'<g id="((?:hit|mark)-\d+)">', lambda group: groups[group[1]], drawing)
-    return Markup(f'<svg class="chart" role="img" aria-label="{escape(title)}" {drawing}')
+    if not rows:
+        return []
+    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 130, "grid": False}}
+    x = {"field": "difference", "type": "quantitative", "title": title, "axis": {"tickCount": 4}}
+    tooltip = _tooltip(name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases")
+    layers = [
+        {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"x": {"datum": 0}}},
+        {"mark": {"type": "rule", "strokeWidth": 2.5}, "encoding": {**_SETTING_LOOK, "x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}},
+        {"mark": {**_DOT, "opacity": 1}, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip}},
+    ]  # fmt: skip
+    return [_chart(title, f"{title} of {len(rows)} rows, with 95 % intervals", rows, layers, height=30 * len(rows) + 20)]
 
 
-def _scale(axes: Any, name: str, values: Sequence[Any], *, is_dice: bool = False, is_count: bool = False) -> None:
+def dice_by_region(rows: Rows) -> Chart:
+    """Draw the Dice of each case by region, with boxes around the middle halves.
+
+    Args:
+        rows: `case`, `region`, `dice`, `link` to the case in the page, `colour`, and `row`, its number for the filters.
+    """
+    order = sorted(range(len(rows)), key=lambda index: rows[index]["dice"])
+    # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
+    offsets = {index: (place * 0.618) % 1 for place, index in enumerate(order)}
+    points = [{**row, **_dice(row["dice"]), "offset": offsets[index]} for index, row in enumerate(rows)]
+    names = [region.replace("_", " ") for region in dict.fromkeys(row["region"] for row in rows)]
+    x = {
+        "field": "name",
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": names},
+        "axis": {"labelAngle": 0 if len(names) < 5 else -35},
+    }
+    points = [{**point, "name": point["region"].replace("_", " ")} for point in points]
+    y = _axis("Dice", points, "y", is_dice=True)
+    offset = {"field": "offset", "type": "quantitative", "scale": {"domain": [-0.6, 1.6]}}
+    box = {
+        "type": "boxplot",
+        "extent": "min-max",
+        "size": 40,
+        "color": "var(--quiet)",
+        "box": {"opacity": 0.22},
+        "median": {"color": "var(--ink)"},
+    }
+    look = {"color": _COLOUR, "href": {"field": "link"}, "tooltip": _tooltip(case="case", region="region", y="Dice")}
+    layers = [
+        {"mark": box, "encoding": {"x": x, "y": y}},
+        {"mark": _DOT, "encoding": {"x": x, "xOffset": offset, "y": y, **look}},
+    ]
+    return _chart("Dice by region", f"Dice of {len(rows)} results by region", points, layers)
+
+
+def volume_errors(rows: Rows) -> Chart:
+    """Draw the volume error over the reference volume.
+
+    Args:
+        rows: As of `dice_by_region`, with `volume_ref_ml` and `error_ml`.
+    """
+    points = [{**row, "x": row["volume_ref_ml"], "y": row["error_ml"]} for row in rows]
+    x, y = _axis("reference volume in ml", points, "x"), _axis("prediction minus reference in ml", points, "y")
+    y["scale"] = {"zero": True}
+    tooltip = _tooltip(case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml")
+    layers = [
+        {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
+        {"mark": _DOT, "encoding": {"x": x, "y": y, "color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}},
+    ]
+    return _chart("Volume error", f"Volume error of {len(rows)} results over the reference volume", points, layers)
+
+
+def case_differences(rows: Rows) -> Chart:
+    """Draw the difference of the Dice to the baseline for each case, the largest loss first.
+
+    Args:
+        rows: As of `dice_by_region`, with `delta`.
+    """
+    points = [{**row, "x": place} for place, row in enumerate(sorted(rows, key=lambda row: row["delta"]), start=1)]
+    x = {
+        "field": "x",
+        "type": "quantitative",
+        "title": "results, the largest loss first",
+        "axis": {"labels": False, "ticks": False, "grid": False},
+    }
+    y = {"field": "delta", "type": "quantitative", "title": "difference of the Dice", "axis": {"tickCount": 5}}
+    tooltip = _tooltip(case="case", region="region", delta="difference", dice="Dice")
+    layers = [
+        {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
+        {"mark": _DOT, "encoding": {"x": x, "y": y, "color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}},
+    ]
+    return _chart("Difference by case", f"Difference of the Dice to the baseline of {len(rows)} results", points, layers)
+
+
+_COLOUR = {"field": "colour", "type": "nominal", "scale": None}
+_SETTING_LOOK = {
+    "color": _COLOUR,
+    "href": {"field": "link"},
+    "opacity": {"condition": {"test": "lit === null || lit === datum.setting", "value": 0.9}, "value": 0.12},
+}
+_DOT = {"type": "point", "filled": True, "size": 80, "opacity": 0.85, "stroke": "var(--card)", "strokeWidth": 1}
+_ZERO = {"type": "rule", "color": "var(--quiet)", "strokeDash": [4, 3]}
+
+
+def _chart(
+    heading: str,
+    description: str,
+    rows: Rows,
+    layers: Rows,
+    x: Mapping[str, Any] | None = None,
+    y: Mapping[str, Any] | None = None,
+    height: int = _HEIGHT_PX,
+) -> Chart:
+    """Build a drawing as wide as its place; its parameters `lit` and `shown` are set by the legend and the filters of the page."""
+    shared: dict[str, Any] = {"encoding": {"x": x, "y": y, **_SETTING_LOOK}} if x else {}
+    if "row" in rows[0]:
+        shared["transform"] = [{"filter": "shown === null || indexof(shown, datum.row) >= 0"}]
+    spec = {
+        "description": description,
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": rows},
+        "params": [{"name": "lit", "value": None}, {"name": "shown", "value": None}],
+        **shared,
+        "layer": layers,
+    }
+    return Chart(heading, spec)
+
+
+def _tooltip(**titles: str) -> Rows:
+    """Fields with their titles under the pointer; numbers with four digits."""
+    texts = ("run", "label", "case", "region", "name", "x")
+    return [{"field": field, "title": title, **({} if field in texts else {"format": ".4~g"})} for field, title in titles.items()]
+
+
+def _dice(value: float) -> dict[str, float]:
+    """Value of a vertical axis, and its distance from 1 for the axis of a Dice."""
+    return {"y": value, "error": max(1 - value, _LEAST_ERROR)}
+
+
+def _run(comparison: Comparison, index: int) -> dict[str, Any]:
+    """Fields of a run that every point of it has."""
+    run, setting = comparison.runs[index], comparison.setting_of[index]
+    return {
+        "run": run.name,
+        "label": setting.label,
+        "setting": setting.number,
+        "colour": f"var(--s{setting.number})",
+        "finished": run.status == FINISHED,
+        "link": f"#run-{index}",
+    }
+
+
+def _thinned(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Finite points of a curve, at most `_MAX_POINTS`."""
+    finite = [(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y)]
+    return [finite[round(at)] for at in np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS))]
+
+
+def _axis(
+    title: str, rows: Rows, name: str, *, is_dice: bool = False, is_rate: bool = False, is_count: bool = False
+) -> dict[str, Any]:
     """Choose scale and ticks of an axis for names, a Dice near 1, values of several magnitudes, and whole numbers.
 
     Args:
-        axes: Drawing.
-        name: `x` or `y`.
-        values: Every drawn value of the axis.
-        is_dice: Whether the values are Dice scores.
-        is_count: Whether the axis stays even, since it counts steps or trials.
+        title: Title of the axis.
+        rows: Points; those of a Dice have `error`.
+        name: Field of the rows.
+        is_dice: Whether the values are Dice scores; near 1, 0.98 then stands as far from 0.99 as 0.90 from 0.95.
+        is_rate: Whether the values are learning rates, which always get a logarithmic axis.
+        is_count: Whether the axis stays linear, since it counts steps or trials.
     """
-    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator
-
-    def bend(dice: np.ndarray) -> np.ndarray:
-        return -np.log1p(-np.minimum(dice, _NEAREST_TO_ONE))  # 0.98 stands as far from 0.99 as 0.90 from 0.95
-
-    axis = axes.xaxis if name == "x" else axes.yaxis
+    values = [row[name] for row in rows]
+    axis: dict[str, Any] = {"field": name, "type": "quantitative", "title": title, "scale": {"zero": False, "padding": 8}}
     if isinstance(values[0], str):
-        names = list(dict.fromkeys(values))
-        room = max(3, _MAX_NAMES // len(names))
-        axes.set_xticks(range(len(names)), [name if len(name) <= room else f"{name[: room - 1]}…" for name in names])
-        axes.set_xlim(-0.6, len(names) - 0.4)
-    elif is_dice and max(values) > 0.9:
-        axes.set_yscale("function", functions=(bend, lambda bent: -np.expm1(-bent)))
-        ticks = np.array(_DICE_TICKS)
-        axes.set_ylim(ticks[ticks <= min(values)].max(initial=0.0), ticks[ticks >= max(values)].min(initial=_NEAREST_TO_ONE))
-        axis.set_major_locator(FixedLocator(_DICE_TICKS))
-        axis.set_major_formatter("{x:g}")
-    elif not (is_dice or is_count) and min(values) > 0 and max(values) >= _LOG_RATIO * min(values):
-        axes.set(**{f"{name}scale": "log"})
-        axes.minorticks_off()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 30 * min(values) else (1, 3)))
-        axis.set_major_formatter("{x:g}")
+        is_short = sum(map(len, set(values))) < 40
+        return {
+            **axis,
+            "type": "nominal",
+            "sort": None,
+            "scale": {},
+            "axis": {"labelAngle": 0 if is_short else -35, "labelLimit": 110},
+        }
+    if is_dice and max(values) > 0.9:
+        lowest = max((tick for tick in _DICE_TICKS if tick <= min(values)), default=0.0)
+        highest = min((tick for tick in _DICE_TICKS if tick >= max(values)), default=1 - _LEAST_ERROR)
+        axis["field"] = "error"
+        axis["scale"] = {"type": "log", "domain": [1 - lowest, 1 - highest], "nice": False}
+        inside = [1 - tick for tick in _DICE_TICKS if lowest <= tick <= highest]
+        axis["axis"] = {"values": inside, "labelExpr": "format(1 - datum.value, '.4~f')"}
+    elif not (is_dice or is_count) and min(values) > 0 and (is_rate or max(values) >= _LOG_RATIO * min(values)):
+        ratio = max(values) / min(values)
+        steps = (1, 2, 5) if ratio < 30 else (1, 3) if ratio < 1e4 else (1,)
+        decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
+        ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
+        low = max((tick for tick in ticks if tick <= min(values)), default=min(values))
+        high = min((tick for tick in ticks if tick >= max(values)), default=max(values))
+        axis["scale"] = {"type": "log", "domain": [low, high], "nice": False}
+        axis["axis"] = {"values": [tick for tick in ticks if low <= tick <= high], "format": ".3~g", "labelOverlap": "greedy"}
     elif all(float(value).is_integer() for value in values):
-        axis.set_major_locator(MaxNLocator("auto", integer=True))
+        axis["axis"] = {"tickMinStep": 1, "tickCount": 5}
+    else:
+        axis["axis"] = {"tickCount": 5}
+    return axis
 
 
-def _dice_chart(
-    comparison: Comparison,
-    heading: str,
-    x_title: str,
-    values: Sequence[Any],
-    tooltip: str = "{y:.4g}",
-    size_in: tuple[float, float] = _SIZE_IN,
-) -> Charts:
+def _dice_chart(comparison: Comparison, heading: str, title: str, values: Sequence[Any], height: int = _HEIGHT_PX) -> list[Chart]:
     """Draw validation Dice over one value per run; nothing where the settings or values of the finished runs do not differ."""
-    points = {
-        index: [(value, dice)]
+    found = {
+        index: (value, dice)
         for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True))
         if run.status == FINISHED and value is not None and (dice := VAL_DICE.of(run)) is not None
     }
-    if len({comparison.setting_of[index].number for index in points}) < 2 or len({x for ((x, _),) in points.values()}) < 2:
+    if len({comparison.setting_of[index].number for index in found}) < 2 or len({x for x, _ in found.values()}) < 2:
         return []
     with suppress(ValueError):  # names: one place each, in the order of their appearance
-        numbers = {index: [(float(x), dice)] for index, ((x, dice),) in points.items()}
-        points = numbers if all(abs(x) <= LARGEST for ((x, _),) in numbers.values()) else points
-    return [
-        (
-            heading,
-            draw(
-                comparison,
-                points,
-                f"Validation Dice of {len(points)} runs over {x_title}",
-                x_title,
-                tooltip=tooltip,
-                size_in=size_in,
-            ),
-        )
-    ]
+        numbers = {index: (float(x), dice) for index, (x, dice) in found.items()}
+        found = numbers if all(abs(x) <= LARGEST for x, _ in numbers.values()) else found
+    rows = [{**_run(comparison, index), "x": x, **_dice(dice)} for index, (x, dice) in found.items()]
+    is_rate = title.rpartition(".")[2].endswith(_RATE_NAMES)
+    layer = {"mark": _DOT, "encoding": {"tooltip": _tooltip(run="run", label="setting", x=title, y="validation Dice")}}
+    x, y = _axis(title, rows, "x", is_rate=is_rate), _axis("validation Dice", rows, "y", is_dice=True)
+    return [_chart(heading, f"Validation Dice of {len(rows)} runs over {title}", rows, [layer], x, y, height)]

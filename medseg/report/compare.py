@@ -1,4 +1,4 @@
-"""Comparison of runs: the metrics of each run, the keys that differ, the repeats of one setting, and the best setting."""
+"""Comparison of runs: metrics, keys that differ, repeats of one setting, scores by case, the best setting, differences to a baseline."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
+
+from medseg.report.differences import Difference, paired_difference
 
 FINISHED = "finished"
 # No result yet: neither a success nor a failure.
@@ -17,6 +19,32 @@ REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
 # No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would overflow.
 LARGEST = 1e30
+
+
+class CaseScore(NamedTuple):
+    """Dice of one label of a validation case at one step; `picture` is the file name of its overlay, or ""."""
+
+    step: int
+    case: str
+    label: str
+    dice: float
+    picture: str = ""
+
+
+class Picture(NamedTuple):
+    """Overlay of a validation case.
+
+    Attributes:
+        path: PNG file.
+        step: Optimiser step.
+        case: Name of the case, or "" where the run does not say it.
+        dice: Dice of each of its labels at that step.
+    """
+
+    path: Path
+    step: int
+    case: str = ""
+    dice: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -34,6 +62,7 @@ class Run:
         summary: `summary.json`.
         history: Lines of `history.csv` without their empty cells.
         pictures: Overlays of validation cases at the last step that has any.
+        cases: Scores of the validation cases at the step of the best mean.
     """
 
     name: str
@@ -45,7 +74,8 @@ class Run:
     overrides: Mapping[str, str] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     history: tuple[Mapping[str, float], ...] = ()
-    pictures: tuple[Path, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    cases: tuple[CaseScore, ...] = ()
 
     def curve(self, column: str) -> list[tuple[float, float]]:
         """Points (optimiser step, value) of a column of the history."""
@@ -172,6 +202,8 @@ class Setting(NamedTuple):
         label: Its values for a legend.
         values: Its text in each column but those of `REPEAT_KEYS`.
         metrics: Metric key to the values of its finished runs; metrics without a value are left out.
+        is_complete: Whether all its runs have finished; only then can it be the best.
+        cases: Case and label to the mean Dice over the finished runs that validated the case.
     """
 
     number: int
@@ -179,6 +211,15 @@ class Setting(NamedTuple):
     label: str
     values: tuple[str, ...]
     metrics: Mapping[str, Sequence[float]]
+    is_complete: bool
+    cases: Mapping[tuple[str, str], float]
+
+    def case_means(self) -> dict[str, float]:
+        """Mean Dice of each case over its labels."""
+        dices: dict[str, list[float]] = {}
+        for (case, _), dice in self.cases.items():
+            dices.setdefault(case, []).append(dice)
+        return {case: fmean(values) for case, values in dices.items()}
 
 
 @dataclass(frozen=True)
@@ -191,9 +232,12 @@ class Comparison:
         setting_columns: Those in which settings differ.
         settings: In order of first appearance.
         setting_of: The setting of each run.
-        ranked: Indices of the settings from the best mean validation Dice to the worst; those without a result last.
-        best: Index of the best setting, the smaller peak deciding between equals; None without results.
+        ranked: Indices of the settings from the best mean validation Dice to the worst; those with unfinished runs after them, and
+            those without a result last.
+        best: Index of the best setting with all its runs finished, the smaller peak deciding between equals; None without results.
         same: Flat configuration that all runs share.
+        baseline: Index of the setting of the baseline run, or None.
+        differences: Index of each other setting to its difference to the baseline: mean Dice of the common validation cases.
     """
 
     runs: tuple[Run, ...]
@@ -204,10 +248,17 @@ class Comparison:
     ranked: Sequence[int]
     best: int | None
     same: Mapping[str, str]
+    baseline: int | None = None
+    differences: Mapping[int, Difference] = field(default_factory=dict)
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
-    """Compare runs: columns, settings, ranks."""
+def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
+    """Compare runs: columns, settings, ranks, and differences to the setting of a baseline run.
+
+    Args:
+        runs: In natural order of their names.
+        baseline: Name of one of the runs; None = no differences.
+    """
     texts = _texts(runs)
     known = {key: {value for value in values if value is not None} for key, values in texts.items()}
     differing = [key for key in texts if len(known[key]) > 1]
@@ -220,12 +271,22 @@ def compare(runs: Sequence[Run]) -> Comparison:
     settings = tuple(_setting(number, indices, runs, shown) for number, indices in enumerate(members.values()))
     setting_of = {index: settings[number] for number, indices in enumerate(members.values()) for index in indices}
 
-    def merit(number: int) -> tuple[float, float]:
-        """Smaller is better: Dice first, then memory."""
+    def merit(number: int) -> tuple[bool, bool, float, float]:
+        """Smaller is better: settings that can be compared first, then Dice, then memory."""
         dices, peaks = (settings[number].metrics.get(metric.key) for metric in (VAL_DICE, PEAK))
-        return -fmean(dices) if dices else float("inf"), fmean(peaks) if peaks else float("inf")
+        figures = (-fmean(dices) if dices else 0.0, fmean(peaks) if peaks else float("inf"))
+        return not dices, not settings[number].is_complete, *figures
 
     ranked = sorted(range(len(settings)), key=merit)
+    has_best = bool(ranked) and settings[ranked[0]].is_complete and VAL_DICE.key in settings[ranked[0]].metrics
+    base = next((setting_of[index].number for index, run in enumerate(runs) if run.name == baseline), None)
+    differences = {
+        one.number: difference
+        for one in settings
+        if base is not None
+        and one.number != base
+        and (difference := paired_difference(one.case_means(), settings[base].case_means()))
+    }
     return Comparison(
         runs=tuple(runs),
         columns=columns,
@@ -233,8 +294,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
         settings=settings,
         setting_of=[setting_of[index] for index in range(len(runs))],
         ranked=ranked,
-        best=ranked[0] if ranked and VAL_DICE.key in settings[ranked[0]].metrics else None,
+        best=ranked[0] if has_best else None,
         same={key: values.pop() for key, values in known.items() if len(values) == 1},
+        baseline=base,
+        differences=differences,
     )
 
 
@@ -313,8 +376,17 @@ def _setting(number: int, indices: list[int], runs: Sequence[Run], columns: Sequ
     members = [runs[index] for index in indices]
     finished = [run for run in members if run.status == FINISHED]
     metrics = {metric.key: [value for run in finished if (value := metric.of(run)) is not None] for metric in METRICS}
+    dices: dict[tuple[str, str], list[float]] = {}
+    for score in (score for run in finished for score in run.cases):
+        dices.setdefault((score.case, score.label), []).append(score.dice)
     return Setting(
-        number, members, ", ".join(parts) or members[0].name, values, {key: found for key, found in metrics.items() if found}
+        number=number,
+        runs=members,
+        label=", ".join(parts) or members[0].name,
+        values=values,
+        metrics={key: found for key, found in metrics.items() if found},
+        is_complete=len(finished) == len(members),
+        cases={key: fmean(found) for key, found in dices.items()},
     )
 
 

@@ -1,19 +1,11 @@
-"""Report page: one HTML file without server, network or further files."""
+"""Report page of runs: best setting, validation cases, differences to a baseline, tables, charts and pictures."""
 
-import base64
-import io
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
-from medseg import __version__
-from medseg.report.charts import by_key, costs, curves, progress
+from medseg.report.charts import by_key, costs, curves, differences, progress
 from medseg.report.compare import (
     FINISHED,
     METRICS,
@@ -24,14 +16,17 @@ from medseg.report.compare import (
     Comparison,
     Metric,
     Run,
+    Setting,
     Study,
     write_duration,
 )
+from medseg.report.differences import METHOD
+from medseg.report.html import data_uri, render_page
 
-_TEMPLATES = Path(__file__).parent / "page"
 # A reader can distinguish so many hues; more settings get shades by rank.
 _NUM_HUES = 8
-_MAX_WIDTH_PX = 960
+_MAX_CASE_SETTINGS = 8
+"""Settings with a column in the table of cases."""
 
 
 def render(
@@ -50,24 +45,31 @@ def render(
     Returns:
         HTML.
     """
-    templates = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     metrics = shown_metrics(comparison)
     settings, runs = comparison.settings, comparison.runs
     best = None if comparison.best is None else settings[comparison.best]
     places = {number: place for place, number in enumerate(comparison.ranked)}
-    pictures = [
-        (index, path)
-        for index in sorted(range(len(runs)), key=lambda index: places[comparison.setting_of[index].number])
-        for path in runs[index].pictures
-    ]
-    return templates.get_template("page.html").render(
-        css=Markup((_TEMPLATES / "page.css").read_text(encoding="utf-8")),
-        js=Markup((_TEMPLATES / "page.js").read_text(encoding="utf-8")),
-        version=__version__,
-        made=time.strftime("%Y-%m-%d %H:%M"),
-        title=title,
+    total_s = sum(metric.of(run) or 0.0 for metric in METRICS if metric.key == "train_s" for run in runs)
+    statuses = sorted(Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED)
+    pictures = _pictures(comparison, places, num_pictures, say)
+    baseline_rows = difference_rows(comparison)
+    case_settings = [settings[number] for number in comparison.ranked if settings[number].cases]
+    return render_page(
+        "runs.html",
+        "report",
+        title,
+        tiles=[
+            ("runs", len(runs)),
+            *((status.replace("_", " "), count) for status, count in statuses),
+            *([("training in all", write_duration(total_s))] if total_s else []),
+        ],
+        charts={
+            "curves": curves(comparison),
+            "costs": costs(comparison),
+            "by_key": by_key(comparison),
+            "progress": progress(comparison, study) if study else [],
+            "differences": differences(baseline_rows, "Mean difference of the Dice"),
+        },
         folder=folder,
         comparison=comparison,
         num_hues=_NUM_HUES,
@@ -76,31 +78,78 @@ def render(
         is_named_by_run=_NUM_HUES < len(settings) == len(runs),
         study=study,
         best_trials=_best_trials(comparison, study) if study else [],
-        progress=progress(comparison, study) if study else [],
-        statuses=sorted(Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED),
-        total_s=sum(metric.of(run) or 0.0 for metric in METRICS if metric.key == "train_s" for run in runs),
         best=best,
+        has_results=any(setting.metrics.get(VAL_DICE.key) for setting in settings),
         best_run=_best_run(best.runs) if best else None,
         best_metrics=[metric for metric in METRICS if best and metric.better and metric.key in best.metrics],
         missing=MISSING,
         write_mean=write_mean,
-        write_duration=write_duration,
         setting_figures=setting_figures(comparison, metrics),
         run_texts=[[column.values[index] for column in comparison.columns] for index in range(len(runs))],
         run_figures=run_figures(comparison, metrics),
+        run_links=[next((f"#{one['id']}" for one in pictures if one["run"] is run), "") for run in runs],
         metrics=metrics,
-        curves=curves(comparison),
-        costs=costs(comparison),
-        by_key=by_key(comparison),
+        case_settings=case_settings[:_MAX_CASE_SETTINGS],
+        num_hidden_settings=len(case_settings[_MAX_CASE_SETTINGS:]),
+        case_rows=_case_rows(case_settings[:_MAX_CASE_SETTINGS], pictures),
+        differences=baseline_rows,
+        baseline_run=None if comparison.baseline is None else settings[comparison.baseline].label,
+        method=METHOD,
         failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
-        pictures=[
-            {"uri": uri, "run": runs[index], "setting": comparison.setting_of[index], "step": path.stem.split("_")[1]}
-            for index, path in pictures[:num_pictures]
-            if (uri := _data_uri(path, say))
-        ],
-        num_left_out=max(0, len(pictures) - num_pictures),
+        pictures=pictures,
+        num_left_out=max(0, sum(len(run.pictures) for run in runs) - num_pictures),
         open_statuses=OPEN | {PRUNED},
     )
+
+
+def difference_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """Differences of the settings to the baseline, the best first; `differences.csv` and the page have these rows."""
+    return [
+        {
+            "name": comparison.settings[number].label,
+            "setting": number,
+            "colour": f"var(--s{number})",
+            **comparison.differences[number]._asdict(),
+        }
+        for number in sorted(comparison.differences, key=lambda number: -comparison.differences[number].difference)
+    ]
+
+
+def _pictures(
+    comparison: Comparison, places: dict[int, int], num_pictures: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Overlays of the best runs, the lowest Dice first, those of an unknown Dice last."""
+    order = sorted(range(len(comparison.runs)), key=lambda index: places[comparison.setting_of[index].number])
+    chosen = [(index, picture) for index in order for picture in comparison.runs[index].pictures][:num_pictures]
+    chosen.sort(key=lambda one: min(one[1].dice.values(), default=2.0))
+    return [
+        {
+            "id": f"picture-{number}",
+            "uri": uri,
+            "run": comparison.runs[index],
+            "setting": comparison.setting_of[index],
+            "case": picture.case,
+            "dice": picture.dice,
+            "alt": f"Run {comparison.runs[index].name} at step {picture.step}: slices of the validation case {picture.case} with "
+            "the labels of the prediction, the reference as a line, and errors coloured",
+        }
+        for number, (index, picture) in enumerate(chosen)
+        if (uri := data_uri(picture.path, say))
+    ]
+
+
+def _case_rows(settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Dice of each case and label in each setting with the link to a picture, the lowest mean first."""
+    rows = []
+    for case, label in dict.fromkeys(key for setting in settings for key in setting.cases):
+        dices = [setting.cases.get((case, label)) for setting in settings]
+        links = [
+            next((f"#{one['id']}" for one in pictures if one["case"] == case and one["setting"] is setting and label in one["dice"]), "")
+            for setting in settings
+        ]  # fmt: skip
+        mean = fmean(dice for dice in dices if dice is not None)
+        rows.append({"case": case, "label": label, "mean": mean, "cells": list(zip(dices, links, strict=True))})
+    return sorted(rows, key=lambda row: row["mean"])
 
 
 def shown_metrics(comparison: Comparison) -> list[Metric]:
@@ -112,7 +161,8 @@ def shown_metrics(comparison: Comparison) -> list[Metric]:
 def setting_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
     """Cells of each metric over the settings, the best first."""
     settings = [comparison.settings[number] for number in comparison.ranked]
-    return [_column(metric, [one.metrics.get(metric.key, ()) for one in settings], [True] * len(settings)) for metric in metrics]
+    is_complete = [one.is_complete for one in settings]
+    return [_column(metric, [one.metrics.get(metric.key, ()) for one in settings], is_complete) for metric in metrics]
 
 
 def run_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
@@ -174,19 +224,3 @@ def _four_digits(text: str) -> str:
         return f"{float(text):.4g}"
     except ValueError:
         return text
-
-
-def _data_uri(path: Path, say: Callable[[str], None]) -> str:
-    """A picture as a JPEG data URI, at most 960 pixels wide; "" and a sentence for a file that is no whole picture."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as stored:
-            image = stored.convert("RGB")
-    except OSError as error:
-        say(f"{path} is left out: {error}")
-        return ""
-    image.thumbnail((_MAX_WIDTH_PX, 10 * _MAX_WIDTH_PX))
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=82, subsampling=0, optimize=True)  # full colour: the outlines are one pixel wide
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

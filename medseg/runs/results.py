@@ -3,47 +3,63 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from medseg.console import say
 from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
-from medseg.report.compare import LARGEST, METRICS, Run, Study, compare, csv_rows
-from medseg.report.page import render
+from medseg.report.compare import FINISHED, LARGEST, METRICS, CaseScore, Picture, Run, Study, compare, csv_rows
+from medseg.report.differences import FORMATS, Difference
+from medseg.report.page import difference_rows, render
 from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE, read_config, read_file, read_record
 from medseg.runs.signature import flat
 from medseg.runs.sweeps import JOB_FILE
 
 HISTORY_FILE = "history.csv"
+VALIDATION_FILE = "validation.csv"
 STUDY_FILE = "study.json"
 MAX_KEYS = 1000
 # Keys that name places, or the way a run was started.
 HIDDEN_KEYS = frozenset({"name", "resume", "retry_failed", "run_dir", "data.cache", "data.phantoms.folder", "logger.save_dir"})
 
 
-def write_report(folder: Path, output: Path, num_pictures: int) -> int:
-    """Write `report.html` and `report.csv` over all runs of a folder.
+def write_report(folder: Path, output: Path, num_pictures: int, baseline: str | None = None) -> int:
+    """Write `report.html` and `report.csv` over all runs of a folder, and `differences.csv` where there is a baseline.
 
     Args:
         folder: Absolute path of a folder with runs at or below it.
         output: Folder to write to.
         num_pictures: Largest number of overlays in the page.
+        baseline: Name of the run that the others are compared with, as in the column `run` of `report.csv`.
 
     Returns:
         Number of runs.
 
     Raises:
-        UserError: If there is no run in the folder, or the output cannot be written.
+        UserError: If there is no run in the folder, no baseline of this name or without scores of cases, or the output cannot be
+            written.
     """
     runs = [read_run(run_dir, folder) for run_dir in find_runs(folder)]
     require(bool(runs), f"runs={folder}: no run lies below it; a run is a folder with {CONFIG_FILE} or {JOB_FILE}")
     check_writable(output)
-    comparison = compare(runs)
+    if baseline is not None:
+        names = [run.name for run in runs if run.status == FINISHED and run.cases]
+        require(
+            baseline in names,
+            f"baseline={baseline}: expected a finished run with {VALIDATION_FILE} ({', '.join(names[:5]) or 'there is none'}); "
+            "give its name as in the column run of report.csv",
+        )
+    comparison = compare(runs, baseline)
     page = render(comparison, read_study(folder), folder.name, str(folder), num_pictures, say)
     write_csv(output / "report.csv", csv_rows(comparison))
+    if baseline is not None:
+        rows = [{key: value for key, value in row.items() if key != "colour"} for row in difference_rows(comparison)]
+        write_csv(output / "differences.csv", rows, ("name", "setting", *Difference._fields), FORMATS)
     replace_text(output / "report.html", page)
     return len(runs)
 
@@ -81,6 +97,8 @@ def read_run(run_dir: Path, folder: Path) -> Run:
     }
     # A refused job has its overrides only.
     settings = config if config is not None else {key: _value(text) for key, text in overrides.items()}
+    scores = read_scores(run_dir / VALIDATION_FILE)
+    by_step = [[score for score in scores if score.step == step] for step in {score.step for score in scores}]
     pictures = sorted(
         (int(match[1]), path)
         for path in (run_dir / "pictures").glob("step_*.png")
@@ -96,8 +114,24 @@ def read_run(run_dir: Path, folder: Path) -> Run:
         overrides={key: value for key, value in overrides.items() if key not in HIDDEN_KEYS},
         summary=summary,
         history=tuple(read_history(run_dir / HISTORY_FILE)),
-        pictures=tuple(path for step, path in pictures if step == pictures[-1][0]),
+        pictures=tuple(_picture(path, step, scores) for step, path in pictures if step == pictures[-1][0]),
+        cases=tuple(max(by_step, key=lambda one: fmean(score.dice for score in one), default=())),
     )
+
+
+def _picture(path: Path, step: int, scores: Sequence[CaseScore]) -> Picture:
+    """Find the case of an overlay, and its Dice at that step."""
+    shown = [score for score in scores if (score.step, score.picture) == (step, path.name)]
+    return Picture(path, step, shown[0].case if shown else "", {score.label: score.dice for score in shown})
+
+
+def read_scores(path: Path) -> list[CaseScore]:
+    """Read the Dice of validation cases; a damaged line, or one without a score from 0 to 1, is left out."""
+    scores = []
+    for row in read_file(path, read_csv) or []:
+        with suppress(KeyError, TypeError, ValueError):
+            scores.append(CaseScore(int(row["step"]), row["case"], row["label"], float(row["dice"]), row["picture"]))
+    return [score for score in scores if 0 <= score.dice <= 1 and score.case and score.label]
 
 
 def read_settings(path: Path) -> dict[str, Any]:

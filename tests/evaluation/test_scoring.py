@@ -11,6 +11,7 @@ from pathlib import Path
 import hydra
 import numpy as np
 import pytest
+from scipy import stats
 
 from medseg.commands.evaluate import evaluate
 from medseg.config.check import to_config
@@ -381,3 +382,70 @@ def test_metrics_that_are_refused(world: World, node: str, says: str) -> None:
         evaluate(to_config(composed, EvaluateConfig))
     assert says in str(caught.value)
     assert not world.output.exists()
+
+
+def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) -> None:
+    world.add("good", _labels(), _labels())
+    world.add("bad", _labels(4), _labels())
+    (world.pred / "bad.html").write_text("<p>viewer")
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, num_pictures=1)
+    page = (world.output / "report.html").read_text(encoding="utf-8")
+    assert page.index('<figure id="case-0" data-case="bad">') < page.index('<figure id="case-1" data-case="good">')
+    assert page.count('<img src="data:') == 1
+    assert 'href="../pred%2C%20out/bad.html"' in page
+    assert 'href="overlays/good.png"' in page
+    assert not (world.output / "differences.csv").exists()
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
+    assert '<img src="data:' not in (world.output / "report.html").read_text(encoding="utf-8"), (
+        "pictures of an earlier evaluation"
+    )
+
+
+def test_differences_to_a_baseline_are_those_of_scipy(world: World) -> None:
+    for number, (shift, name) in enumerate(((0, "a"), (2, "b"), (5, "c"))):
+        world.add(name, _labels(shift), _labels())
+        write_labels(world.folder / "older" / f"{name}.nii.gz", _labels(number + 1), GRID)
+    write_labels(world.folder / "older" / "b.nii.gz", np.zeros(GRID.shape, np.uint8), GRID)
+    older = world.folder / "older scores"
+    evaluate_folder(world.folder / "older", world.table, older, TASK, VALUES, progress=_say_nothing, pictures=False)
+    said: list[str] = []
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, pictures=False, progress=said.append, baseline=older)
+    table = {(row["region"], row["metric"]): row for row in world.read("differences.csv")}
+    before = {(row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")}
+    after = {case: float(row["dice"]) for case, row in world.metrics().items()}
+    for region in ("left_lung", "right_lung"):
+        new, old = ([scores[case, region] for case in ("a", "b", "c")] for scores in (after, before))
+        interval = stats.ttest_rel(new, old).confidence_interval(0.95)
+        row = table[region, "dice"]
+        assert [float(row["ci95_low"]), float(row["ci95_high"])] == pytest.approx([interval.low, interval.high], abs=2e-6)
+    means = [np.mean([after[case, region] - before[case, region] for region in ("left_lung", "right_lung")]) for case in "abc"]
+    assert float(table["all", "dice"]["difference"]) == pytest.approx(np.mean(means), abs=2e-6)
+    assert (table["left_lung", "dice"]["cases"], table["left_lung", "hd95_mm"]["cases"]) == ("3", "2"), (
+        "an infinite distance has no pair"
+    )
+    assert any(line.startswith("left_lung: Dice +") and "3 cases" in line for line in said)
+    evaluate_folder(
+        world.pred, world.table, world.folder / "same", TASK, VALUES, pictures=False, progress=_say_nothing, baseline=world.output
+    )
+    same = read_csv(world.folder / "same" / "differences.csv")
+    assert {(float(row["difference"]), row["better"], row["worse"]) for row in same} == {(0.0, "0", "0")}
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (None, "there is no metrics.csv"),
+        ("case,region\na,left_lung\n", "it is damaged"),
+        ("case,region,dice,nsd_1mm,nsd_2mm,hd95_mm\nz,left_lung,1,1,1,0\n", "none of the scored cases"),
+    ],
+)
+def test_a_baseline_that_cannot_be_compared_is_refused(world: World, table: str | None, says: str) -> None:
+    world.add("a", _labels(), _labels())
+    baseline = world.folder / "older"
+    baseline.mkdir()
+    if table:
+        (baseline / "metrics.csv").write_text(table)
+    with pytest.raises(UserError, match=says):
+        evaluate_folder(
+            world.pred, world.table, world.output, TASK, VALUES, pictures=False, progress=_say_nothing, baseline=baseline
+        )

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from medseg.config.folder import conf_dir
 from medseg.geometry.grid import VoxelGrid
 from medseg.pictures.overlay import overlay_montage
+from medseg.report.tables import write_csv
 
 STEPS = 400
 
@@ -59,8 +60,21 @@ def make_run(
             "num_parameters": 1_450_000, "checkpoint": str(run_dir / "checkpoints" / "best.ckpt"),
         }  # fmt: skip
         (run_dir / "summary.json").write_text(json.dumps(summary))
+    name = f"step_{steps:06d}_0.png"
     if picture:
-        draw(run_dir / "pictures" / f"step_{steps:06d}_0.png", dice)
+        draw(run_dir / "pictures" / name, dice)
+    scores = [
+        {
+            "step": steps,
+            "case": case,
+            "label": label,
+            "dice": dice + shift,
+            "picture": name if picture and case == "Doe, John" else "",
+        }
+        for case, shift in (("Doe, John", -0.02), ("b <2>", 0.005), ("c", 0.015))
+        for label in ("left_lung", "right_lung")
+    ]
+    write_csv(run_dir / "validation.csv", scores)
     return run_dir
 
 

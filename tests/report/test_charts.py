@@ -1,119 +1,120 @@
-"""Charts of the report: places of points, scales of axes, escaped text of users."""
+"""Charts of the report: points and links, scales of axes, text of users; `test_browser.py` draws them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import pytest
 
-from medseg.report.charts import by_key, costs, curves, draw, progress
+import medseg.report
+from medseg.report.charts import (
+    Chart,
+    by_key,
+    case_differences,
+    costs,
+    curves,
+    dice_by_region,
+    differences,
+    progress,
+    volume_errors,
+)
 from medseg.report.compare import Comparison, Run, compare
 
-EVIL = '<script>alert("x")</script> & "quoted" #030303 <g id="mark-0">'
+EVIL = '<script>alert("x")</script> & "quoted"'
 DICES = (0.0, 0.9, 0.95, 0.98, 0.99)
 
 
-def made(values: Sequence[object], dices: Sequence[float] = DICES, status: str = "finished") -> Comparison:
+def made(values: Sequence[object], dices: Sequence[float] = DICES, status: str = "finished", key: str = "key") -> Comparison:
     """Runs that differ in one or two keys."""
     return compare(
         [
-            Run(f"{EVIL}{number}", Path(), status, settings={"key": value, "other": number}, summary={"val_dice_best": dice, "peak_gib": value})
+            Run(f"{EVIL}{number}", Path(), status, settings={key: value, "other": number}, summary={"val_dice_best": dice, "peak_gib": value})
             for number, (value, dice) in enumerate(zip(values, dices, strict=False))
         ]
     )  # fmt: skip
 
 
-def marks(svg: str) -> list[ElementTree.Element]:
-    """The drawn series."""
-    return [group for group in ElementTree.fromstring(svg).iter() if "mark" in group.get("class", "").split()]
+def curve(points: Sequence[tuple[float, float]], column: str = "loss", status: str = "finished") -> Chart:
+    (chart,) = curves(compare([Run("0", Path(), status, history=tuple({"step": x, column: y} for x, y in points))]))
+    return chart
 
 
-def dots(svg: str) -> list[tuple[float, float]]:
-    """Places (right, down) of the dots of a drawing, a dot per series."""
-    return [
-        (float(dot.get("x", "")), float(dot.get("y", "")))
-        for mark in marks(svg)
-        for dot in mark.iter()
-        if dot.tag.endswith("}use")
-    ]
+def rows(chart: Chart) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = chart.spec["data"]["values"]
+    return found
 
 
-def line(svg: str) -> list[tuple[float, float]]:
-    """Corners (right, down) of the first line of a drawing."""
-    path = next(path for path in marks(svg)[0].iter() if path.tag.endswith("}path"))
-    words = path.get("d", "").replace("M", " ").replace("L", " ").split()
-    return list(zip(map(float, words[::2]), map(float, words[1::2]), strict=True))
+def axes(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
+    encoding = chart.spec["encoding"]
+    return encoding["x"], encoding["y"]
 
 
-def draw_line(points: Sequence[tuple[float, float]], y_title: str = "loss", status: str = "finished") -> str:
-    return draw(made([1], status=status), {0: points}, EVIL, "step", y_title, is_line=True)
+def test_a_curve_has_its_points_and_leads_to_its_run() -> None:
+    chart = curve([(0, 0.0), (50, 1.0), (100, 0.5)], status="running")
+    assert [(row["x"], row["y"]) for row in rows(chart)] == [(0, 0.0), (50, 1.0), (100, 0.5)]
+    assert {(row["run"], row["link"], row["colour"], row["finished"]) for row in rows(chart)} == {
+        ("0", "#run-0", "var(--s0)", False)
+    }
+    assert chart.spec["description"] == "Training loss over the optimiser steps of 1 runs"
+    assert axes(chart)[0]["scale"].get("type") is None, "steps are counted on a linear axis"
 
 
-def texts(svg: str) -> list[str]:
-    return [text.text or "" for text in ElementTree.fromstring(svg).iter() if text.tag.endswith("}text")]
+def test_text_of_users_is_data_only() -> None:
+    for chart in (*costs(made([1.0, 2.0])), *by_key(made([1, 2, 1, 2, 1]))):
+        without = {key: value for key, value in chart.spec.items() if key != "data"}
+        assert "alert" not in json.dumps(without)
+        assert rows(chart)[0]["run"] == f"{EVIL}0"
 
 
-def test_a_line_runs_through_its_points_and_its_end_is_marked() -> None:
-    svg = draw_line([(0, 0.0), (50, 1.0), (100, 0.5)])
-    left, middle, right = line(svg)
-    assert middle[0] == pytest.approx((left[0] + right[0]) / 2)
-    assert right[1] == pytest.approx((left[1] + middle[1]) / 2)
-    assert middle[1] < left[1], "more is higher"
-    assert dots(svg)[0] == pytest.approx(right, abs=0.01)
-    assert "dasharray" not in svg
-    assert "dasharray" in draw_line([(0, 0.0), (50, 1.0)], status="running")
-
-
-def test_text_of_users_stays_text_and_colours_are_those_of_the_page() -> None:
-    svg = draw_line([(0, 0.5), (3, 0.25)])
-    drawing = ElementTree.fromstring(svg)
-    assert (drawing.get("role"), drawing.get("aria-label")) == ("img", EVIL)
-    (mark,) = marks(svg)
-    assert mark.get("class") == "series mark s0"
-    assert mark[0].text == f"{EVIL}0: 0.25"
-    assert "stroke: var(--c)" in svg
-    assert {"0.25", "0.50", "step", "loss"} <= set(texts(svg))
-    assert "http" not in svg.replace("http://www.w3.org/", "")
-
-
-def test_long_histories_are_thinned_and_keep_their_end() -> None:
-    svg = draw_line([(float(step), step / 1e4) for step in range(10_001)])
-    assert len(svg) < 20_000
-    assert line(svg)[-1][0] == max(right for right, _ in line(svg))
-    assert dots(svg)[0] == pytest.approx(line(svg)[-1], abs=0.01)
+def test_long_histories_are_thinned_and_keep_both_ends() -> None:
+    points = rows(curve([(float(step), step / 1e4) for step in range(10_001)]))
+    assert len(points) == 200
+    assert (points[0]["x"], points[-1]["x"]) == (0, 10_000)
 
 
 def test_a_dice_near_one_is_stretched() -> None:
-    svg = draw(made(range(5)), {n: [(n, dice)] for n, dice in enumerate(DICES)}, "t", "x")
-    down = [place[1] for place in dots(svg)]
-    assert down == sorted(down, reverse=True)
-    assert down[1] - down[2] == pytest.approx(down[3] - down[4], rel=1e-3)
-    assert {"0", "0.9", "0.99"} <= set(texts(svg))
-    low = draw(made([1, 2, 3], [0.2, 0.5, 0.8]), {n: [(n, dice)] for n, dice in enumerate((0.2, 0.5, 0.8))}, "t", "x")
-    down = [place[1] for place in dots(low)]
-    assert down[0] - down[1] == pytest.approx(down[1] - down[2]), "far from 1 the axis is even"
-    assert all(float(text) <= 1 for text in texts(draw_line([(1, 0.8875)], "validation Dice"))[1:-1] if text[0] == "0")
+    chart = costs(made([1.0, 2.0, 3.0, 4.0, 5.0]))[0]
+    _, y = axes(chart)
+    assert (y["field"], y["scale"]["type"]) == ("error", "log")
+    down = [math.log(row["error"]) for row in rows(chart)]
+    assert down[1] - down[2] == pytest.approx(down[3] - down[4], abs=0.3), "0.98 is as far from 0.99 as 0.90 from 0.95"
+    worst, best = y["scale"]["domain"]
+    assert worst == max(row["error"] for row in rows(chart)) == 1.0
+    assert best <= min(row["error"] for row in rows(chart))
+    ticks = [1 - value for value in y["axis"]["values"]]
+    assert {0.0, 0.9, 0.99} <= {round(tick, 6) for tick in ticks}
+    assert all(best - 1e-9 <= value <= worst for value in y["axis"]["values"]), "no tick outside the axis"
+    low = costs(made([1.0, 2.0, 3.0], [0.2, 0.5, 0.8]))[0]
+    assert axes(low)[1]["field"] == "y", "far from 1 the axis is linear"
 
 
-@pytest.mark.parametrize(("values", "is_even"), [([1e-4, 1e-3, 1e-2], False), ([1, 10, 100], False), ([1.0, 4.0, 7.0], True)])
-def test_an_axis_of_several_magnitudes_is_logarithmic(values: list[float], is_even: bool) -> None:
-    (_, svg), _ = by_key(made([*values, values[0]], [0.5, 0.6, 0.7, 0.8]))
-    right = [place[0] for place in dots(svg)]
-    assert right[1] - right[0] == pytest.approx(right[2] - right[1])
-    assert right[3] == right[0]
-    assert ("1" in texts(svg) or is_even) or "0.001" in texts(svg)
+@pytest.mark.parametrize(
+    ("key", "values", "is_log"),
+    [
+        ("key", [1e-4, 1e-3, 1e-2], True), ("key", [1, 10, 100], True), ("key", [1.0, 4.0, 7.0], False), ("key", [0.0, 1.0, 10.0], False),
+        ("optimizer.lr", [1e-3, 2e-3, 3e-3], True), ("schedule.max_lr", [1e-3, 2e-3, 3e-3], True),
+    ],
+)  # fmt: skip
+def test_learning_rates_and_several_magnitudes_have_a_logarithmic_axis(key: str, values: list[float], is_log: bool) -> None:
+    x, _ = axes(by_key(made([*values, values[0]], [0.5, 0.6, 0.7, 0.8], key=key))[0])
+    assert (x["scale"].get("type") == "log") is is_log
+    if is_log:
+        low, high = x["scale"]["domain"]
+        assert low <= min(values) < max(values) <= high
+        assert len([tick for tick in x["axis"]["values"] if low <= tick <= high]) == len(x["axis"]["values"]) >= 2
 
 
 def test_names_stand_in_the_order_of_their_appearance_and_counts_have_whole_ticks() -> None:
-    (_, svg), (_, other) = by_key(made(["plain", "amp" * 30, "plain", "4"], [0.5, 0.6, 0.7, 0.8]))
-    right = [place[0] for place in dots(svg)]
-    assert right[0] == right[2] < right[1] < right[3]
-    assert right[1] - right[0] == pytest.approx(right[3] - right[1])
-    assert [text for text in texts(svg) if text in ("plain", "4")] == ["plain", "4"]
-    assert any(text.startswith("ampamp") and text.endswith("…") for text in texts(svg))
-    assert [text for text in texts(other) if "." not in text and text.isdigit()] == ["0", "1", "2", "3"]
+    chart, other = by_key(made(["plain", "amp" * 30, "plain", "4"], [0.5, 0.6, 0.7, 0.8]))
+    x, _ = axes(chart)
+    assert (x["type"], x["sort"]) == ("nominal", None)
+    assert [row["x"] for row in rows(chart)] == ["plain", "amp" * 30, "plain", "4"]
+    assert axes(other)[0]["axis"]["tickMinStep"] == 1
 
 
 def test_few_results_or_one_key_have_no_chart_by_key() -> None:
@@ -126,19 +127,38 @@ def test_few_results_or_one_key_have_no_chart_by_key() -> None:
 
 def test_the_best_so_far_never_falls() -> None:
     runs = [Run(str(n), Path(), "finished", summary={"val_dice_best": dice}) for n, dice in enumerate((0.5, 0.4, 0.9, 0.6))]
-    ((heading, svg),) = progress(compare(runs), {"objectives": {"val_dice": "maximize"}})
-    assert heading == "Val Dice of 4 trials, and the best so far"
-    (best,) = (group for group in ElementTree.fromstring(svg).iter() if group.get("id") == "best")
-    words = best[0].get("d", "").replace("M", " ").replace("L", " ").split()
-    down = [float(word) for word in words[1::2]]
-    assert down == sorted(down, reverse=True)
-    assert len(set(down)) == 2
+    (chart,) = progress(compare(runs), {"objectives": {"val_dice": "maximize"}})
+    assert chart.heading == "Val Dice of 4 trials, and the best so far"
+    assert [row["best"]["y"] for row in rows(chart)] == [0.5, 0.5, 0.9, 0.9]
     assert progress(compare(runs[:1]), {"objectives": {"val_dice": "maximize"}}) == []
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
-    nan, inf = float("nan"), float("inf")
-    svg = draw_line([(0, 4.0), (10, 2.0), (20, inf), (30, nan)])
-    assert len(line(svg)) == 2
-    assert line(svg)[1][1] > line(svg)[0][1]
-    assert len(marks(draw_line([(0, nan)]))) == 1
+    assert [row["x"] for row in rows(curve([(0, 4.0), (10, 2.0), (20, math.inf), (30, math.nan)]))] == [0, 10]
+    assert curves(compare([Run("0", Path(), "finished", history=({"step": 0.0, "loss": math.nan},))])) == []
+
+
+def test_charts_of_cases_lead_to_the_cases_and_follow_the_filters() -> None:
+    names = ("a", "b", "c")
+    results = [
+        {"case": case, "region": "left_lung", "dice": dice, "volume_ref_ml": 2000.0, "error_ml": -3.0, "delta": delta, "row": row, "link": f"#case-{row}",
+         "colour": "var(--hue-0)"}
+        for row, (case, dice, delta) in enumerate(zip(names, (0.5, 0.97, 0.99), (0.1, -0.2, 0.0), strict=True))
+    ]  # fmt: skip
+    for chart in (dice_by_region(results), volume_errors(results), case_differences(results)):
+        assert "indexof(shown, datum.row)" in chart.spec["transform"][0]["filter"]
+        assert [row["link"] for row in sorted(rows(chart), key=lambda row: row["row"])] == ["#case-0", "#case-1", "#case-2"]
+    assert [row["delta"] for row in rows(case_differences(results))] == [-0.2, 0.0, 0.1]
+    assert len({row["offset"] for row in rows(dice_by_region(results))}) == 3
+    assert differences([], "t") == []
+
+
+def test_bundled_scripts_are_the_published_ones() -> None:
+    folder = Path(medseg.report.__file__).parent / "page" / "vega"
+    sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines())
+    assert sorted(sums) == sorted(path.name for path in folder.glob("*.js"))
+    for name, checksum in sums.items():
+        source = (folder / name).read_bytes()
+        assert hashlib.sha256(source).hexdigest() == checksum
+        assert b"</script" not in source.lower()
+    assert "University of Washington" in (folder / "LICENSE.txt").read_text(encoding="utf-8")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
-from medseg.report.compare import Run, compare, csv_rows
-from medseg.report.page import render, run_figures, setting_figures, shown_metrics
+import pytest
+
+from medseg.report.compare import CaseScore, Run, compare, csv_rows
+from medseg.report.page import difference_rows, render, run_figures, setting_figures, shown_metrics
 
 
 def run(name: str, dice: float | None = None, status: str = "finished", *, peak: float = 1.0, **settings: object) -> Run:
@@ -67,10 +71,50 @@ def test_repeats_have_mean_and_standard_deviation_of_the_finished_runs() -> None
     assert repeated.metrics["val_dice"] == list(dices)
     assert single.metrics["val_dice"] == [0.92]
     assert [row["setting_val_dice_sd"] for row in csv_rows(comparison)] == [*[f"{stdev(dices):.6g}"] * 4, None]
-    assert comparison.best == 0
-    assert comparison.ranked == [0, 1]
-    assert setting_figures(comparison, shown_metrics(comparison))[0][0]["text"] == "0.9300 ± 0.0265"
+    assert comparison.best == 1, "a setting with an unfinished run is never the best"
+    assert comparison.ranked == [1, 0]
+    assert compare(runs[:3] + runs[4:]).best == 0
+    (single_dice, repeated_dice) = setting_figures(comparison, shown_metrics(comparison))[0]
+    assert (repeated_dice["text"], repeated_dice["is_best"]) == ("0.9300 ± 0.0265", False)
+    assert single_dice["text"] == "0.9200"
     assert ">3 of 4</td>" in render(comparison, None, "", "", 0, print)
+
+
+def test_without_a_complete_setting_there_is_no_best() -> None:
+    runs = [run("0", 0.9, lr=1, seed=0), run("1", None, "failed", lr=1, seed=1)]
+    comparison = compare(runs)
+    assert comparison.best is None
+    assert not any(row["is_best"] for row in csv_rows(comparison))
+    page = render(comparison, None, "", "", 0, print)
+    assert "none is called the best" in page
+    assert "★" not in page
+
+
+def with_cases(name: str, dices: dict[str, float], **settings: object) -> Run:
+    """A run with the Dice of validation cases; both labels of a case have the same."""
+    scores = tuple(CaseScore(10, case, label, dice) for case, dice in dices.items() for label in ("left", "right"))
+    return replace(run(name, 0.9, **settings), cases=scores)
+
+
+def test_differences_pair_the_cases_of_settings() -> None:
+    runs = [
+        with_cases("0", {"a": 0.8, "b": 0.9}, lr=1, seed=0),
+        with_cases("1", {"a": 0.6, "b": 0.9}, lr=1, seed=1),
+        with_cases("2", {"a": 0.9, "b": 0.85, "c": 0.1}, lr=2, seed=0),
+    ]
+    assert compare(runs).differences == {}
+    comparison = compare(runs, baseline="1")
+    assert comparison.baseline == 0
+    assert comparison.settings[0].case_means() == pytest.approx({"a": 0.7, "b": 0.9})
+    (found,) = comparison.differences.values()
+    assert (found.cases, found.better, found.worse) == (2, 1, 1)
+    assert found.difference == pytest.approx((0.2 - 0.05) / 2)
+    (row,) = difference_rows(comparison)
+    assert (row["name"], row["setting"], row["baseline_mean"]) == ("lr 2", 1, pytest.approx(0.8))
+    page = render(comparison, None, "", "", 0, print)
+    assert page.index("Validation cases, worst first") < page.index("Differences to the baseline") < page.index('id="settings"')
+    cases = re.findall(r'<tr data-case="(\w)"', page)
+    assert cases == ["c", "c", "a", "a", "b", "b"], "the worst first"
 
 
 def test_folds_are_repeats_too() -> None:

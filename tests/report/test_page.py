@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from medseg.report.compare import Run, compare
+from medseg.report.compare import Picture, Run, compare
 from medseg.report.page import render
 
 EVIL = '<script>alert("x")</script> & "quoted"'
@@ -29,7 +30,7 @@ class Outline(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "img"):
+        if tag not in ("meta", "link", "img", "input"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -49,7 +50,7 @@ def made(tmp_path: Path, count: int) -> list[Run]:
             f"run {number} {EVIL}", tmp_path, "failed" if number == 1 else "finished", message=EVIL,
             settings={"task.name": f"{EVIL}{number % 5}", "lr": number, "seed": number % 2, "steps": 40},
             summary={"val_dice_best": 0.8 + number / 100, "peak_gib": 1.0 + number, "train_s": 10.0, "checkpoint": EVIL},
-            history=history, pictures=(tmp_path / "step_000040_0.png",),
+            history=history, pictures=(Picture(tmp_path / "step_000040_0.png", 40, EVIL, {"left": 0.75}),),
         )
         for number in range(count)
     ]  # fmt: skip
@@ -59,14 +60,23 @@ def made(tmp_path: Path, count: int) -> list[Run]:
 def test_the_page_is_well_formed_and_loads_nothing(count: int, tmp_path: Path) -> None:
     page = render(compare(made(tmp_path, count)), None, EVIL, EVIL, 5, pytest.fail)
     outline = Outline(page)
-    assert sum(tag == "script" for tag, _ in outline.tags) == 1, "only the page's own"
+    libraries = re.findall(r"<script>!function.*?</script>", page, flags=re.DOTALL)
+    assert len(libraries) == 3
+    assert sum(tag == "script" for tag, _ in outline.tags) == 5, "the library of the charts, their data, and the page's own"
+    specs = re.findall(r'<script type="application/json" id="specs">(.*?)</script>', page, flags=re.DOTALL)
+    assert len(json.loads(specs[0])) == page.count("data-spec=")
     for tag, attributes in outline.tags:
         for name in ("src", "href", "srcset", "data"):
             value = attributes.get(name)
-            assert value is None or value.startswith("data:"), f"{tag} loads {value}"
-    assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org)", page)
+            assert value is None or value.startswith(("data:", "#")), f"{tag} loads {value}"
+    own = page
+    for library in libraries:
+        own = own.replace(library, "")
+    assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org)", own)
+    assert EVIL not in own
     pictures = [attributes for tag, attributes in outline.tags if tag == "img"]
     assert len(pictures) == min(5, count)
+    assert page.count("left <b>0.7500</b>") == min(5, count), "Dice in the captions"
     for picture in pictures:
         assert picture["alt"]
         assert Image.open(io.BytesIO(base64.b64decode((picture["src"] or "").partition(",")[2]))).width <= 960
@@ -80,9 +90,11 @@ def test_every_run_is_in_the_table_and_in_the_curves(tmp_path: Path) -> None:
     page = render(compare(made(tmp_path, 24)), None, "t", "f", 0, pytest.fail)
     body = page[page.index('<h2 id="runs">') :]
     assert body[: body.index("</table>")].count("<tr ") == 24
-    assert page[page.index("<svg") : page.index("</svg>")].count('class="series mark') == 24
+    specs = json.loads(page[page.index('id="specs">') + 11 : page.index("</script>", page.index('id="specs">'))])
+    assert len({row["run"] for row in specs[0]["data"]["values"]}) == 24
+    assert all(f'id="{row["link"][1:]}"' in page for row in specs[0]["data"]["values"])
     assert "broken lines" in page.lower()
-    assert "<img" not in page
+    assert '<img src="data:' not in page
 
 
 def test_a_search_shows_its_space_its_best_trials_and_the_best_so_far(tmp_path: Path) -> None:
@@ -119,6 +131,6 @@ def test_a_damaged_picture_is_reported_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "step_000001_0.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n half")
     said: list[str] = []
-    page = render(compare([Run("0", tmp_path, "finished", pictures=(path,))]), None, "t", "f", 5, said.append)
+    page = render(compare([Run("0", tmp_path, "finished", pictures=(Picture(path, 1),))]), None, "t", "f", 5, said.append)
     assert "<img" not in page
     assert str(path) in said[0]

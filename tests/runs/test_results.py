@@ -36,11 +36,46 @@ def test_a_sweep_becomes_a_page_and_a_table(tmp_path: Path, capsys: pytest.Captu
     assert not {"run_dir", "data.cases", "optimizer.lr", "memory.precision"} & set(table[0])
     page = (tmp_path / "sweep" / "report.html").read_text(encoding="utf-8")
     assert "too &lt;few&gt;" in page
-    assert page.count("<img ") == 1
+    assert page.count('<img src="data:') == 1
     assert "3 runs" in capsys.readouterr().out
     # A second report is one of the same runs.
     report(ReportConfig(str(tmp_path / "sweep"), str(tmp_path / "elsewhere"), 0))
     assert read_csv(tmp_path / "elsewhere" / "report.csv") == table
+
+
+def test_the_best_validation_has_the_scores_of_cases_and_the_last_one_the_pictures(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", {"seed": "1"}, 0.9)
+    rows = [
+        "step,case,label,dice,picture",
+        "40,a,left,0.9,step_000040_0.png",
+        "40,b,left,0.7,",
+        "80,a,left,0.5,step_000080_0.png",
+        "80,b,left,0.8,",
+        "80,c,left,nan,",
+        "80,d,left,1.5,",
+        "eighty,e,left,0.5,",
+        "80,f",
+    ]
+    (tmp_path / "0" / "validation.csv").write_text("\n".join(rows) + "\n")
+    (tmp_path / "0" / "pictures").mkdir()
+    for step in (40, 80):
+        (tmp_path / "0" / "pictures" / f"step_{step:06d}_0.png").touch()
+    run = read_run(tmp_path / "0", tmp_path)
+    assert [(score.step, score.case, score.dice) for score in run.cases] == [(40, "a", 0.9), (40, "b", 0.7)]
+    assert [(picture.case, picture.dice) for picture in run.pictures] == [("a", {"left": 0.5})]
+
+
+def test_differences_to_a_baseline_are_a_table(tmp_path: Path) -> None:
+    for number, (lr, dice) in enumerate((("0.01", 0.9), ("0.02", 0.8))):
+        make_run(tmp_path / str(number), {"optimizer.lr": lr}, dice)
+    report(ReportConfig(str(tmp_path), None, 24))
+    assert not (tmp_path / "differences.csv").exists()
+    report(ReportConfig(str(tmp_path), None, 24, "0"))
+    (row,) = read_csv(tmp_path / "differences.csv")
+    assert (row["name"], row["cases"], row["worse"]) == ("lr 0.02", "3", "3")
+    assert [float(row[key]) for key in ("difference", "ci95_low", "ci95_high")] == pytest.approx([-0.1, -0.1, -0.1])
+    with pytest.raises(UserError, match=r"baseline=best: expected a finished run with validation\.csv \(0, 1\)"):
+        report(ReportConfig(str(tmp_path), None, 24, "best"))
 
 
 def test_missing_and_damaged_files_leave_their_part_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +95,7 @@ def test_missing_and_damaged_files_leave_their_part_empty(tmp_path: Path, capsys
     assert runs[0].settings == {"seed": 1, "stage.name": "coarse"}
     assert not runs[1].has_config
     assert runs[1].curve("loss") == [(1, 0.5), (2, 0.4), (3, 0.0)]
-    assert [path.name for path in runs[1].pictures] == ["step_000002_0.png"]
+    assert [picture.path.name for picture in runs[1].pictures] == ["step_000002_0.png"]
     assert report(ReportConfig(str(tmp_path), None, 24)) == 0
     said = capsys.readouterr().err
     assert all(name in said for name in ("summary.json", "config.yaml", "step_000002_0.png"))

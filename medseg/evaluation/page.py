@@ -1,0 +1,142 @@
+"""Results of an evaluation for people: `report.html`, and `differences.csv` to a baseline on the same cases."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+from medseg.errors import UserError, require
+from medseg.io.atomic import replace_text
+from medseg.report.cases import Files, render_cases
+from medseg.report.differences import FORMATS, Difference, paired_difference, write_difference
+from medseg.report.tables import read_csv, write_csv
+
+# Metric to 1 where more is better, or -1 where less is.
+RANKED = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
+ALL = "all"
+# Decimals of `metrics.csv`: more of them would make a difference out of two equal results.
+TABLE_DIGITS = 6
+
+Row = Mapping[str, Any]
+
+
+def read_baseline(folder: Path) -> list[dict[str, Any]]:
+    """Read the scores of another evaluation.
+
+    Args:
+        folder: Its output folder.
+
+    Returns:
+        Rows with `case`, `region` and the metrics of `RANKED`.
+
+    Raises:
+        UserError: If there is no `metrics.csv`, or it is none of `evaluate`.
+    """
+    path = folder / "metrics.csv"
+    require(path.is_file(), f"baseline={folder}: there is no metrics.csv; give the output folder of another evaluation.")
+    try:
+        return [
+            {"case": row["case"], "region": row["region"], **{metric: float(row[metric]) for metric in RANKED}}
+            for row in read_csv(path)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate again.") from error
+
+
+def compare_rows(rows: Sequence[Row], baseline: Sequence[Row]) -> list[tuple[str, str, Difference]]:
+    """Compute the paired differences of each region and metric, and of the means of each case over its regions (`ALL`).
+
+    Args:
+        rows: `case`, `region` and the metrics of `RANKED`.
+        baseline: The same of the baseline; only pairs of case and region that both have count.
+
+    Returns:
+        Region, metric and difference; combinations without a pair of finite scores are left out.
+    """
+    known = {(row["case"], row["region"]) for row in baseline}
+    common = {(row["case"], row["region"]) for row in rows} & known
+    regions = list(dict.fromkeys(row["region"] for row in rows if (row["case"], row["region"]) in common))
+    found = []
+    for region in [*regions, ALL] if len(regions) > 1 else regions:
+        for metric, better in RANKED.items():
+            means = []
+            for table in (rows, baseline):
+                scores: dict[str, list[float]] = {}
+                for row in table:
+                    if (row["case"], row["region"]) in common and region in (row["region"], ALL):
+                        scores.setdefault(row["case"], []).append(row[metric])
+                means.append({case: fmean(values) for case, values in scores.items()})
+            if difference := paired_difference(*means, better):
+                found.append((region, metric, difference))
+    return found
+
+
+def write_page(
+    rows: Sequence[Row],
+    statistics: Sequence[Row],
+    predictions: Mapping[str, Path],
+    output: Path,
+    num_pictures: int,
+    progress: Callable[[str], None],
+    *,
+    overlays: Path | None,
+    notes: Mapping[str, Sequence[str]],
+    costs: Sequence[tuple[str, str]],
+    baseline: Path | None,
+    baseline_rows: Sequence[Row],
+) -> None:
+    """Write `report.html`, and with a baseline `differences.csv` and a line for each region.
+
+    Args:
+        rows: Scores, at least one row.
+        statistics: Statistics over all trusts.
+        predictions: Case to the stem of its files beside the prediction.
+        output: Folder to write to.
+        num_pictures: Largest number of overlays inside the page.
+        progress: Takes each line for the console.
+        overlays: Folder of the pictures `<case>.png`, or None.
+        notes: Heading to its lines.
+        costs: Pairs of a name and a figure.
+        baseline: Folder of the baseline, or None.
+        baseline_rows: Its scores.
+    """
+    rows = [{**row, **{metric: round(row[metric], TABLE_DIGITS) for metric in RANKED}} for row in rows]
+    compared = compare_rows(rows, baseline_rows)
+    if baseline is not None:
+        require(bool(compared), f"baseline={baseline}: it has none of the scored cases; give scores of the same cases.")
+        table = [{"region": region, "metric": metric, **one._asdict()} for region, metric, one in compared]
+        write_csv(output / "differences.csv", table, ("region", "metric", *Difference._fields), FORMATS)
+        for region, metric, one in compared:
+            if metric == "dice":
+                progress(
+                    f"{region}: Dice {write_difference(one)} to the baseline, {one.cases} cases ({one.better} better, {one.worse} worse)"
+                )
+    files = {}
+    for case, stem in predictions.items():
+        picture = overlays / f"{case}.png" if overlays else None
+        picture = picture if picture and picture.is_file() else None
+        viewer = stem.with_name(f"{stem.name}.html")
+        files[case] = Files(picture, _link(picture, output) if picture else "", _link(viewer, output) if viewer.is_file() else "")
+    page = render_cases(
+        rows,
+        statistics,
+        files,
+        output.name,
+        str(output.resolve()),
+        num_pictures,
+        progress,
+        notes=notes,
+        costs=costs,
+        baseline=str(baseline or ""),
+        baseline_dices={(row["case"], row["region"]): row["dice"] for row in baseline_rows if math.isfinite(row["dice"])},
+        compared=compared,
+    )
+    replace_text(output / "report.html", page)
+
+
+def _link(path: Path, folder: Path) -> str:
+    """Address of a file relative to a page in a folder."""
+    return quote(Path(os.path.relpath(path, folder)).as_posix())

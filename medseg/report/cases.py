@@ -1,0 +1,157 @@
+"""Page of an evaluation: cases from worst to best with pictures and viewers, differences to a baseline, charts, statistics."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medseg.report.charts import case_differences, dice_by_region, differences, volume_errors
+from medseg.report.compare import MISSING
+from medseg.report.differences import METHOD, Difference, write_difference
+from medseg.report.html import data_uri, render_page
+
+_NUM_HUES = 8
+_TITLES = {
+    "dice": "Dice", "nsd_1mm": "NSD 1 mm", "nsd_2mm": "NSD 2 mm", "hd95_mm": "HD95 mm", "volume_pred_ml": "ml", "volume_ref_ml": "reference ml",
+}  # fmt: skip
+
+Row = Mapping[str, Any]
+
+
+class Files(NamedTuple):
+    """Files of a case.
+
+    Attributes:
+        picture: Overlay, or None.
+        picture_link: Address of the overlay relative to the page.
+        viewer_link: Address of the viewer relative to the page, or "".
+    """
+
+    picture: Path | None
+    picture_link: str
+    viewer_link: str
+
+
+def render_cases(
+    rows: Sequence[Row],
+    statistics: Sequence[Row],
+    files: Mapping[str, Files],
+    title: str,
+    folder: str,
+    num_pictures: int,
+    say: Callable[[str], None],
+    *,
+    notes: Mapping[str, Sequence[str]],
+    costs: Sequence[tuple[str, str]],
+    baseline: str,
+    baseline_dices: Mapping[tuple[str, str], float],
+    compared: Sequence[tuple[str, str, Difference]],
+) -> str:
+    """Render the page.
+
+    Args:
+        rows: Scores of each case and region: `case`, `region`, `trust`, the scores of `medseg.metrics.scores.score_region` and
+            further metrics.
+        statistics: Statistics of each region and metric over all trusts.
+        files: Case to its picture and viewer.
+        title: Heading.
+        folder: Folder of the predictions, as shown to the reader.
+        num_pictures: Largest number of overlays inside the page, the worst cases first.
+        say: Takes a sentence about a picture that could not be read.
+        notes: Heading to its lines: failures, warnings, cases without a partner; empty ones are left out.
+        costs: Pairs of a name and a figure for the top of the page.
+        baseline: Name of the baseline, or "".
+        baseline_dices: Case and region to the Dice of the baseline.
+        compared: Region, metric and its difference to the baseline.
+
+    Returns:
+        HTML.
+    """
+    regions = list(dict.fromkeys(row["region"] for row in rows))
+    ordered = sorted(rows, key=lambda row: (row["dice"], -row["hd95_mm"]))
+    cases = {case: f"case-{number}" for number, case in enumerate(dict.fromkeys(row["case"] for row in ordered))}
+    shown = [
+        {
+            **row,
+            "row": number,
+            "link": f"#{cases[row['case']]}",
+            "colour": f"var(--hue-{regions.index(row['region']) % _NUM_HUES})",
+            "error_ml": row["volume_pred_ml"] - row["volume_ref_ml"],
+            "delta": round(row["dice"] - baseline_dices[key], 6)
+            if (key := (row["case"], row["region"])) in baseline_dices
+            else None,
+            **_errors(row),
+        }
+        for number, row in enumerate(ordered)
+    ]
+    names = [*_TITLES, *(name for name in rows[0] if name not in ("case", "region", "trust", *_TITLES))]
+    points = [{key: row[key] for key in _POINT_KEYS} for row in shown]
+    pairs = [point for point in points if point["delta"] is not None]
+    forest = [
+        {"name": region.replace("_", " "), "setting": 0, "colour": "var(--accent)", **difference._asdict()}
+        for region, metric, difference in compared
+        if metric == "dice"
+    ]
+    uris = {case: data_uri(path, say) for case in list(cases)[:num_pictures] if (path := files[case].picture)}
+    return render_page(
+        "cases.html",
+        "evaluation",
+        title,
+        tiles=[
+            ("cases", len(cases)),
+            *(
+                (f"mean Dice, {one['region'].replace('_', ' ')}", f"{one['mean']:.4f}")
+                for one in statistics
+                if one["metric"] == "dice"
+            ),
+            *costs,
+        ],
+        charts={
+            "cases": [dice_by_region(points), volume_errors(points)],
+            "differences": [*differences(forest, "Mean difference of the Dice"), *([case_differences(pairs)] if pairs else [])],
+        },
+        folder=folder,
+        regions=regions,
+        trusts=sorted({row["trust"] for row in rows} - {""}),
+        titles={name: _TITLES.get(name, name) for name in names},
+        rows=shown,
+        cases=[
+            {
+                "name": case,
+                "id": identity,
+                "uri": uris.get(case, ""),
+                "files": files[case],
+                "rows": [row for row in shown if row["case"] == case],
+            }
+            for case, identity in cases.items()
+        ],
+        statistics=[one for one in statistics if one["mean"] is not None],
+        notes={heading: lines for heading, lines in notes.items() if lines},
+        baseline=baseline,
+        compared=compared,
+        method=METHOD,
+        missing=MISSING,
+        write_score=_write_score,
+        write_difference=write_difference,
+    )
+
+
+_POINT_KEYS = ("case", "region", "dice", "volume_ref_ml", "error_ml", "delta", "row", "link", "colour")
+
+
+def _errors(row: Row) -> dict[str, float]:
+    """Missed and extra volume in ml, which follow from the Dice and both volumes."""
+    common_ml = row["dice"] * (row["volume_pred_ml"] + row["volume_ref_ml"]) / 2
+    return {"missed_ml": max(0.0, row["volume_ref_ml"] - common_ml), "extra_ml": max(0.0, row["volume_pred_ml"] - common_ml)}
+
+
+def _write_score(name: str, value: float) -> str:
+    """Format a score by its unit.
+
+    Example:
+        >>> _write_score("dice", 0.98765), _write_score("hd95_mm", 2.345), _write_score("hd95_mm", math.inf)
+        ('0.9877', '2.3', 'none')
+    """
+    if not math.isfinite(value):
+        return "none"
+    return f"{value:.1f}" if name.endswith(("_mm", "_ml")) and not name.startswith("nsd") else f"{value:.4f}"

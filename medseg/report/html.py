@@ -1,0 +1,71 @@
+"""HTML pages in one file: templates with style sheet, script, chart library and pictures inside."""
+
+import base64
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from medseg import __version__
+from medseg.report.charts import Chart
+
+_TEMPLATES = Path(__file__).parent / "page"
+_LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
+_MAX_WIDTH_PX = 960
+
+
+def render_page(
+    template: str, kind: str, title: str, tiles: Sequence[Any], charts: Mapping[str, list[Chart]], **values: Any
+) -> str:
+    """Render a page that needs no server, network or further file.
+
+    Args:
+        template: File in `page/`.
+        kind: Word for the kind of page.
+        title: Heading.
+        tiles: Pairs of a name and a figure for the top of the page.
+        charts: Group to its charts. The template gets them as `figures`, pairs of a number and a heading.
+        values: Further values of the template.
+    """
+    templates = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+    def source(name: str) -> Markup:
+        return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
+
+    drawn = [chart for group in charts.values() for chart in group]
+    numbers = iter(range(len(drawn)))
+    return templates.get_template(template).render(
+        css=source("page.css"),
+        js=source("page.js"),
+        libraries=[source(f"vega/{name}") for name in _LIBRARIES] if drawn else [],
+        specs=[chart.spec for chart in drawn],
+        figures={name: [(next(numbers), chart.heading) for chart in group] for name, group in charts.items()},
+        version=__version__,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        kind=kind,
+        title=title,
+        tiles=tiles,
+        **values,
+    )
+
+
+def data_uri(path: Path, say: Callable[[str], None]) -> str:
+    """A picture as a JPEG data URI, at most 960 pixels wide; "" and a sentence for a file that is no whole picture."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as stored:
+            image = stored.convert("RGB")
+    except OSError as error:
+        say(f"{path} is left out: {error}")
+        return ""
+    image.thumbnail((_MAX_WIDTH_PX, 10 * _MAX_WIDTH_PX))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=82, subsampling=0, optimize=True)  # full colour: the outlines are one pixel wide
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
