@@ -17,6 +17,7 @@ from medseg.config.targets import TARGET, check_target
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line, is_out_of_memory, require
 from medseg.geometry.grid_rule import GridRule
+from medseg.inference.openvino import has_openvino, quickest_backend, use_openvino
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.models.adapter import build_on_meta
@@ -33,6 +34,7 @@ def load_stage(
     precision: str | None = None,
     trusted: Sequence[str] = (),
     half_weights: bool = False,
+    backend: str | None = None,
 ) -> TrainedStage:
     """Load a stage from a checkpoint with `weights_only`: no code in the file runs.
 
@@ -43,9 +45,10 @@ def load_stage(
         precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
         half_weights: Whether convolutions and linear layers store their weights in the half precision that they compute in.
+        backend: `torch` or `openvino`; None measures on a CPU without the bf16 of the training, and is torch elsewhere.
 
     Raises:
-        UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format.
+        UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format, or the backend does not work.
     """
     metadata, weights = read_weights(path, stage, stage)
     try:
@@ -66,7 +69,10 @@ def load_stage(
         )
         shapes.load_state_dict(weights, assign=True)
         network = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
-        precision = precision or inference_precision(Precision(metadata["precision"]).value, device.type)
+        trained_in = Precision(metadata["precision"]).value
+        lacks_half = precision is None and trained_in in HALF and device.type == "cpu"
+        precision = precision or inference_precision(trained_in, device.type)
+        lacks_half = lacks_half and precision not in HALF
         trained = TrainedStage(
             network=network,
             name=stage,
@@ -109,6 +115,15 @@ def load_stage(
                 module.to(HALF[precision])
     network.to(device).eval()
     trained.count_memory()
+    if backend is None and lacks_half and has_openvino():
+        backend = quickest_backend(network)
+    if backend == "openvino":
+        require(
+            device.type == "cpu",
+            "inference.backend=openvino runs on processors only; choose accelerator=cpu, or inference.backend=torch",
+        )
+        require(not half_weights, "inference.half_weights=true works with inference.backend=torch only; leave one of them out")
+        use_openvino(network, precision)
     return trained
 
 
@@ -119,6 +134,7 @@ def load_stages(
     precision: str | None = None,
     trusted: Sequence[str] = (),
     half_weights: bool = False,
+    backend: str | None = None,
 ) -> TrainedStage:
     """Load one or several checkpoints of a stage, whose results are averaged.
 
@@ -129,11 +145,12 @@ def load_stages(
         precision: See `load_stage`.
         trusted: See `load_stage`.
         half_weights: See `load_stage`.
+        backend: See `load_stage`.
 
     Raises:
         UserError: As `load_stage`, and if the checkpoints differ in their input.
     """
-    first, *others = (load_stage(path, stage, device, precision, trusted, half_weights) for path in paths)
+    first, *others = (load_stage(path, stage, device, precision, trusted, half_weights, backend) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
         for name in ("task", "spacing_mm", "rule", "resampling", "tile_size", "region_margin_mm", "region_mode", "precision"):
             ours, theirs = getattr(first, name), getattr(other, name)

@@ -56,6 +56,7 @@ SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.crops
 Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `medseg.preprocess.resample`
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
+Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
 Norm = StrEnum("Norm", ["instance", "group", "batch", "channel", "affine"])  # see `medseg.models.blocks`
 CompileMode = StrEnum("CompileMode", ["default", "reduce_overhead", "max_autotune"])
 Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
@@ -466,6 +467,10 @@ class PredictInferenceConfig(InferenceConfig):
         bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
     ]
     half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")]
+    backend: Annotated[
+        Backend | None,
+        Knob("What runs the networks; null: torch, on a CPU without bf16 the quicker one if OpenVINO is installed."),
+    ]
 
 
 @dataclass(kw_only=True)

@@ -94,7 +94,7 @@ def predict_scans(
         source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         output: File or folder of the label maps.
         checkpoints: Checkpoints of each spacing range, by its name in `by_spacing`; one with an empty name is used for all scans.
-        inference: `tile_size`, `half_weights` and `max_ram_gib`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
+        inference: `tile_size`, `half_weights`, `backend` and `max_ram_gib`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
         split: Only this split of a case table.
         series: Which DICOM series the input is.
         hu: HU scale of the cases that have none of their own in a table.
@@ -197,7 +197,7 @@ def load_cascades(
         torch.set_num_threads(threads)
     if is_under_torchrun() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    loading = {key: inference[key] for key in ("tile_size", "half_weights")}
+    loading = {key: inference[key] for key in ("tile_size", "half_weights", "backend")}
     options = CascadeOptions(**{key: inference[key] for key in ("overlap", "budget_gib", "tta")})
     loaded = []
     for name, (coarse, fine, range_mm) in checkpoints.items():

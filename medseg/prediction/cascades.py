@@ -46,6 +46,7 @@ def load_cascade(
     precision: str | None = None,
     tile_size: tuple[int, int, int] | None = None,
     half_weights: bool = False,
+    backend: str | None = None,
     options: CascadeOptions | None = None,
     trusted: Sequence[str] = (),
 ) -> Cascade:
@@ -58,6 +59,7 @@ def load_cascade(
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
         tile_size: Tile of the fine stage in voxels (z, y, x); None = that of its checkpoint.
         half_weights: Whether the networks store their weights in half precision, where they compute in it.
+        backend: `torch` or `openvino`; None = the quicker one on a CPU without bf16, else torch.
         options: Thresholds, memory budget and flips; the defaults where None.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
 
@@ -77,7 +79,7 @@ def load_cascade(
         # A task without regions has one stage.
         if given or not stages or stages[0].task.regions:
             paths = [Path(path) for path in given or ()] or [shipped_weights("lungs", name)]
-            stages.append(load_stages(paths, name, device, precision, trusted, half_weights))
+            stages.append(load_stages(paths, name, device, precision, trusted, half_weights, backend))
     if tile_size is not None:
         stages[-1].use_tiles(tile_size)
     options = options or CascadeOptions()

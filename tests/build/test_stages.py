@@ -71,6 +71,27 @@ def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(no
         load_stage(path, "fine", CPU, "fp32", (), True)
 
 
+def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, used = tmp_path / "w.safetensors", []
+    write(path, compose("memory.precision=bf16"))
+    monkeypatch.setattr(stages, "has_openvino", lambda: True)
+    monkeypatch.setattr(stages, "quickest_backend", lambda _: "openvino")
+    monkeypatch.setattr(stages, "use_openvino", lambda _, precision: used.append(precision))
+    monkeypatch.setattr(stages, "inference_precision", lambda *_: "bf16")
+    load_stage(path, "fine", CPU)
+    monkeypatch.setattr(stages, "inference_precision", lambda *_: "fp32")
+    load_stage(path, "fine", CPU, "fp32")
+    load_stage(path, "fine", CPU, backend="torch")
+    assert used == []
+    load_stage(path, "fine", CPU)
+    load_stage(path, "fine", CPU, "bf16", backend="openvino")
+    assert used == ["fp32", "bf16"]
+    with pytest.raises(UserError, match=r"inference\.half_weights=true works with inference\.backend=torch only"):
+        load_stage(path, "fine", CPU, "bf16", (), True, backend="openvino")
+
+
 def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
     stage = load_stages([shipped_weights("lungs", "coarse")], "coarse", CPU)
     assert stage.task.volume_ml == make_task(compose().task).volume_ml

@@ -1,0 +1,87 @@
+"""OpenVINO computes what torch computes, is named where it is missing, and is chosen by a measurement that is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medseg.errors import UserError
+from medseg.inference import openvino as backend
+from medseg.inference.openvino import quickest_backend, use_openvino
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+
+needs_openvino = pytest.mark.skipif(not backend.has_openvino(), reason="the extra openvino is not installed")
+
+
+def make(norm: str = "instance", mode: str = "mirrored") -> RegionalNetwork:
+    torch.manual_seed(0)
+    network = RegionalNetwork(
+        lambda channels: UNet(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm), num_regions=2, mode=mode
+    )
+    for parameter in network.parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return network.eval()
+
+
+@needs_openvino
+@pytest.mark.parametrize(("norm", "mode"), [("instance", "side_input"), ("affine", "separate")])
+def test_logits_are_those_of_torch_at_every_size(norm: str, mode: str) -> None:
+    network, region = make(norm, mode), torch.tensor([1])
+    images = [torch.randn(1, 1, *shape) for shape in ((16, 24, 32), (32, 16, 16), (16, 24, 32))]
+    with torch.inference_mode():
+        expected = [network(image, region) for image in images]
+        use_openvino(network, "fp32")
+        found = [network(image, region) for image in images]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@needs_openvino
+def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
+    class Odd(UNet):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.special.bessel_j0(image))
+
+    network = RegionalNetwork(lambda channels: Odd(channels, 2, width=4, depth=1, blocks_per_level=1)).eval()
+    use_openvino(network, "fp32")
+    with pytest.raises(
+        UserError, match=r"inference\.backend=openvino: Odd cannot be converted .*; choose inference\.backend=torch"
+    ):
+        network(torch.zeros(1, 1, 16, 16, 16), torch.tensor([0]))
+
+
+def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "has_openvino", lambda: False)
+    with pytest.raises(
+        UserError, match=r"OpenVINO is not installed; run pip install 'medseg\[openvino\]', or choose inference\.backend=torch"
+    ):
+        use_openvino(make(), "fp32")
+
+
+@pytest.mark.parametrize(("torch_s", "openvino_s", "chosen"), [(1.0, 2.0, "torch"), (2.0, 1.0, "openvino")])
+def test_the_quicker_one_is_measured_once_per_machine(
+    torch_s: float, openvino_s: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def seconds(call: Any, image: torch.Tensor) -> float:
+        measured.append(type(call).__name__)
+        return torch_s if isinstance(call, nn.Module) else openvino_s
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(backend, "_seconds", seconds)
+    monkeypatch.setattr(backend.importlib.metadata, "version", lambda _: "1.0")
+    assert [quickest_backend(make()) for _ in range(2)] == [chosen, chosen]
+    assert measured == ["_Compiled", "UNet"]
+    kept = tmp_path / "medseg" / "backends.json"
+    assert list(json.loads(kept.read_text(encoding="utf-8")).values()) == [chosen]
+    kept.write_text("damaged", encoding="utf-8")
+    assert quickest_backend(make()) == chosen
+    assert len(measured) == 4
