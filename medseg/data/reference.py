@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medseg.data.audit.labels import GRID_TOLERANCE_MM
+from medseg.data.importers.dataset import plain_name
 from medseg.data.task import LabelValues
 from medseg.errors import UserError, require
 from medseg.io.inputs import case_name, dicom_files, input_format, is_dicom_file, volume_files, volume_suffix
@@ -21,7 +22,7 @@ class Chosen(NamedTuple):
 
     Attributes:
         values: Value in the label map to label name.
-        structures: Name of each structure, in lower case, with the value that its voxels get, in the order of the labels.
+        structures: Name of each structure with the value that its voxels get, in the order of the labels.
         remarks: Sentences for the user.
     """
 
@@ -35,7 +36,7 @@ def read_reference(
 ) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
-    A label that `label_values` gives no structure has the one of its own name. Upper and lower case do not matter. A label without a
+    A label that `label_values` gives no structure has the one of its own name. Names are compared by `plain_name`. A label without a
     structure is absent. Where structures overlap, the later label of `label_values` counts.
 
     Args:
@@ -66,7 +67,7 @@ def read_reference(
             f"{path}: a DICOM {file.kind} is read on the slices of its series, but the image of the case is not DICOM; give the series."
         )
     chosen = _choose(path, file.names.values(), label_values)
-    numbers = {name: [number for number, one in file.names.items() if one.casefold() == name] for name, _ in chosen.structures}
+    numbers = {name: [number for number, one in file.names.items() if one == name] for name, _ in chosen.structures}
     volume = read_label_file(
         file,
         open_slices(image, series, modality),
@@ -86,31 +87,40 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
     Raises:
         UserError: If none of them is there.
     """
-    known = {name.casefold(): name for name in names}
+    known: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        known.setdefault(plain_name(name), []).append(name)
     values = {label: value for value, label in enumerate(dict.fromkeys(label_values.values()), start=1)}
     named = {label: [name for name, one in label_values.items() if one == label and isinstance(name, str)] for label in values}
-    wanted = [(name, value) for label, value in values.items() for name in named[label] or [label]]
-    found = [(name.casefold(), value) for name, value in wanted if name.casefold() in known]
+    wanted = {label: named[label] or [label] for label in values}
+    found = {
+        (one, values[label]): None
+        for label, several in wanted.items()
+        for name in several
+        for one in known.get(plain_name(name), [])
+    }
     if not found:
-        listed = ", ".join(sorted(known.values())[:MAX_LISTED]) + (", …" if len(known) > MAX_LISTED else "")
+        listed = ", ".join(sorted(one for several in known.values() for one in several)[:MAX_LISTED]) + (
+            ", …" if len(known) > MAX_LISTED else ""
+        )
+        expected = [name for several in wanted.values() for name in several][:MAX_LISTED]
         raise UserError(
-            f"{path}: expected a structure named {' or '.join(name for name, _ in wanted[:MAX_LISTED])}, but it holds {listed or 'none'}; name "
-            "the structures of each label in data.label_values={<label>: [<structure>, …]}."
+            f"{path}: expected a structure named {' or '.join(expected)}, but it holds {listed or 'none'}; name the structures of each label in "
+            "data.label_values={<label>: [<structure>, …]}."
         )
     # A label may name several spellings of one structure.
     absent = [label for label, value in values.items() if value not in {one for _, one in found}]
     remarks = [f"{', '.join(absent)}: no such structure, taken as absent"] if absent else []
-    return Chosen({value: label for label, value in values.items()}, found, remarks)
+    return Chosen({value: label for label, value in values.items()}, list(found), remarks)
 
 
 def _read_masks(path: Path, masks: dict[str, Path], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
     """Merge binary masks to a label map, one at a time."""
     chosen = _choose(path, masks, label_values)
-    files = {name.casefold(): file for name, file in masks.items()}
     labels: np.ndarray | None = None
     num_shared = 0
     for name, value in chosen.structures:
-        mask = read_labels(files[name])
+        mask = read_labels(masks[name])
         if labels is None:
             first, labels = mask, np.zeros(mask.grid.shape, np.min_scalar_type(len(chosen.values)))
         require(

@@ -32,7 +32,7 @@ def test_masks_are_merged_to_the_label_map_that_they_were_cut_from(tmp_path: Pat
 
 def test_a_label_without_structures_has_the_mask_of_its_name_and_a_missing_one_is_absent(tmp_path: Path) -> None:
     labels = blocks()[1]
-    save(tmp_path / "Left_Lung.nii.gz", (labels == LEFT).astype(np.uint8) * 255)
+    save(tmp_path / "Lung L.nii.gz", (labels == LEFT).astype(np.uint8) * 255)
     volume, values = read_reference(tmp_path, {1: "left_lung", 2: "right_lung"})
     assert values == {1: "left_lung", 2: "right_lung"}
     assert np.array_equal(volume.array == 1, labels == LEFT)

@@ -162,6 +162,17 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^\w-]+", "_", CONTROL_CHARACTERS.sub("_", name)).strip("_-") or "label"
 
 
+def plain_name(name: str) -> str:
+    """Reduce a name to what it is compared by: without upper case and signs, the side first and written out.
+
+    Example:
+        >>> [plain_name(name) for name in ("Lung_L", "left lung", "lung-left", "Heart")]
+        ['left_lung', 'left_lung', 'left_lung', 'heart']
+    """
+    side, organ = side_of(safe_name(name))
+    return f"{side}_{organ}".casefold() if side else organ.casefold()
+
+
 def label_names(names: Iterable[str]) -> dict[str, str]:
     """Turn the names of a data set into names of labels: words joined by `_`, sides written out.
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from medseg.data.case_table import Case
-from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first_of, label_names, safe_name
+from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first_of, label_names, plain_name
 from medseg.errors import UserError, require
 from medseg.io.dicom.catalogue import ImageSeries, LabelEntry, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS, dicom_files
@@ -18,7 +18,7 @@ DICOM = "dicom"
 def import_dicom(folder: Path) -> DataSet:
     """Read a folder of DICOM files: each series that a SEG or an RTSTRUCT refers to is a case, named after its patient.
 
-    Structures whose names differ in upper and lower case or in signs between the words are one label.
+    Structures whose names agree by `plain_name` are one label.
 
     Raises:
         UserError: If there are no labels, none of them has its series, or the series are of several modalities.
@@ -80,16 +80,13 @@ def _patient(series: ImageSeries, folder: Path) -> str:
 
 def _labels(files: list[LabelEntry], notes: list[str]) -> FileValues:
     """Make labels of the names of structures; those that some files lack are noted."""
-    spellings: dict[str, list[str]] = {}
+    first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for file in files:
-        counts.update({safe_name(name).casefold() for name in file.names})
-        for name in file.names:
-            known = spellings.setdefault(safe_name(name).casefold(), [])
-            if name.casefold() not in map(str.casefold, known):
-                known.append(name)
-    some = [f"{known[0]} in {counts[key]}" for key, known in sorted(spellings.items()) if counts[key] < len(files)]
-    if some:
+        names = {plain_name(name): name for name in reversed(file.names)}
+        counts.update(list(names))
+        first = {**names, **first}
+    if some := [f"{name} in {counts[plain]}" for plain, name in sorted(first.items()) if counts[plain] < len(files)]:
         notes.append(f"some structures are not in each of the {len(files)} files, where they count as absent: {', '.join(some)}")
-    written = label_names(known[0] for known in spellings.values())
-    return {written[known[0]]: list(known) for _, known in sorted(spellings.items())}
+    written = label_names(first.values())
+    return {written[name]: [name] for _, name in sorted(first.items())}

@@ -42,12 +42,12 @@ def import_nnunet(folder: Path) -> DataSet:
     channels = _names(field(about, key, dict, path))
     ending = about.get("file_ending", ".nii.gz")
     require(
-        ending in SUFFIXES,
+        ending in list(SUFFIXES),
         f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; convert the files to one of them.",
     )
     notes = []
     if "dataset" in about:
-        listed = field(about, "dataset", dict, path)
+        listed = {name: entry if isinstance(entry, dict) else {} for name, entry in field(about, "dataset", dict, path).items()}
         images = {name: [folder / one for one in texts(entry.get("images"), path)] for name, entry in listed.items()}
         labels = {name: folder / text(entry.get("label"), path) for name, entry in listed.items()}
         for name, files in images.items():

@@ -41,7 +41,7 @@ def test_structures_of_other_spellings_and_missing_ones(tmp_path: Path) -> None:
     for patient in ("LCTSC-Train-S1-001", "LCTSC-Train-S1-002"):
         shutil.rmtree(tmp_path / "a" / patient)
     data = import_dicom(tmp_path)
-    assert data.labels == {"Heart": ["Heart"], "left_lung": ["Lung_L", "LUNG L"], "right_lung": ["Lung_R"]}
+    assert data.labels == {"Heart": ["Heart"], "left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
     assert data.notes == ("some structures are not in each of the 3 files, where they count as absent: Heart in 2, Lung_R in 1",)
     case = data.cases[1]
     assert case.labels is not None

@@ -190,3 +190,26 @@ def test_mistakes_of_a_datalist(tmp_path: Path, content: dict[str, Any], said: s
     with pytest.raises(UserError) as error:
         import_msd(write_json(tmp_path / "list.json", content))
     assert said in str(error.value)
+
+
+VALUES: list[Any] = [None, True, -1, 1.5, 10**30, "", "../../x", "\0", [], {}, [[1]], {"a": None}, {"1": "a"}, {"a": [1, "b"]}]
+
+
+@pytest.mark.parametrize("make", [make_nnunet, make_msd])
+def test_any_value_in_a_description_is_read_or_refused(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    folder = make(tmp_path)
+    about = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+    refused = 0
+    for key in [*about, "dataset", "validation"]:
+        for value in VALUES:
+            entries = (
+                [[{"image": value}], [{"image": "a", "label": value, "fold": value}]] if key == "training" else [{"0": value}]
+            )
+            for one in (value, *entries):
+                write_json(folder / "dataset.json", {**about, key: one})
+                import_dataset.cache_clear()
+                try:
+                    import_dataset(folder).task()
+                except UserError:
+                    refused += 1
+    assert refused > 80
