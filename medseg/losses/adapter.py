@@ -120,6 +120,34 @@ class TrainingLoss(nn.Module):
         return torch.stack(parts).mean()
 
 
+def sample_losses(loss: nn.Module, outputs: Tensor | Sequence[Tensor], target: Tensor) -> list[tuple[Tensor, int]]:
+    """Compute the loss of each sample of a stack by itself; a loss of a whole batch (batch Dice) is computed once for the stack.
+
+    Args:
+        loss: Called as `loss(outputs, target)`.
+        outputs: Logits (N, K, D, H, W), or several with deep supervision.
+        target: (N, D, H, W), integers.
+
+    Returns:
+        Losses, each with its number of samples.
+    """
+    if len(target) == 1 or is_batch_loss(loss):
+        return [(loss(outputs, target), len(target))]
+    parts = outputs.split(1) if isinstance(outputs, Tensor) else zip(*(output.split(1) for output in outputs), strict=True)
+    return [(loss(*part), 1) for part in zip(parts, target.split(1), strict=True)]
+
+
+def is_batch_loss(loss: nn.Module) -> bool:
+    """Whether a loss, or a part of it, is computed over all samples of a batch together."""
+    return any(getattr(one, "batch_dice", False) or getattr(one, "batch", False) for one in loss.modules())
+
+
+def mean_of_samples(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Average losses by their numbers of samples; a single loss is kept bit by bit."""
+    num_samples = sum(count for _, count in losses)
+    return sum_all(value * (count / num_samples) for value, count in losses)
+
+
 def sum_all(values: Iterable[Tensor]) -> Tensor:
     """Add tensors; a single one is returned unchanged."""
     first, *others = values

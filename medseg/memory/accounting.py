@@ -3,134 +3,22 @@
 import contextlib
 import functools
 import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.device_map import named_parts
 from medseg.memory.precision import HALF
-from medseg.memory.switches import is_copying_to_host
+from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.adapter import build_on_meta
-
-HOST = "host"  # kind of offloaded tensors: counted by owner, but not part of the device's total
-
-
-class Owner(NamedTuple):
-    """Purpose of a storage (`kind`), and the part of the network that made it."""
-
-    kind: str
-    part: str = ""
-
-
-class MemoryTracker(TorchDispatchMode):
-    """Count the bytes of live tensors by owner, and their peak.
-
-    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts until nothing holds it, be it Python,
-    autograd's graph or a hook. Hooks on saved tensors would see less, because inner hooks (checkpointing, offloading) hide what they
-    save from outer ones. Not counted are workspaces that a kernel takes and frees within one operation, and the rounding and
-    fragmentation of an allocator.
-
-    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign` changes the owner.
-
-    Attributes:
-        now: Owner of what the following operations make.
-        live: Bytes of the live storages by owner.
-        peak_bytes: Largest total of live bytes so far, without what waits in host memory.
-        peak_live: `live` at that moment.
-        peak_now: `now` at that moment.
-    """
-
-    def __init__(
-        self,
-        correct: Callable[[Any, tuple[Any, ...], Any], Any] | None = None,
-        workspace: Callable[[Any, tuple[Any, ...], Any], int] | None = None,
-    ) -> None:
-        """Start without any storage.
-
-        Args:
-            correct: Called as `correct(operation, arguments, result)`; its result replaces the operation's.
-            workspace: Called in the same way; bytes that the operation takes and frees, which count in the peak.
-        """
-        super().__init__()
-        self.now = Owner("other")
-        self.live: Counter[Owner] = Counter()
-        self._correct = correct
-        self._workspace = workspace
-        self._entries: dict[int, tuple[weakref.ref[Any], Owner, int]] = {}
-        self._total = 0
-        self.restart_peak()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch's guard against compiling this class imports the compiler, which takes a second."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        owner = Owner(HOST) if is_copying_to_host() else self.now
-        # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
-        owner_before = owner if func is torch.ops.aten.lift_fresh.default else Owner("other")
-        self._see_all((args, kwargs), owner_before)
-        result = func(*args, **(kwargs or {}))
-        if self._correct is not None:
-            result = self._correct(func, args, result)
-        self._see_all(result, owner)
-        taken = self._workspace(func, args, result) if self._workspace is not None else 0
-        if self._total + taken > self.peak_bytes:
-            self.restart_peak()
-            self.peak_bytes += taken
-            self.peak_live[owner] += taken
-        return result
-
-    def assign(self, tensor: Tensor, kind: str) -> None:
-        """Give a tensor's storage to another owner; a storage that the tracker has not seen yet counts from now on."""
-        storage = tensor.untyped_storage()
-        owner = Owner(kind)
-        self._see(storage, owner)
-        reference, old, num_bytes = self._entries[storage._cdata]
-        self._entries[storage._cdata] = (reference, owner, num_bytes)
-        self.live[old] -= num_bytes
-        self.live[owner] += num_bytes
-
-    def restart_peak(self) -> None:
-        """Take the present moment as the peak so far."""
-        self.peak_bytes, self.peak_live, self.peak_now = self._total, self.live.copy(), self.now
-
-    def live_bytes(self, kind: str) -> int:
-        """Sum the live bytes of a kind over all parts."""
-        return sum(num_bytes for owner, num_bytes in self.live.items() if owner.kind == kind)
-
-    def _see_all(self, values: Any, owner: Owner) -> None:
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage(), owner)
-
-    def _see(self, storage: torch.UntypedStorage, owner: Owner) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        entry = self._entries.get(key)
-        if entry is not None:
-            # An operation may have resized the storage.
-            reference, owner, num_bytes_before = entry
-        else:
-            reference, num_bytes_before = weakref.ref(storage, lambda _: self._forget(key)), 0
-        if num_bytes != num_bytes_before or entry is None:
-            self._entries[key] = (reference, owner, num_bytes)
-            self.live[owner] += num_bytes - num_bytes_before
-            self._total += (num_bytes - num_bytes_before) * (owner.kind != HOST)
-
-    def _forget(self, key: int) -> None:
-        _, owner, num_bytes = self._entries.pop(key)
-        self.live[owner] -= num_bytes
-        self._total -= num_bytes * (owner.kind != HOST)
-
 
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = "parameters", "gradients", "optimizer state", "input", "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
@@ -197,6 +85,7 @@ def count_step(
     call: Callable[[nn.Module, Tensor], Any] = lambda network, image: network(image),
     compute: bool = False,
     is_gpu: bool = False,
+    timeline: Timeline | None = None,
 ) -> StepMemory:
     """Count the memory of a training step, from the second step on.
 
@@ -207,7 +96,7 @@ def count_step(
     Args:
         make_network: Makes the network with its switches applied; see `named_parts` for its parts.
         image_shape: (N, C, D, H, W) of a micro-batch.
-        loss: Called as `loss(logits, target)`, the target uint8 (N, D, H, W).
+        loss: Called as `loss(logits, target)` for each sample as in training, the target uint8 (1, D, H, W).
         make_optimizer: From parameters to an optimiser.
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
@@ -215,12 +104,65 @@ def count_step(
         call: Returns the logits of a network for an image.
         compute: Allocate and compute everything on the CPU: slow, with the same result; used to check the count.
         is_gpu: Count what a GPU keeps; else, a CPU.
+        timeline: Gets the operations of the last micro-batch and of the optimiser; None = they are not recorded.
 
     Returns:
         The counts.
 
     Raises:
         ValueError: If the network or the loss decides by computed values, which fake tensors do not have.
+    """
+    with _fake_network(make_network, compute=compute, is_gpu=is_gpu, timeline=timeline) as (network, tracker, order):
+        return _count(
+            network.train(), image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, call, order, timeline
+        )
+
+
+def count_forward(
+    make_network: Callable[[], nn.Module],
+    image_shape: tuple[int, int, int, int, int],
+    call: Callable[[nn.Module, Tensor], Any],
+    *,
+    precision: str = "fp32",
+    is_gpu: bool = False,
+) -> tuple[int, Timeline]:
+    """Count the memory of a network's evaluation, as `count_step` does that of a training step.
+
+    Args:
+        make_network: See `count_step`.
+        image_shape: (N, C, D, H, W).
+        call: Does the work with a network and an image.
+        precision: See `count_step`.
+        is_gpu: See `count_step`.
+
+    Returns:
+        Largest total of live bytes with the weights and the image, and the operations.
+
+    Raises:
+        ValueError: See `count_step`.
+    """
+    timeline = Timeline()
+    with _fake_network(make_network, is_gpu=is_gpu, timeline=timeline) as (network, tracker, _):
+        for tensor in (*network.parameters(), *network.buffers()):
+            tracker.assign(tensor, PARAMETERS)
+        image = torch.zeros(image_shape)
+        tracker.assign(image, INPUT)
+        timeline.segments.clear()
+        tracker.restart_peak()
+        tracker.now = Owner(FORWARD)
+        with torch.no_grad(), torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
+            call(network.eval(), image)
+        return tracker.peak_bytes, timeline
+
+
+@contextlib.contextmanager
+def _fake_network(
+    make_network: Callable[[], nn.Module], *, compute: bool = False, is_gpu: bool, timeline: Timeline | None
+) -> Iterator[tuple[nn.Module, MemoryTracker, dict[str, None]]]:
+    """Make a network of fake tensors; yield it with a tracker that is on, and the parts that have run.
+
+    Raises:
+        ValueError: If the network decides by computed values.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -229,17 +171,17 @@ def count_step(
         UnsupportedOperatorException,
     )
 
-    # Real tensors are allowed: `call` may bring some, such as the index of a region.
+    # Real tensors are allowed: the caller may bring some, such as the index of a region.
     mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = MemoryTracker(None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None)
+    tracker = MemoryTracker(None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None, timeline)
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
-    network = (make_network() if compute else build_on_meta(make_network)).train()
+    network = make_network() if compute else build_on_meta(make_network)
     try:
         with mode:
             if not compute:
                 _make_fake(network)
             with tracker, _watch_parts(network, tracker) as order, _CudaPrecision() if is_gpu else contextlib.nullcontext():
-                return _count(network, image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, call, order)
+                yield network, tracker, order
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise ValueError(f"the memory cannot be counted without computing ({error}); give compute=true") from error
 
@@ -255,6 +197,7 @@ def _count(
     averages: bool,
     call: Callable[[nn.Module, Tensor], Any],
     order: dict[str, None],
+    timeline: Timeline | None,
 ) -> StepMemory:
     for tensor in (*network.parameters(), *network.buffers()):
         tracker.assign(tensor, PARAMETERS)
@@ -274,12 +217,17 @@ def _count(
     tracker.restart_peak()
     # The second micro-batch is the first one that finds gradients; all later ones are like it.
     for _ in range(min(accumulate, 2)):
+        if timeline is not None:
+            timeline.segments.clear()
         tracker.now = Owner(FORWARD, LOSS)
-        with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
+        hooks = saved_tensors_hooks(tracker.save, _unchanged) if timeline is not None else contextlib.nullcontext()
+        with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
             logits = call(network, image)
             with _RealRanges():
-                value = loss(logits, target)
+                value = mean_of_samples(sample_losses(loss, logits, target))
             del logits
+        if timeline is not None:
+            timeline.held = tracker.held(FORWARD)
         offloaded = tracker.live_bytes(HOST)
         saved = {owner.part: size for owner, size in tracker.live.items() if owner.kind == FORWARD and size}
         tracker.now = Owner(BACKWARD, LOSS)
@@ -327,6 +275,10 @@ class _RealRanges(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _no_loss() -> float:
     """Closure that some optimisers require; the gradients are there already."""
     return 0.0
@@ -348,17 +300,26 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[str, None]]:
     """Set the tracker's owner to the part of the network that runs, in forward and in backward; yields the parts that have run."""
     callers: list[Owner] = []
+    running: list[str] = []
     order: dict[str, None] = {}
 
-    def enter(name: str, *_: Any) -> None:
+    def enter(name: str, _: nn.Module, args: Any) -> None:
         callers.append(tracker.now)
+        running.append(name)
+        if tracker.now.kind == BACKWARD or len(running) - (running[0] == BETWEEN) > 1:
+            return  # a part that others share belongs to the one that calls it, and that recomputes it
         if name != BETWEEN:
             order.setdefault(name)
+            tracker.take(args, name)
         tracker.now = Owner(tracker.now.kind, name)
 
     def leave(name: str, _: nn.Module, __: Any, result: Any) -> None:
         tracker.now = callers.pop()
-        if isinstance(result, Tensor) and result.requires_grad:
+        is_shared = len(running) - (running[0] == BETWEEN) > 1
+        running.pop()
+        # What the network returns is, as a rule, the result of a part, which has its hook.
+        is_known = name == BETWEEN and isinstance(result, Tensor) and bool(result._backward_hooks)
+        if isinstance(result, Tensor) and result.requires_grad and not is_known and not is_shared:
             # The gradient of the part's result is known: the backward pass of the part begins.
             result.register_hook(functools.partial(begin_backward, name))
 
@@ -366,7 +327,7 @@ def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[st
         tracker.now = Owner(BACKWARD, name)
 
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(network.register_forward_pre_hook(lambda *_: enter(BETWEEN)))
+        hooks.enter_context(network.register_forward_pre_hook(functools.partial(enter, BETWEEN)))
         for name, modules in named_parts(network).items():
             for module in modules:
                 hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))

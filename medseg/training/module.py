@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
-from medseg.losses.adapter import sum_all
+from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.sharding import gathered, shard_network
 from medseg.metrics.adapter import CaseMetric
 from medseg.metrics.scores import dice_per_label
@@ -67,7 +67,6 @@ class SegmentationModule(pl.LightningModule):
         self.accumulate = accumulate
         self.tile_size = tile_size
         self.overlap = overlap
-        self.has_batch_loss = any(getattr(one, "batch_dice", False) or getattr(one, "batch", False) for one in loss.modules())
         self.average = WeightAverage(network, ema_decay) if ema_decay is not None else None
         self.metadata = metadata
         self.metrics = metrics or {}
@@ -100,22 +99,15 @@ class SegmentationModule(pl.LightningModule):
         Each sample has its own loss at its own shape, and each counts the same: the gradient of a step does not depend on how its samples
         are divided among micro-batches and ranks. A loss of a whole batch (batch Dice) is computed for each stack.
         """
-        losses, counts = [], []
-        for stack in batch:
-            outputs, target = self.network(stack["image"], stack["region"]), stack["target"]
-            if self.has_batch_loss or len(target) == 1:
-                parts = [(outputs, target)]
-            elif isinstance(outputs, Tensor):
-                parts = list(zip(outputs.split(1), target.split(1), strict=True))
-            else:  # deep supervision
-                parts = list(zip(zip(*(output.split(1) for output in outputs), strict=True), target.split(1), strict=True))
-            losses += [self.loss(*part) for part in parts]
-            counts += [len(some) for _, some in parts]
-        # A single loss is kept bit by bit.
-        loss: Tensor = sum_all(part * (count / sum(counts)) for part, count in zip(losses, counts, strict=True))
+        losses = [
+            found
+            for stack in batch
+            for found in sample_losses(self.loss, self.network(stack["image"], stack["region"]), stack["target"])
+        ]
+        loss = mean_of_samples(losses)
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()
-        self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, batch_size=sum(counts))
+        self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, batch_size=sum(count for _, count in losses))
         return loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:

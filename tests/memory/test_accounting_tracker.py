@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medseg.memory.accounting import MemoryTracker, Owner
+from medseg.memory.tracker import MemoryTracker, Owner
 
 
 def total(tracker: MemoryTracker) -> int:

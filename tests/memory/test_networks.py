@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from medseg.build.network import make_described_network
 from medseg.data.task import Channel, Task
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
-from medseg.memory.accounting import MemoryTracker, StepMemory, _copied_bytes, count_step
+from medseg.memory.accounting import StepMemory, _copied_bytes, count_step
 from medseg.memory.device_map import apply_device_map
 from medseg.memory.switches import apply_switches, select_blocks
+from medseg.memory.tracker import MemoryTracker
 from medseg.models.adapter import build_on_meta
 from medseg.models.regional import RegionalNetwork
 

@@ -15,7 +15,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.rules import notes
 from medseg.config.schema import TrainConfig
-from medseg.memory.accounting import MemoryTracker
+from medseg.memory.tracker import MemoryTracker
 
 SMALL = [
     "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd", "optimizer.lr=0.1",

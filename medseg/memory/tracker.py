@@ -1,0 +1,234 @@
+"""Tracker of live tensors: bytes by owner, their peak, and the timeline of operations that a step runs."""
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from medseg.memory.switches import is_copying_to_host
+
+HOST = "host"  # kind of offloaded tensors: counted by owner, but not part of the device's total
+
+
+class Owner(NamedTuple):
+    """Purpose of a storage (`kind`), and the part of the network that made it."""
+
+    kind: str
+    part: str = ""
+
+
+class Operand(NamedTuple):
+    """Form of a tensor among the arguments of an operation."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """Operation with its arguments, in which `Operand` stands for each tensor."""
+
+    operation: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> "Call":
+        """Describe an operation that is about to run."""
+        return cls(operation, *tree_map(_as_operand, (arguments, options)))
+
+
+def _as_operand(leaf: Any) -> Any:
+    return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass
+class Segment:
+    """Operations that ran one after the other under one owner.
+
+    Attributes:
+        owner: Phase of the step, and part of the network.
+        start_bytes: Live bytes before the first of them.
+        calls: Of each: live bytes after it, bytes of its workspace that are known without measuring it, and its key in `Timeline.calls`.
+    """
+
+    owner: Owner
+    start_bytes: int
+    calls: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+class Held(NamedTuple):
+    """Storage that is live between the forward and the backward pass.
+
+    Attributes:
+        num_bytes: Its size.
+        maker: Part of the network that made it.
+        savers: Parts whose operations save it for the backward pass.
+        takers: Parts that take it as an argument, and hold it if they are recomputed.
+    """
+
+    num_bytes: int
+    maker: str
+    savers: frozenset[str]
+    takers: frozenset[str]
+
+
+@dataclass
+class Timeline:
+    """Operations of a step in their order, and what the forward pass leaves for the backward pass."""
+
+    segments: list[Segment] = field(default_factory=list)
+    calls: dict[str, Call] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Count the bytes of live tensors by owner, and their peak.
+
+    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts until nothing holds it, be it Python,
+    autograd's graph or a hook. Hooks on saved tensors would see less, because inner hooks (checkpointing, offloading) hide what they
+    save from outer ones. Not counted are workspaces that a kernel takes and frees within one operation, and the rounding and
+    fragmentation of an allocator.
+
+    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign` changes the owner.
+
+    Attributes:
+        now: Owner of what the following operations make.
+        live: Bytes of the live storages by owner.
+        peak_bytes: Largest total of live bytes so far, without what waits in host memory.
+        peak_live: `live` at that moment.
+        peak_now: `now` at that moment.
+    """
+
+    def __init__(
+        self,
+        correct: Callable[[Any, tuple[Any, ...], Any], Any] | None = None,
+        workspace: Callable[[Any, tuple[Any, ...], Any], int] | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Start without any storage.
+
+        Args:
+            correct: Called as `correct(operation, arguments, result)`; its result replaces the operation's.
+            workspace: Called in the same way; bytes that the operation takes and frees, which count in the peak.
+            timeline: Gets the operations in their order; None = they are not recorded.
+        """
+        super().__init__()
+        self.now = Owner("other")
+        self.live: Counter[Owner] = Counter()
+        self._correct = correct
+        self._workspace = workspace
+        self._timeline = timeline
+        self._savers: defaultdict[int, set[str]] = defaultdict(set)  # parts by storage
+        self._takers: defaultdict[int, set[str]] = defaultdict(set)
+        self._entries: dict[int, tuple[weakref.ref[Any], Owner, int]] = {}
+        self._total = 0
+        self.restart_peak()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's guard against compiling this class imports the compiler, which takes a second."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        owner = Owner(HOST) if is_copying_to_host() else self.now
+        # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
+        owner_before = owner if func is torch.ops.aten.lift_fresh.default else Owner("other")
+        self._see_all((args, kwargs), owner_before)
+        records = self._timeline is not None and not func.is_view
+        if records:
+            segment, key = self._record(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if self._correct is not None:
+            result = self._correct(func, args, result)
+        self._see_all(result, owner)
+        taken = self._workspace(func, args, result) if self._workspace is not None else 0
+        if records:
+            segment.calls.append((self._total, taken, key))
+        if self._total + taken > self.peak_bytes:
+            self.restart_peak()
+            self.peak_bytes += taken
+            self.peak_live[owner] += taken
+        return result
+
+    def assign(self, tensor: Tensor, kind: str) -> None:
+        """Give a tensor's storage to another owner; a storage that the tracker has not seen yet counts from now on."""
+        storage = tensor.untyped_storage()
+        owner = Owner(kind)
+        self._see(storage, owner)
+        reference, old, num_bytes = self._entries[storage._cdata]
+        self._entries[storage._cdata] = (reference, owner, num_bytes)
+        self.live[old] -= num_bytes
+        self.live[owner] += num_bytes
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Note that an operation of the present part saves a tensor; the hook for packing in `saved_tensors_hooks`.
+
+        Returns:
+            The tensor without its graph: an operation that saves its own result would otherwise keep itself alive.
+        """
+        self._savers[tensor.untyped_storage()._cdata].add(self.now.part)
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def take(self, arguments: Any, part: str) -> None:
+        """Note that a part takes the tensors among some arguments."""
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, Tensor):
+                self._takers[leaf.untyped_storage()._cdata].add(part)
+
+    def held(self, kind: str) -> list[Held]:
+        """List the live storages of a kind with their savers and takers."""
+        return [
+            Held(num_bytes, owner.part, frozenset(self._savers[key]), frozenset(self._takers[key]))
+            for key, (_, owner, num_bytes) in self._entries.items()
+            if owner.kind == kind
+        ]
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Segment, str]:
+        """Add an operation to the timeline before it runs; return its segment and its key."""
+        assert self._timeline is not None
+        call, segments = Call.of(func, args, kwargs), self._timeline.segments
+        key = f"{func}{call.arguments}{call.options}"
+        self._timeline.calls.setdefault(key, call)
+        if not segments or segments[-1].owner != self.now:
+            segments.append(Segment(self.now, self._total))
+        return segments[-1], key
+
+    def restart_peak(self) -> None:
+        """Take the present moment as the peak so far."""
+        self.peak_bytes, self.peak_live, self.peak_now = self._total, self.live.copy(), self.now
+
+    def live_bytes(self, kind: str) -> int:
+        """Sum the live bytes of a kind over all parts."""
+        return sum(num_bytes for owner, num_bytes in self.live.items() if owner.kind == kind)
+
+    def _see_all(self, values: Any, owner: Owner) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage(), owner)
+
+    def _see(self, storage: torch.UntypedStorage, owner: Owner) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        entry = self._entries.get(key)
+        if entry is not None:
+            # An operation may have resized the storage.
+            reference, owner, num_bytes_before = entry
+        else:
+            reference, num_bytes_before = weakref.ref(storage, lambda _: self._forget(key)), 0
+        if num_bytes != num_bytes_before or entry is None:
+            self._entries[key] = (reference, owner, num_bytes)
+            self.live[owner] += num_bytes - num_bytes_before
+            self._total += (num_bytes - num_bytes_before) * (owner.kind != HOST)
+
+    def _forget(self, key: int) -> None:
+        _, owner, num_bytes = self._entries.pop(key)
+        self._savers.pop(key, None)
+        self._takers.pop(key, None)
+        self.live[owner] -= num_bytes
+        self._total -= num_bytes * (owner.kind != HOST)
