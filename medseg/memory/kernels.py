@@ -1,0 +1,245 @@
+"""Kernel costs: workspace and seconds of single operations, measured once per machine and kept in a file."""
+
+import contextlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves, tree_map
+
+from medseg.io.atomic import replace_text
+from medseg.memory.tracker import Call, Operand
+
+# A larger operation is measured on two parts of its slices. Above 32 MiB the C library maps the memory of each tensor anew, as for all
+# larger tensors, so that the measured time contains the page faults.
+MEASURED_BYTES = 40 * 2**20
+# An operation that cannot be divided and needs more is not measured.
+MAX_BYTES = 2**30
+# Seconds of repetitions of an operation, of which the fastest counts.
+REPEATED_S = 0.004
+MAX_REPETITIONS = 20
+# Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
+LEAST_DIVISOR = 8
+MARK = "medseg operation "
+aten = torch.ops.aten
+# Position of the weight, whose third axis is none of slices.
+WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+
+
+class Cost(NamedTuple):
+    """Cost of one operation.
+
+    Attributes:
+        workspace: Bytes that its kernel takes beside arguments and result, and frees.
+        seconds: Duration.
+    """
+
+    workspace: int
+    seconds: float
+
+
+NOTHING = Cost(0, 0.0)
+
+
+class KernelCosts:
+    """Costs of operations on this machine with the present versions of the libraries and number of threads.
+
+    Attributes:
+        unmeasured: Names of operations that could not be run alone, whose costs count as zero.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        """Read what was measured before.
+
+        Args:
+            folder: Folder of the file.
+            device: Device on which operations are measured.
+        """
+        self.device = device
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+        name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}"
+        self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
+        self.unmeasured: set[str] = set()
+        self.costs = self._read()
+
+    def __getitem__(self, key: str) -> Cost:
+        """Cost of an operation that was measured; else nothing."""
+        return self.costs.get(key, NOTHING)
+
+    def measure(self, calls: Mapping[str, Call]) -> None:
+        """Measure the operations that are new on this machine, and write all costs to the file."""
+        missing = {key: call for key, call in calls.items() if key not in self.costs}
+        if not missing:
+            return
+        parts = {key: parts_of(call) for key, call in missing.items()}
+        with torch.no_grad():
+            workspaces = iter(self._workspaces([part for some in parts.values() for _, part in some]))
+            for key, some in parts.items():
+                found = [(share, next(workspaces)) for share, _ in some]
+                seconds = self._seconds(some[-1][1]) if some else None
+                if seconds is None:
+                    self.unmeasured.add(str(missing[key].operation))
+                    self.costs[key] = NOTHING
+                else:
+                    self.costs[key] = Cost(continued(found), seconds / some[-1][0])
+        replace_text(self.path, json.dumps(self._read() | self.costs))
+
+    def _read(self) -> dict[str, Cost]:
+        try:
+            known = json.loads(self.path.read_text(encoding="utf-8"))
+            return {key: Cost(int(workspace), float(seconds)) for key, (workspace, seconds) in known.items()}
+        except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
+            return {}
+
+    def _workspaces(self, calls: Sequence[Call]) -> list[int]:
+        """Run each operation once and find the bytes of its workspace; 0 where it fails."""
+        if self.device.type == "cuda":
+            return [self._cuda_workspace(call) for call in calls]
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for index, call in enumerate(calls):
+                with contextlib.suppress(Exception):  # of any operation; it fails again when it is timed
+                    run = self._prepared(call)
+                    with record_function(f"{MARK}{index}"):
+                        _result = run()  # live at the end of the mark
+                    del _result
+        found = _allocated_peaks(profiler.profiler.kineto_results.experimental_event_tree())
+        return [found.get(index, 0) for index in range(len(calls))]
+
+    def _cuda_workspace(self, call: Call) -> int:
+        with contextlib.suppress(Exception):
+            run = self._prepared(call)
+            torch.cuda.reset_peak_memory_stats()
+            kept = run()
+            workspace = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            del kept
+            return workspace
+        return 0
+
+    def _seconds(self, call: Call) -> float | None:
+        """Time an operation; None if it fails.
+
+        One thread is timed by its processor time, which other programs on the machine do not lengthen.
+        """
+        durations_s: list[float] = []
+        has_one_thread = self.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.thread_time if has_one_thread else time.perf_counter
+        try:
+            run = self._prepared(call)
+            while sum(durations_s) < REPEATED_S and len(durations_s) < MAX_REPETITIONS:
+                start_s = clock()
+                run()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+                durations_s.append(clock() - start_s)
+        except Exception:  # of any operation
+            return None
+        return min(durations_s)
+
+    def _prepared(self, call: Call) -> Callable[[], Any]:
+        """Make tensors for the arguments of an operation; return it as a function without arguments."""
+        arguments, options = tree_map(self._as_value, (call.arguments, call.options), is_leaf=_is_operand)
+        return lambda: call.operation(*arguments, **options)
+
+    def _as_value(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return self.device
+        if not isinstance(leaf, Operand):
+            return leaf
+        size = 1 + sum((length - 1) * step for length, step in zip(leaf.shape, leaf.stride, strict=True))
+        # Not zero, whose neighbours are slow denormal numbers; integers may be indices.
+        value = 0.5 if leaf.dtype.is_floating_point else 0
+        return torch.full((size if 0 not in leaf.shape else 0,), value, dtype=leaf.dtype, device=self.device).as_strided(
+            leaf.shape, leaf.stride
+        )
+
+
+def processor_name() -> str:
+    """Model of this machine's processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def continued(points: Sequence[tuple[float, int]]) -> int:
+    """Continue bytes that were measured on one or two shares of an operation to the whole; one point lies on a line through zero."""
+    (share, num_bytes), *others = reversed(points)
+    smaller, fewer_bytes = others[0] if others else (0.0, 0)
+    return max(0, round(num_bytes + (num_bytes - fewer_bytes) / (share - smaller) * (1 - share)))
+
+
+def parts_of(call: Call) -> list[tuple[float, Call]]:
+    """Divide a large operation: parts of its slices with their shares of the whole, the largest last.
+
+    A small operation is its only part; one that is too large and cannot be divided has none.
+    """
+    operands = [leaf for leaf in tree_leaves((call.arguments, call.options), is_leaf=_is_operand) if _is_operand(leaf)]
+    sizes = [math.prod(one.shape) * one.dtype.itemsize for one in operands]
+    if max(sizes, default=0) <= MEASURED_BYTES:
+        return [(1.0, call)]
+    weight = call.arguments[WEIGHTS[call.operation]] if call.operation in WEIGHTS else None
+    depths = [one.shape[-3] for one in operands if len(one.shape) == 5 and one is not weight]
+    divisor = math.gcd(*depths)
+    if not depths or divisor < LEAST_DIVISOR:
+        return [(1.0, call)] if sum(sizes) <= MAX_BYTES else []
+    num_slices = max(1, divisor * MEASURED_BYTES // max(sizes))
+    shares = dict.fromkeys(max(1, number) for number in (num_slices // 2, num_slices))
+    return [(number / divisor, _part(call, weight, number, divisor)) for number in shares]
+
+
+def _part(call: Call, weight: Operand | None, numerator: int, denominator: int) -> Call:
+    """Take a share of the slices of all tensors (N, C, D, H, W) but the weight, and of sizes among the other arguments."""
+
+    def cut(leaf: Any) -> Any:
+        if _is_operand(leaf) and len(leaf.shape) == 5 and leaf is not weight:
+            shape = (*leaf.shape[:2], leaf.shape[2] * numerator // denominator, *leaf.shape[3:])
+            return leaf._replace(shape=shape, stride=_dense(shape, leaf.stride))
+        is_size = isinstance(leaf, (list, tuple)) and len(leaf) in (3, 5) and all(isinstance(one, int) for one in leaf)
+        if is_size and weight is None and leaf[-3] and leaf[-3] % denominator == 0:
+            return [*leaf[:-3], leaf[-3] * numerator // denominator, *leaf[-2:]]
+        return leaf
+
+    return Call(call.operation, *tree_map(cut, (call.arguments, call.options), is_leaf=_is_operand_or_sizes))
+
+
+def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose axes lie in memory in the order of other strides; repeated axes (0) stay."""
+    found, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis)):
+        if stride[axis]:
+            found[axis], step = step, step * shape[axis]
+    return tuple(found)
+
+
+def _is_operand_or_sizes(leaf: Any) -> bool:
+    return _is_operand(leaf) or (isinstance(leaf, (list, tuple)) and bool(leaf) and all(isinstance(one, int) for one in leaf))
+
+
+def _is_operand(leaf: Any) -> bool:
+    return isinstance(leaf, Operand)
+
+
+def _allocated_peaks(roots: Iterable[Any]) -> dict[int, int]:
+    """Find the bytes by which memory exceeded, within each marked operation, what it left at its end; by its number."""
+    found: dict[int, int] = {}
+    for root in roots:
+        if not root.name.startswith(MARK):
+            found |= _allocated_peaks(root.children)
+            continue
+        sizes = [size for _, size in sorted(_allocations(root))]
+        totals = [sum(sizes[: count + 1]) for count in range(len(sizes))]
+        found[int(root.name.removeprefix(MARK))] = max(0, *totals, 0) - (totals[-1] if totals else 0)
+    return found
+
+
+def _allocations(event: Any) -> list[tuple[int, int]]:
+    """Times and sizes of all allocations (releases are negative) below an event of the profiler."""
+    own = [(event.start_time_ns, event.extra_fields.alloc_size)] if event.name == "[memory]" else []
+    return own + [one for child in event.children for one in _allocations(child)]

@@ -1,0 +1,104 @@
+"""Kernel costs: workspaces by hand, parts of large operations, and the file that keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medseg.memory import kernels
+from medseg.memory.kernels import KernelCosts, continued, parts_of
+from medseg.memory.tracker import Call, Operand
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def operand(*shape: int, dtype: torch.dtype = torch.float32) -> Operand:
+    return Operand(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
+def convolution(depth: int, channels: int = 1, size: int = 12) -> Call:
+    image, weight = operand(1, channels, depth, size, size), operand(2, channels, 3, 3, 3)
+    return Call(aten.convolution.default, (image, weight, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1), {})
+
+
+def measured(folder: Path, **calls: Call) -> KernelCosts:
+    costs = KernelCosts(folder, CPU)
+    costs.measure(calls)
+    return costs
+
+
+def test_the_workspace_of_a_convolution_of_one_channel_is_its_matrix_of_columns(tmp_path: Path) -> None:
+    """Torch's own convolution writes the 27 neighbours of each voxel into a matrix."""
+    cost = measured(tmp_path, small=convolution(12))["small"]
+    assert cost.workspace == 27 * 12**3 * 4
+    assert 0 < cost.seconds < 5
+
+
+def test_an_operation_that_allocates_its_result_alone_has_no_workspace(tmp_path: Path) -> None:
+    costs = measured(tmp_path, sum=Call(aten.add.Tensor, (operand(3, 5), operand(3, 5)), {}))
+    assert costs["sum"].workspace == 0
+    assert costs["sum"].seconds > 0
+
+
+def test_a_large_operation_is_continued_from_parts_of_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measured(tmp_path / "whole", large=convolution(64))["large"]
+    monkeypatch.setattr(kernels, "MEASURED_BYTES", 64 * 12 * 12 * 4 // 4)
+    parts = parts_of(convolution(64))
+    assert [(share, part.arguments[0].shape[2], part.arguments[1].shape) for share, part in parts] == [
+        (1 / 8, 8, (2, 1, 3, 3, 3)),
+        (1 / 4, 16, (2, 1, 3, 3, 3)),
+    ]
+    assert measured(tmp_path / "parts", large=convolution(64))["large"].workspace == whole.workspace
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes"),
+    [
+        (Call(aten.upsample_nearest3d.default, (operand(1, 4, 32, 8, 8), [64, 16, 16], 2.0, 2.0, 2.0), {}), [16, 32, 32]),
+        (Call(aten.leaky_relu_.default, (operand(1, 8, 64, 16, 16), 0.01), {}), [16, 64]),
+    ],
+)
+def test_sizes_among_the_arguments_follow_the_slices(
+    call: Call, sizes: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "MEASURED_BYTES", 2**14)
+    share, part = parts_of(call)[-1]
+    assert part.arguments[0].shape[2] == round(share * call.arguments[0].shape[2])
+    costs = measured(tmp_path, one=call)
+    assert not costs.unmeasured
+
+
+def test_bytes_lie_on_a_line_of_the_share() -> None:
+    assert continued([(1.0, 7)]) == 7
+    assert continued([(0.25, 100)]) == 400
+    assert continued([(0.25, 150), (0.5, 200)]) == 300  # 100 that do not grow, and 200
+
+
+def test_strides_of_a_part_keep_their_order() -> None:
+    last = torch.empty((1, 8, 2048, 64, 64), device="meta").to(memory_format=torch.channels_last_3d)
+    call = Call(aten.leaky_relu.default, (Operand(tuple(last.shape), last.stride(), torch.float32), 0.01), {})
+    _, part = parts_of(call)[-1]
+    shape = part.arguments[0].shape
+    expected = torch.empty(shape, device="meta").to(memory_format=torch.channels_last_3d)
+    assert shape[2] < 2048
+    assert part.arguments[0].stride[1:] == expected.stride()[1:]
+
+
+def test_what_was_measured_is_read_again_and_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = measured(tmp_path, small=convolution(12))
+    monkeypatch.setattr(KernelCosts, "_workspaces", lambda *_: pytest.fail("measured again"))
+    assert measured(tmp_path, small=convolution(12))["small"] == first["small"]
+    monkeypatch.undo()
+    first.path.write_text('{"small": [', encoding="utf-8")
+    assert measured(tmp_path, small=convolution(12))["small"].workspace == first["small"].workspace
+
+
+def test_an_operation_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
+    wrong: Any = Call(aten.add.Tensor, (operand(3, 5), operand(4, 7)), {})
+    costs = measured(tmp_path, wrong=wrong)
+    assert costs.unmeasured == {"aten.add.Tensor"}
+    assert costs["wrong"] == (0, 0.0)
