@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
 from medseg.build.versions import collect_versions
 from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
+from medseg.data.case_table import CaseSource
 from medseg.errors import UserError, require
 from medseg.memory.precision import lightning_precision, set_tf32
 from medseg.models.regional import RegionalNetwork
@@ -153,8 +155,13 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     return trainer.strategy.value
 
 
-def make_data_module(config: TrainConfig) -> CasesDataModule:
-    """Make the data module of a configuration; makes missing phantoms and loads the coarse checkpoint where one is given."""
+def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None = None) -> CasesDataModule:
+    """Make the data module of a configuration; makes missing phantoms and loads the coarse checkpoint where one is given.
+
+    Args:
+        config: Checked configuration.
+        sources: Cases; None = those of the configuration.
+    """
     stage, data = config.stage, config.data
     stage_input = StageInput(
         is_coarse=stage.name is StageName.coarse,
@@ -184,7 +191,7 @@ def make_data_module(config: TrainConfig) -> CasesDataModule:
             f"channels {theirs[2]}, but the task {task.name} has {task.labels} and {ours[2]}; give a checkpoint of the same task",
         )
     return CasesDataModule(
-        find_sources(data, config.task),
+        find_sources(data, config.task) if sources is None else sources,
         task,
         stage_input,
         cache_dir=Path(data.cache),

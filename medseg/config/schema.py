@@ -66,6 +66,7 @@ Strategy = StrEnum("Strategy", ["auto", "ddp", "fsdp"])
 Profiler = StrEnum("Profiler", ["none", "simple", "torch"])
 ClipBy = StrEnum("ClipBy", ["norm", "value"])
 Metric = StrEnum("Metric", ["val_dice", "val_dice_worst"])  # columns of history.csv
+Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])  # see `medseg.planning.choose`
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
 ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"])  # see docs/import.md
@@ -577,6 +578,17 @@ class PlanConfig(TrainConfig):
 
     shape: Annotated[Shape | None, Knob("Sample; null: stage.patch_size, else extent_mm.", "[1, inf)", "voxels (D, H, W)")]
     extent_mm: ExtentConfig
+    validation_shape: Annotated[
+        Shape | None, Knob("Largest validation case; null: extent_mm, or shape without a patch.", "[1, inf)", "voxels (D, H, W)")
+    ]
+    measure: Annotated[
+        bool, Knob("Measure kernels and processes of this machine: peaks of allocator and processes, seconds; false: only count.")
+    ]
+    fit_gib: Annotated[
+        float | None, Knob("Find the fastest switches whose peak fits into this memory; null: none.", "(0, inf)", "GiB")
+    ]
+    max_seconds: Annotated[float | None, Knob("With fit_gib: largest duration of a step; null: any.", "(0, inf)", "s")]
+    allow: Annotated[Allow, Knob("With fit_gib: what the switches may change, see docs/memory.md.")]
     compute: Annotated[bool, Knob("Run the step on the CPU and count its tensors; slower, with the same numbers.")]
     largest_batch: Annotated[bool, Knob("Also find the largest stage.batch_size that fits into memory.budget_gib.")]
     output: Annotated[Text, Knob("JSON file with the same numbers.")]

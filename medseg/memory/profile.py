@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -23,6 +24,15 @@ def peak_resident_bytes() -> int:
     """Largest resident memory of this process so far."""
     # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def private_bytes(pid: int) -> int:
+    """Memory of a process that it shares with no other; its resident memory where the system does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    except (OSError, ValueError):
+        return int(psutil.Process(pid).memory_info().rss)
 
 
 class MemoryProfile:

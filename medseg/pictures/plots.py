@@ -191,3 +191,22 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=ylim, ylabel="Dice", axisbelow=True)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     write_png(figure, path)
+
+
+def draw_front(peaks_gib: Sequence[float], seconds: Sequence[float], budget_gib: float, path: Path) -> None:
+    """Draw peak against seconds of the sets of switches that no other one beats, and the budget.
+
+    Args:
+        peaks_gib: Peaks.
+        seconds: Seconds of a step of each.
+        budget_gib: Line to draw.
+        path: PNG file to write.
+    """
+    figure, (axes,) = new_figure(7, 4, "switches that no others beat in peak and seconds")
+    axes.plot(peaks_gib, seconds, color=_OURS, linewidth=1.2, marker="o", markersize=4)
+    axes.axvline(budget_gib, color="#b91c1c", linewidth=1.2, linestyle="--", label="budget less the margin")
+    axes.set_xlabel("peak (GiB)")
+    axes.set_ylabel("seconds per step")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=9)
+    write_png(figure, path)

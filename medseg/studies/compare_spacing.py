@@ -20,7 +20,7 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
 from medseg.pictures.plots import Panel, draw_panels
-from medseg.planning.plan import Shape, count_memory
+from medseg.planning.step import Shape, count_memory
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
 from medseg.report.tables import read_csv, write_csv

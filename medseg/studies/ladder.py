@@ -25,7 +25,7 @@ from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.pictures.plots import Panel, draw_panels
-from medseg.planning.plan import Shape, count_memory, input_shape, samples_per_rank
+from medseg.planning.step import Shape, count_memory, input_shape, samples_per_rank
 from medseg.report.tables import print_table, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain

@@ -11,7 +11,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig, TrainConfig
 from medseg.errors import UserError
-from medseg.planning.plan import input_shape
+from medseg.planning.step import input_shape
 from medseg.runs.folder import load_config, open_run
 
 

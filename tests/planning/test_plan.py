@@ -20,11 +20,21 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
-from medseg.memory.accounting import MemoryTracker
+from medseg.memory.tracker import MemoryTracker
+from medseg.planning import estimate, step
 from medseg.planning import plan as plan_app
+from medseg.planning.choose import MARGIN
+from medseg.planning.process import ProcessMemory, SampleCost
 from medseg.training.module import SegmentationModule
 
-SMALL = ["stage=fine", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]", "trainer.accelerator=cpu"]
+SMALL = [
+    "stage=fine",
+    "model.width=4",
+    "model.depth=2",
+    "model.blocks_per_level=[1,1,1]",
+    "trainer.accelerator=cpu",
+    "measure=false",
+]
 
 
 def compose(*overrides: str) -> PlanConfig:
@@ -47,6 +57,70 @@ def test_prints_the_parts_and_compares_with_the_budget(tmp_path: Path, capsys: p
     assert "does not fit" in capsys.readouterr().err
 
 
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements in a folder of their own, and processes of known sizes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "measurements"))
+    monkeypatch.setattr(estimate, "process_memory", lambda _, **__: ProcessMemory(500 * 2**20, 50 * 2**20))
+    monkeypatch.setattr(estimate, "sample_cost", lambda *_, **__: SampleCost(10 * 2**20, 0.5))
+
+
+@pytest.mark.usefixtures("machine")
+def test_measured_kernels_give_the_peaks_and_the_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    arguments = [*SMALL, "measure=true", "shape=[16,24,32]", "trainer.threads=1", f"output='{output}'"]
+    assert plan_app.plan(compose(*arguments, "data.num_workers=0")) == 0
+    alone = json.loads(output.read_text())
+    assert alone["peak_live_mib"] == pytest.approx(alone["peak"] / 2**20, abs=0.01)
+    # A convolution of the image alone writes its 27 neighbours of each voxel.
+    assert alone["peak_allocator_mib"] > alone["peak_live_mib"]
+    assert alone["peak_resident_mib"] == pytest.approx(500 + max(alone["allocator_mib"].values()) + 10, abs=3)
+    assert alone["seconds_per_step"] == pytest.approx(alone["compute_seconds"] + 0.5, abs=0.001)
+    assert "peak of torch's allocator" in capsys.readouterr().out
+    assert plan_app.plan(compose(*arguments, "data.num_workers=2")) == 0
+    helped = json.loads(output.read_text())
+    assert helped["seconds_per_step"] == pytest.approx(max(0.25, helped["compute_seconds"]), rel=0.3)
+    batch_mib = (helped["input"] + helped["target"]) / 2**20
+    # Two workers of 50 MiB, each with a sample and two batches.
+    assert helped["resident_mib"]["training step"] == pytest.approx(
+        alone["resident_mib"]["training step"] + 2 * 60 + 4 * batch_mib, abs=0.1
+    )
+
+
+def test_a_budget_to_fit_and_one_to_check_exclude_each_other() -> None:
+    with pytest.raises(UserError, match=r"fit_gib chooses switches, while memory\.budget_gib"):
+        plan_app.plan(compose(*SMALL, "measure=true", "fit_gib=8", "memory.budget_gib=8"))
+    with pytest.raises(UserError, match="max_seconds needs fit_gib"):
+        plan_app.plan(compose(*SMALL, "max_seconds=8"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("machine")
+def test_the_chosen_switches_fit_and_are_printed_as_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    arguments = [
+        *SMALL,
+        "measure=true",
+        "shape=[16,16,24]",
+        "trainer.threads=1",
+        "data.num_workers=0",
+        "allow=same_result",
+        f"output='{output}'",
+    ]
+    assert plan_app.plan(compose(*arguments, "fit_gib=1")) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("choose: memory.precision=fp32 memory.channels_last=")
+    facts = json.loads(output.read_text())
+    assert f"choose: {facts['choose']}" == last
+    assert facts["peak_resident_mib"] * (1 + MARGIN) <= 1024
+    assert output.with_suffix(".png").stat().st_size > 1000
+    chosen = compose(*arguments, *facts["choose"].split())
+    assert plan_app.plan(chosen) == 0
+    assert json.loads(output.read_text())["peak_resident_mib"] == pytest.approx(facts["peak_resident_mib"])
+    assert plan_app.plan(compose(*arguments, "fit_gib=0.4")) == 1
+    assert "no set of switches fits" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "shape"),
     [
@@ -59,7 +133,7 @@ def test_prints_the_parts_and_compares_with_the_budget(tmp_path: Path, capsys: p
     ],
 )
 def test_plans_for_the_patch_or_for_what_the_stage_sees_whole(overrides: list[str], shape: tuple[int, int, int]) -> None:
-    assert plan_app.input_shape(compose(*overrides)) == shape
+    assert step.input_shape(compose(*overrides)) == shape
 
 
 def test_a_shape_that_the_network_does_not_take_is_refused() -> None:
@@ -70,7 +144,7 @@ def test_a_shape_that_the_network_does_not_take_is_refused() -> None:
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "shape=[16,16,24]", "memory.accumulate=2", "stage.batch_size=2", "largest_batch=true"]
-    three, four = (plan_app.count_memory(compose(*arguments), (16, 16, 24), samples=number).peak for number in (3, 4))
+    three, four = (step.count_memory(compose(*arguments), (16, 16, 24), samples=number).peak for number in (3, 4))
     assert three < four
     plan_app.plan(compose(*arguments, f"memory.budget_gib={(four - 1) / 2**30!r}"))
     assert "stage.batch_size=6" in capsys.readouterr().out, "two micro-batches of three"
@@ -83,20 +157,20 @@ def test_the_largest_batch_is_found_whatever_the_first_samples_cost(budget: int)
     def peak(samples: int) -> int:
         return [0, 9, 11, 20, 22][samples] if samples < 5 else 22 + 3 * (samples - 4)
 
-    found = plan_app.largest_batch(peak, budget)
+    found = step.largest_batch(peak, budget)
     assert peak(found) <= budget < peak(found + 1)
 
 
 def test_micro_batches_are_what_one_rank_holds() -> None:
     overrides = ["stage.batch_size=8", "trainer=ddp", "memory.accumulate=2"]
-    assert plan_app.samples_per_rank(compose(*overrides)) == 2
+    assert step.samples_per_rank(compose(*overrides)) == 2
 
 
 def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:
     config = compose("experiment=fine_lean")
-    patch = plan_app.count_memory(config, (96, 96, 96))
+    patch = step.count_memory(config, (96, 96, 96))
     assert patch.saved_per_voxel <= 107 / 2  # a sixteenth of nnU-Net's default network would be 107
-    whole = plan_app.count_memory(config, (320, 256, 192))
+    whole = step.count_memory(config, (320, 256, 192))
     assert whole.saved_per_voxel <= 107 / 2
     assert whole.peak <= 2 * 2**30
 
@@ -104,7 +178,7 @@ def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:
 @pytest.mark.slow
 def test_a_whole_lung_really_trains_within_what_was_planned() -> None:
     config = compose("experiment=fine_lean")
-    assert plan_app.count_memory(config, (320, 256, 192), compute=True) == plan_app.count_memory(config, (320, 256, 192))
+    assert step.count_memory(config, (320, 256, 192), compute=True) == step.count_memory(config, (320, 256, 192))
 
 
 class Peaks(pl.Callback):
@@ -125,7 +199,7 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     config = compose(
         *SMALL, "memory=amp_checkpoint", "logger=none", "steps=3", "shape=[32,32,48]", f"run_dir='{tmp_path}'", "ema_decay=0.5"
     )
-    planned = plan_app.count_memory(config, (32, 32, 48))
+    planned = step.count_memory(config, (32, 32, 48))
     network = make_network(config)
     module = SegmentationModule(
         switch_on(network, config.memory, "cpu"),
@@ -151,19 +225,19 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", ["dice_focal", "tversky", "generalized_dice"])
 def test_any_loss_is_counted_as_if_it_were_computed(loss: str) -> None:
     config, shape = compose(*SMALL, f"loss={loss}"), (16, 16, 24)
-    assert plan_app.count_memory(config, shape) == plan_app.count_memory(config, shape, compute=True)
+    assert step.count_memory(config, shape) == step.count_memory(config, shape, compute=True)
 
 
 def test_a_loss_that_leaves_torch_asks_for_computing() -> None:
     config, shape = compose(*SMALL, "loss=hausdorff_dt"), (16, 16, 24)
     with pytest.raises(UserError, match="give compute=true"):
-        plan_app.count_memory(config, shape)
-    assert plan_app.count_memory(config, shape, compute=True).saved["loss"] > 0
+        step.count_memory(config, shape)
+    assert step.count_memory(config, shape, compute=True).saved["loss"] > 0
 
 
 def test_the_state_that_a_schedule_brings_about_is_counted() -> None:
     """A schedule that cycles the momentum makes buffers although the optimiser is given none."""
     given, shape = [*SMALL, "optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"], (16, 16, 24)
-    assert plan_app.count_memory(compose(*given), shape).optimizer_state == 0
-    cycled = plan_app.count_memory(compose(*given, "schedule=one_cycle_momentum"), shape)
+    assert step.count_memory(compose(*given), shape).optimizer_state == 0
+    cycled = step.count_memory(compose(*given, "schedule=one_cycle_momentum"), shape)
     assert cycled.optimizer_state == cycled.parameters

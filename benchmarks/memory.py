@@ -1,0 +1,202 @@
+"""Predicted against measured memory and time of trainings: a table over networks, switches, shapes, stages, batches and workers.
+
+    python benchmarks/memory.py output=<folder> [rows=70]
+
+Each row trains on synthetic scans in a process of its own; the same command goes on where it was interrupted. Instruments that `plan` does not use:
+the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the proportional set size of
+all processes in /proc, read every 20 ms. Seconds are processor time on one thread, which other programs do not lengthen.
+Writes `memory.csv` and `memory.md`.
+"""
+
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+import psutil
+import torch
+
+from medseg.build.run import make_data_module
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PlanConfig
+from medseg.console import say
+from medseg.data.samples import collate
+from medseg.errors import EXIT_USER_ERROR
+from medseg.io.atomic import replace_text
+from medseg.planning.estimate import Machine, estimate
+from medseg.planning.step import input_shape
+from medseg.report.tables import markdown_table, read_csv, write_csv
+
+ROOT = Path(__file__).resolve().parents[1]
+NETWORKS = {
+    "unet": ["model=unet"],
+    "unet_lean": ["model=unet_lean"],
+    "segresnet": ["model=segresnet", "model.init_filters=8"],
+    "dynunet": ["model=dynunet", "model.filters=[16,32,32,64,64,64]"],
+    "conv stem": ["model=unet_lean", "model.stem=conv", "model.refine=0", "model.block=residual", "model.width=8"],
+}
+SWITCHES = {
+    "plain": [],
+    "bf16": ["memory.precision=bf16"],
+    "channels last": ["memory.precision=bf16", "memory.channels_last=true"],
+    "sqrt": ["memory.checkpointing=sqrt"],
+    "lean": ["memory=lean"],
+}
+SHAPES = {
+    "×".join(map(str, shape)): [f"stage.patch_size=[{','.join(map(str, shape))}]"]
+    for shape in ((32, 32, 64), (64, 64, 64), (96, 64, 96))
+}
+STRIDE = 181
+# Batch, micro-batches, loader processes and averaged weights.
+LOADS = {
+    "1 sample": ["data.num_workers=0"],
+    "2 samples": ["stage.batch_size=2", "data.num_workers=1"],
+    "4 in 2": ["stage.batch_size=4", "memory.accumulate=2", "data.num_workers=2", "ema_decay=0.9"],
+}
+COMMON = [
+    "steps=4", "history_every=1", "stage.validate_every=4", "trainer.threads=1", "trainer.accelerator=cpu", "data.phantoms.num_train=2",
+    "data.phantoms.num_val=1", "data.phantoms.num_test=0",
+]  # fmt: skip
+STAGES = {
+    "coarse": ["stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0"],
+    "fine": ["stage=fine", "spacing=isotropic_3mm", "stage.elsewhere_share=0"],
+}
+COLUMNS = {
+    "row": "", "allocator_mib": "allocator: predicted MiB", "measured_allocator_mib": "measured MiB", "allocator_ratio": "predicted / measured",
+    "resident_mib": "resident: predicted MiB", "measured_resident_mib": "measured MiB", "resident_ratio": "predicted / measured",
+    "seconds": "s/step: predicted", "measured_seconds": "measured", "seconds_ratio": "predicted / measured",
+}  # fmt: skip
+
+
+def rows() -> list[tuple[str, list[str]]]:
+    """All rows in an order in which the first ones differ in everything."""
+    found = {}
+    groups = (NETWORKS, SWITCHES, SHAPES, LOADS, STAGES)
+    for n, names in enumerate(itertools.product(*groups)):
+        network, switches, shape, loads, stage = (group[name] for group, name in zip(groups, names, strict=True))
+        # A stride that has no common divisor with the number of rows reaches all of them.
+        found[n * STRIDE % math.prod(map(len, groups))] = (
+            ", ".join(names),
+            [*stage, *network, *switches, *loads, *shape, *COMMON],
+        )
+    return [found[n] for n in sorted(found)]
+
+
+def compose(arguments: list[str]) -> PlanConfig:
+    """Configuration of `plan` for the arguments of a row."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("plan", [*arguments, "run_dir=benchmark"]), PlanConfig)
+
+
+def predict(arguments: list[str]) -> dict[str, float]:
+    """Predict a row; the shape of the validation case is that of the synthetic scan."""
+    config = compose(arguments)
+    data = make_data_module(config)
+    data.prepare_data()
+    data.setup("fit")
+    samples = data.val_samples()
+    shapes = [collate([samples[n]], data.stage_input.divisor)[0]["target"].shape[1:] for n in range(len(samples))]
+    largest = max(map(tuple, shapes), key=lambda shape: shape[0] * shape[1] * shape[2])
+    found = estimate(config, input_shape(config), largest, Machine(config))
+    return {
+        "live_mib": found.memory.peak / 2**20,
+        "allocator_mib": found.peak_allocator / 2**20,
+        "resident_mib": found.peak_resident / 2**20,
+        "seconds": found.compute_seconds + found.loader_seconds,
+    }
+
+
+def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, float]:
+    """Train a row in a process of its own and watch it."""
+    counts = folder / "allocations"
+    command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments, f"hydra.run.dir={folder / 'run'}"]
+    environment = os.environ | {"LD_PRELOAD": str(library), "ALLOCATIONS": str(counts)}
+    with (folder / "log").open("wb") as log:
+        process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, proportional_bytes(process))
+            time.sleep(0.02)
+    if process.returncode:
+        raise RuntimeError((folder / "log").read_text(encoding="utf-8")[-2000:])
+    lines = [line for line in read_csv(folder / "run" / "history.csv") if line["loss"]]
+    busy_s = [float(line["seconds_per_step"]) * float(line["cpu_percent"]) / 100 for line in lines]
+    return {
+        "measured_allocator_mib": int(counts.read_text(encoding="ascii")) / 2**20,
+        "measured_resident_mib": peak / 2**20,
+        "measured_seconds": statistics.median(busy_s[1:]),
+    }
+
+
+def proportional_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process and its children, in which a page that n of them share counts n times as its n-th part."""
+    total = 0
+    try:
+        for one in (process, *process.children(recursive=True)):
+            text = Path(f"/proc/{one.pid}/smaps_rollup").read_text(encoding="ascii")
+            total += 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+    except (OSError, psutil.Error, StopIteration):
+        return 0  # one of them has just ended
+    return total
+
+
+def main() -> None:
+    """Predict and measure all rows that the output folder lacks, and write the table after each."""
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    if "output" not in given or given.keys() - {"output", "rows"}:
+        say("benchmarks/memory.py: expected output=<folder> and perhaps rows=<number>")
+        sys.exit(EXIT_USER_ERROR)
+    output = Path(given["output"]).absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    library = output / "allocations.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True)
+    places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}", "logger=none"]
+    torch.set_num_threads(1)
+    table: list[dict[str, Any]] = []
+    for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 70))]):
+        folder = output / f"{number:03d}"
+        found = folder / "row.json"
+        if not found.is_file():
+            folder.mkdir(exist_ok=True)
+            try:
+                numbers = {**predict([*arguments, *places]), **measure([*arguments, *places], folder, library)}
+            except Exception as error:  # the other rows go on
+                say(f"{name}: {type(error).__name__}: {error}")
+                continue
+            replace_text(found, json.dumps({"row": name, **numbers}))
+        table.append(with_ratios(json.loads(found.read_text(encoding="utf-8"))))
+        write(table, output)
+        print(" ".join(f"{value:.3g}" if isinstance(value, float) else value for value in table[-1].values()), flush=True)
+
+
+def with_ratios(row: dict[str, Any]) -> dict[str, Any]:
+    """Add predicted divided by measured."""
+    return row | {f"{key}_ratio": row[one] / row[f"measured_{one}"]
+                  for key, one in (("allocator", "allocator_mib"), ("resident", "resident_mib"), ("seconds", "seconds"))}  # fmt: skip
+
+
+def write(table: list[dict[str, Any]], output: Path) -> None:
+    """Write `memory.csv`, and `memory.md` with a summary above its table."""
+    write_csv(output / "memory.csv", table)
+    lines = []
+    for name in ("allocator", "resident", "seconds"):
+        errors = sorted(row[f"{name}_ratio"] - 1 for row in table)
+        sizes = sorted(map(abs, errors))
+        lines.append(
+            f"* {name}: error {100 * statistics.median(sizes):.1f} % (median), {100 * sizes[int(0.95 * (len(sizes) - 1))]:.1f} % "
+            f"(95th percentile), lowest {100 * errors[0]:+.1f} %, highest {100 * errors[-1]:+.1f} %"
+        )
+    shown = [{key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()} for row in table]
+    replace_text(output / "memory.md", f"{len(table)} trainings\n\n" + "\n".join(lines) + "\n\n" + markdown_table(shown, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

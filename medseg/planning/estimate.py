@@ -1,0 +1,182 @@
+"""Estimate of a run before it starts: allocator peak and resident peak of its processes, and seconds of a step."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from medseg.build.device import pick_device, pick_device_type, propose_workers
+from medseg.config.schema import PlanConfig
+from medseg.memory.accounting import UPDATE, StepMemory
+from medseg.memory.kernels import KernelCosts
+from medseg.memory.tracker import Timeline
+from medseg.planning.blocks import duration, rise
+from medseg.planning.process import ProcessMemory, SampleCost, process_memory, sample_cost
+from medseg.planning.step import Shape, count_evaluation, count_memory, samples_per_rank
+
+# Phases of a run.
+STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
+# Checkpoints are serialised in memory, in a buffer that grows by an eighth.
+BUFFER_GROWTH = 1.125
+# Part of a GPU's memory that its allocator loses to fragments.
+FRAGMENTS = 0.05
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and time of a run on one device.
+
+    Attributes:
+        memory: Exact count of the live tensors of a training step.
+        allocator: Bytes of torch's allocator by phase, with the workspaces of kernels.
+        resident: Resident bytes of all processes by phase; on a GPU, bytes of the card.
+        compute_seconds: Duration of the computation of an optimiser step.
+        loader_seconds: Processor time of its samples.
+        num_workers: Loader processes.
+        busy_processors: Processors that the computation uses.
+    """
+
+    memory: StepMemory
+    allocator: dict[str, int]
+    resident: dict[str, int]
+    compute_seconds: float
+    loader_seconds: float
+    num_workers: int
+    busy_processors: int
+
+    @property
+    def peak_allocator(self) -> int:
+        """Largest number of bytes of torch's allocator."""
+        return max(self.allocator.values())
+
+    @property
+    def peak_resident(self) -> int:
+        """Largest number of resident bytes; on a GPU, of the card."""
+        return max(self.resident.values())
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Duration of an optimiser step with the wait for its samples."""
+        if not self.num_workers:
+            return self.compute_seconds + self.loader_seconds
+        busy_s = self.compute_seconds * self.busy_processors + self.loader_seconds
+        return max(self.compute_seconds, self.loader_seconds / self.num_workers, busy_s / num_processors())
+
+    def with_step(self, num_bytes: int, seconds: float) -> "Estimate":
+        """Add the peak and the seconds of a training step to what there is beside it."""
+        allocator, resident = (phases | {STEP: phases[STEP] + num_bytes} for phases in (self.allocator, self.resident))
+        return replace(self, allocator=allocator, resident=resident, compute_seconds=seconds)
+
+
+class Machine:
+    """Measurements of this machine, made on first use and kept in files.
+
+    Attributes:
+        folder: Folder of the files.
+        device: Device of the run.
+        costs: Costs of operations.
+    """
+
+    def __init__(self, config: PlanConfig) -> None:
+        """Prepare to measure for a configuration, with its number of threads."""
+        self.folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medseg"
+        self.device = pick_device(config.trainer.accelerator)
+        if self.device.type == "cpu" and config.trainer.threads:
+            torch.set_num_threads(config.trainer.threads)
+        self.costs = KernelCosts(self.folder, self.device)
+        self.process: Callable[[], ProcessMemory] = cache(lambda: process_memory(self.folder, has_logger=bool(config.logger)))
+        self._samples: dict[tuple[Shape, bool], SampleCost] = {}
+
+    def measure(self, *timelines: Timeline) -> None:
+        """Measure the operations of timelines that are new on this machine."""
+        used = {key for timeline in timelines for segment in timeline.segments for _, _, key in segment.calls}
+        self.costs.measure({key: call for timeline in timelines for key, call in timeline.calls.items() if key in used})
+
+    def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
+        """Measure the samples of a shape once."""
+        if (shape, is_training) not in self._samples:
+            self._samples[shape, is_training] = sample_cost(config, shape, is_training=is_training)
+        return self._samples[shape, is_training]
+
+
+def estimate(config: PlanConfig, shape: Shape, validation_shape: Shape, machine: Machine) -> Estimate:
+    """Estimate the memory and the time of a run.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a training sample, (D, H, W).
+        validation_shape: Voxels of the largest validation case, (D, H, W).
+        machine: Measurements.
+    """
+    timeline = Timeline()
+    memory = count_memory(config, shape, timeline=timeline)
+    machine.measure(timeline)
+    step_peak = max(segment.start_bytes + rise(segment, machine.costs) for segment in timeline.segments)
+    beside = estimate_beside(config, shape, validation_shape, machine, memory)
+    return beside.with_step(step_peak, step_seconds(timeline, machine.costs, config))
+
+
+def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> float:
+    """Sum the seconds of the operations of an optimiser step."""
+    repeats = {True: 1, False: config.memory.accumulate}
+    return sum(repeats[one.owner.kind == UPDATE] * duration(one, costs) for one in timeline.segments)
+
+
+def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, machine: Machine, memory: StepMemory) -> Estimate:
+    """Estimate what a run holds and does beside its training step: validation, checkpoints, loader and processes.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a training sample, (D, H, W).
+        validation_shape: Voxels of the largest validation case, (D, H, W).
+        machine: Measurements.
+        memory: Count of the step.
+    """
+    evaluation_peak, evaluation = count_evaluation(config, validation_shape)
+    machine.measure(evaluation)
+    evaluated = max(one.start_bytes + rise(one, machine.costs) for one in evaluation.segments)
+    evaluated = max(evaluated, evaluation_peak)
+    lasting = memory.gradients + memory.optimizer_state  # between two steps, beside the weights
+    workers = propose_workers(config) if config.data.num_workers is None else config.data.num_workers
+    batch = memory.input + memory.target
+    sample = machine.sample(config, shape, is_training=True)
+    num_samples = samples_per_rank(config) * config.memory.accumulate
+    loader_seconds = num_samples * sample.seconds
+    is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
+    # A worker's batch lies in memory that processes share, which is not of torch's allocator.
+    shared = batch if workers and not is_gpu else 0
+    allocator = {STEP: -shared, VALIDATION: evaluated + lasting}
+    if is_gpu:
+        resident = {phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes() for phase, num_bytes in allocator.items()}
+    else:
+        process = machine.process()
+        weights = memory.parameters + lasting
+        validation = machine.sample(config, validation_shape, is_training=False)
+        others = process.main + workers * (process.worker + sample.num_bytes) + workers * config.data.prefetch * batch
+        resident = {
+            STEP: others,
+            VALIDATION: others + shared + allocator[VALIDATION] + validation.num_bytes,
+            CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
+        }
+        if not workers:
+            resident[LOADING] = others + weights + sample.num_bytes + 2 * batch
+    busy = 1 if is_gpu else min(torch.get_num_threads(), num_processors())
+    return Estimate(memory, allocator, resident, 0.0, loader_seconds, workers, busy)
+
+
+def num_processors() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _context_bytes() -> int:
+    """Bytes of a GPU that its driver and libraries hold beside torch's allocator; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.nn.functional.conv3d(torch.zeros(1, 1, 8, 8, 8, device="cuda"), torch.zeros(1, 1, 3, 3, 3, device="cuda"))
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())

@@ -1,0 +1,154 @@
+"""Search for the fastest switches whose peak fits into a budget: tables, picture, and the arguments of `train`."""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medseg.build.network import find_divisor
+from medseg.config.overrides import text_of
+from medseg.config.schema import Allow, PlanConfig
+from medseg.console import say
+from medseg.errors import EXIT_FAILED
+from medseg.io.atomic import replace_text
+from medseg.pictures.plots import draw_front
+from medseg.planning.choose import (
+    MARGIN,
+    Candidate,
+    Option,
+    choose_line,
+    closer_runs,
+    combinations,
+    fastest_option,
+    front,
+    make_candidate,
+    reasons,
+)
+from medseg.planning.estimate import Estimate, Machine, estimate
+from medseg.planning.step import Shape, evaluated_shape, largest_batch, num_shares, samples_per_rank
+
+MIB = 2**20
+# Times that the budget is lowered where the count of the chosen set exceeds the model's.
+TRIES = 3
+
+
+def fit(config: PlanConfig, shape: Shape) -> int:
+    """Print the fastest switches that fit into `fit_gib`, why, what else there is, and the arguments as the last line.
+
+    Returns:
+        0, or 1 if no set of switches fits.
+    """
+    machine, budget = Machine(config), int((config.fit_gib or 0) * 2**30 / (1 + MARGIN))
+    max_seconds = config.max_seconds or math.inf
+    changes: dict[str, Any] = {}
+    found = [make_candidate(one, shape, machine) for one in combinations(config)]
+    chosen = verified(found, budget, max_seconds, shape, machine)
+    if chosen is None and config.allow is Allow.other_run:
+        for keys, changed, patch in closer_runs(config, shape):
+            if fits_at_all(changed, patch, machine, budget):
+                others = [make_candidate(one, patch, machine) for one in combinations(changed)]
+                chosen = verified(others, budget, max_seconds, patch, machine)
+                if chosen is not None:
+                    found, shape, changes = others, patch, keys
+                    break
+    options = front(found)
+    print_front(options, config)
+    if chosen is None:
+        least = options[-1]
+        say(
+            f"fit_gib={config.fit_gib:g}: no set of switches fits; the least is {least.peak * (1 + MARGIN) / 2**30:.2f} GiB and {least.seconds:.3g} s "
+            f"with {choose_line(least, {})}. Give more{'' if config.allow is Allow.other_run else ', or allow=other_run for a smaller patch, batch or width'}"
+        )
+        return EXIT_FAILED
+    candidate, option, checked = chosen
+    print_reasons(candidate, option, found)
+    print_room(candidate, option, shape, budget, machine)
+    line = choose_line(option, changes)
+    print(
+        f"chosen: {option.peak / 2**20:.1f} MiB, with a margin of {100 * MARGIN:.0f} % within {config.fit_gib:g} GiB; {option.seconds:.3f} s per step. It is the proved "
+        f"optimum of the model among {sum(2 ** len(one.model.blocks) for one in found)} sets: one integer program per combination, solved to its end."
+    )
+    if config.output is not None:
+        facts = {"choose": line, "peak_resident_mib": round(option.peak / 2**20, 2), "seconds_per_step": round(option.seconds, 4),
+                 "peak_allocator_mib": round(checked.peak_allocator / 2**20, 2), "peak_live_mib": round(checked.memory.peak / 2**20, 2),
+                 "saved_bytes_per_voxel": checked.memory.saved_per_voxel,
+                 "front": [{"peak_mib": round(one.peak / 2**20, 2), "seconds": round(one.seconds, 4), "arguments": choose_line(one, {})}
+                           for one in options]}  # fmt: skip
+        replace_text(Path(config.output), json.dumps(facts, indent=1))
+    print(f"choose: {line}", flush=True)
+    return 0
+
+
+def verified(
+    found: Sequence[Candidate], budget: int, max_seconds: float, shape: Shape, machine: Machine
+) -> tuple[Candidate, Option, Estimate] | None:
+    """Choose the fastest switches and count their step; choose again where the count exceeds the budget."""
+    within = budget
+    for _ in range(TRIES):
+        best = fastest_option(found, within, max_seconds)
+        if best is None:
+            return None
+        candidate, option = best
+        memory = replace(candidate.config.memory, checkpointing=option.switches["memory.checkpointing"])
+        counted = estimate(replace(candidate.config, memory=memory), shape, evaluated_shape(candidate.config), machine)
+        if counted.peak_resident <= budget:
+            return candidate, option._replace(peak=counted.peak_resident), counted
+        within -= counted.peak_resident - option.peak + 1
+    return None
+
+
+def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int) -> bool:
+    """Whether a run fits with recomputation of all blocks, in half precision and in the smallest micro-batches that are allowed."""
+    *_, last = combinations(config)
+    least = replace(last, memory=replace(last.memory, checkpointing="all"))
+    return estimate(least, shape, evaluated_shape(least), machine).peak_resident <= budget
+
+
+def print_front(options: Sequence[Option], config: PlanConfig) -> None:
+    """Print the sets of switches that no other one beats in peak and seconds; draw them beside the output file."""
+    print(f"{'no other switches have a lower peak in less time':52s}{'MiB':>10s}{'s/step':>10s}")
+    for option in options:
+        print(f"{option.peak / MIB:62.1f}{option.seconds:10.3f}  {choose_line(option, {})}")
+    if config.output is not None:
+        path = Path(config.output).with_suffix(".png")
+        fit_gib = (config.fit_gib or 0) / (1 + MARGIN)
+        draw_front([one.peak / 2**30 for one in options], [one.seconds for one in options], fit_gib, path)
+
+
+def print_reasons(chosen: Candidate, option: Option, found: Sequence[Candidate]) -> None:
+    """Print what each switch of a choice saves and costs: the difference to the same set without it."""
+    print(f"\n{'what each switch changes':52s}{'MiB':>10s}{'s/step':>10s}")
+    for name, other in reasons(chosen, option, found):
+        print(f"{name:52s}{(option.peak - other.peak) / MIB:+10.1f}{option.seconds - other.seconds:+10.3f}")
+
+
+def print_room(chosen: Candidate, option: Option, shape: Shape, budget: int, machine: Machine) -> None:
+    """Print the largest batch and the largest sample that fit with the chosen switches."""
+    config, divisor = chosen.config, find_divisor(chosen.config)
+    config = replace(config, memory=replace(config.memory, checkpointing=option.switches["memory.checkpointing"]))
+
+    def peak(batch: int, sample: Shape) -> int:
+        changed = replace(config, stage=replace(config.stage, batch_size=batch))
+        return estimate(changed, sample, evaluated_shape(config), machine).peak_resident
+
+    shares, own = num_shares(config), samples_per_rank(config)
+    samples = largest_batch(functools.cache(lambda number: peak(number * shares, shape)), budget, own)
+    print(f"\nlargest batch with these switches: stage.batch_size={samples * shares}")
+    if config.stage.patch_size is None:
+        return
+    # Patches that grow by one multiple of the divisor after the other along all axes; the peak grows with their voxels.
+    patches = [shape]
+    while math.prod(patches[-1]) < 64 * math.prod(shape):
+        depth, height, width = (
+            round(length * (1 + len(patches) / 8) / step) * step for length, step in zip(shape, divisor, strict=True)
+        )
+        patches.append((depth, height, width))
+    first, second = peak(config.stage.batch_size, patches[0]), peak(config.stage.batch_size, patches[4])
+    slope = (second - first) / (math.prod(patches[4]) - math.prod(shape))
+    fitting = [patch for patch in patches if first + slope * (math.prod(patch) - math.prod(shape)) <= budget]
+    while len(fitting) > 1 and peak(config.stage.batch_size, fitting[-1]) > budget:
+        fitting.pop()
+    print(f"largest patch of the same form with these switches: stage.patch_size={text_of(list(fitting[-1]))}")

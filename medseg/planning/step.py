@@ -1,0 +1,177 @@
+"""Training step of a configuration: size of its input, and the count of its memory."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from medseg.build.device import pick_device_type
+from medseg.build.extensions import make_loss
+from medseg.build.network import find_divisor, make_network
+from medseg.build.optimisation import make_scheduled_optimizer
+from medseg.build.switches import switch_on
+from medseg.build.task import count_classes, make_task
+from medseg.config.schema import PlanConfig, SpacingStrategy, TrainConfig
+from medseg.errors import UserError, first_line
+from medseg.inference.tiles import most_probable, predict_probs, round_up
+from medseg.memory.accounting import StepMemory, count_forward, count_step
+from medseg.memory.tracker import Timeline
+
+Shape = tuple[int, int, int]
+
+
+def largest_batch(peak: Callable[[int], int], budget: int, given: int = 0) -> int:
+    """Find the largest number of samples whose step fits: a linear estimate, then exact counts around it.
+
+    Args:
+        peak: Bytes of a step by number of samples; must not fall.
+        budget: Bytes that the step may use.
+        given: Number that is known to fit.
+
+    Returns:
+        Number of samples; 0 if one does not fit.
+    """
+    # Growth is linear from two samples on; one sample may do without a copy that several need.
+    two, three = peak(2), peak(3)
+    samples = max(1, given, 2 + (budget - two) // max(1, three - two))
+    while samples > given and peak(samples) > budget:
+        samples -= 1
+    while peak(samples + 1) <= budget:
+        samples += 1
+    return samples
+
+
+def samples_per_rank(config: TrainConfig) -> int:
+    """Number of samples in a micro-batch of one rank."""
+    return config.stage.batch_size // num_shares(config)
+
+
+def num_shares(config: TrainConfig) -> int:
+    """Number of micro-batches of a step, over all ranks."""
+    return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate
+
+
+def input_shape(config: PlanConfig) -> Shape:
+    """Voxels (D, H, W) of the sample to plan for: `shape`, the stage's patch, the size of all crops, or `extent_mm` at its spacing."""
+    return config.shape or config.stage.patch_size or config.spacing.size or _whole_shape(config, config.stage.max_voxels)
+
+
+def evaluated_shape(config: PlanConfig) -> Shape:
+    """Voxels (D, H, W) of the largest validation case: `validation_shape`, or the whole volume or crop that `input_shape` describes."""
+    known = config.validation_shape or config.spacing.size or (config.shape if config.stage.patch_size is None else None)
+    return known or _whole_shape(config, None)
+
+
+def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
+    """Voxels (D, H, W) of a whole volume or crop of `extent_mm`, a multiple of the divisor."""
+    spacing_mm, range_mm = config.spacing.target_spacing_mm, config.spacing.range_mm
+    if range_mm is not None:
+        spacing_mm = (range_mm[0], range_mm[0], range_mm[0])  # the finest spacing gives the largest sample
+    if spacing_mm is None:
+        raise UserError(
+            "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for, and "
+            "validation_shape=[D,H,W] of the largest validation case"
+        )
+    extent_mm = getattr(config.extent_mm, config.stage.name.value)
+    depth, height, width = (math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True))
+    if config.spacing.strategy is SpacingStrategy.fixed_resolution:
+        depth = height = width = max(depth, height, width)
+    if max_voxels:
+        depth = min(depth, max(1, max_voxels // (height * width)))
+    divisors = zip((depth, height, width), find_divisor(config), strict=True)
+    depth, height, width = (math.ceil(size / divisor) * divisor for size, divisor in divisors)
+    return depth, height, width
+
+
+def count_memory(
+    config: TrainConfig,
+    shape: Shape,
+    make_baseline: Callable[[], nn.Module] | None = None,
+    *,
+    samples: int | None = None,
+    compute: bool = False,
+    timeline: Timeline | None = None,
+) -> StepMemory:
+    """Count the memory of a training step of a configuration.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a sample, (D, H, W).
+        make_baseline: Builds a network that replaces the configured one and is called with the image alone.
+        samples: Samples of a micro-batch; None = those of the configuration.
+        compute: See `count_step`.
+        timeline: See `count_step`.
+
+    Raises:
+        UserError: If the network does not accept the shape, or a part cannot be counted.
+    """
+    memory, samples = config.memory, samples or samples_per_rank(config)
+    region = torch.zeros(samples, dtype=torch.int64)
+    # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
+    uncompiled = replace(memory, compile=False)
+    is_gpu = memory.offload or pick_device_type(config.trainer.accelerator) == "cuda"
+
+    def make_ours() -> nn.Module:
+        return switch_on(
+            make_network(config), uncompiled, "cuda" if is_gpu else "cpu", sync_batchnorm=config.trainer.sync_batchnorm
+        )
+
+    try:
+        return count_step(
+            make_baseline or make_ours,
+            (samples, len(make_task(config.task).channels), *shape),
+            loss=make_loss(config),
+            make_optimizer=make_scheduled_optimizer(config),
+            precision=memory.precision.value,
+            accumulate=memory.accumulate,
+            averages=config.ema_decay is not None,
+            call=lambda network, image: network(image) if make_baseline else network(image, region),
+            compute=compute,
+            is_gpu=is_gpu and not compute,
+            timeline=timeline,
+        )
+    except ValueError as error:
+        raise UserError(f"plan: {error}") from error
+    except (RuntimeError, TypeError) as error:
+        # A loss or an optimiser of another package may leave torch, which fake tensors do not allow.
+        if compute:
+            raise
+        raise UserError(
+            f"plan: a part cannot be counted without computing it ({first_line(error)}); give compute=true"
+        ) from error
+
+
+def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
+    """Count the memory of the evaluation of one case, with the weights and the image.
+
+    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole case are there meanwhile.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of the case, (D, H, W).
+
+    Returns:
+        Largest total of live bytes, and the operations of the case or of one tile.
+    """
+    region, tile_size = torch.zeros(1, dtype=torch.int64), config.inference.tile_size
+    channels, divisor = len(make_task(config.task).channels), find_divisor(config)
+
+    def call(network: nn.Module, image: Tensor) -> Tensor:
+        probs = predict_probs(lambda part: network(part, region), image, tile_size=None, overlap=0.0, divisor=divisor)
+        return probs if tile_size else most_probable(probs)
+
+    def make() -> nn.Module:
+        return switch_on(make_network(config), replace(config.memory, compile=False, offload=False), "cpu")
+
+    seen = round_up(tile_size, divisor) if tile_size else shape
+    is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
+    peak, timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
+    if tile_size is None:
+        return peak, timeline
+    depth, height, width = (max(pair) for pair in zip(shape, seen, strict=True))
+    classes = count_classes(config)
+    # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its padded copy.
+    sums, probs = classes * seen[0] * height * width * 4, classes * depth * height * width * 2
+    return peak + 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline

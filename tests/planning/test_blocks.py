@@ -1,0 +1,97 @@
+"""Recomputed blocks: peaks of the model equal counted ones, and its optimum equals that of all sets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg.losses.dice_ce import DiceCrossEntropyLoss
+from medseg.memory.accounting import count_step
+from medseg.memory.kernels import Cost, KernelCosts
+from medseg.memory.switches import apply_switches
+from medseg.memory.tracker import Timeline
+from medseg.models.adapter import build_on_meta
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+from medseg.planning.blocks import StepModel
+from tests.memory import test_networks
+
+REGION = torch.zeros(1, dtype=torch.int64)
+
+
+SIZES = {**test_networks.SIZES, "unet": (16, 8, 12)}
+
+
+def make(name: str) -> RegionalNetwork:
+    if name != "unet":
+        return test_networks.make(name)
+    return RegionalNetwork(lambda channels: UNet(channels, 3, width=8, depth=1, blocks_per_level=(1, 2), refine=4))
+
+
+class AnyLoss(nn.Module):
+    """The loss of the output at full resolution."""
+
+    def forward(self, outputs: Tensor | list[Tensor], target: Tensor) -> Tensor:
+        return DiceCrossEntropyLoss()(outputs if isinstance(outputs, Tensor) else outputs[0], target)
+
+
+def count(name: str, checkpointing: Any, accumulate: int = 1) -> tuple[int, Timeline]:
+    timeline = Timeline()
+    memory = count_step(
+        lambda: apply_switches(make(name), checkpointing=checkpointing),
+        (1, 1, *SIZES[name]),
+        loss=AnyLoss(),
+        make_optimizer=lambda weights: torch.optim.AdamW(weights),
+        accumulate=accumulate,
+        call=lambda network, image: network(image, REGION),
+        timeline=timeline,
+    )
+    return memory.peak, timeline
+
+
+def make_model(name: str, tmp_path: Path, accumulate: int = 1) -> StepModel:
+    (_, plain), (_, recomputed) = count(name, "none", accumulate), count(name, "all", accumulate)
+    costs = KernelCosts(tmp_path, torch.device("cpu"))
+    # Seconds by the number of arguments' letters: any numbers that differ.
+    costs.costs = {key: Cost(0, 1e-6 * len(key)) for key in (*plain.calls, *recomputed.calls)}
+    return StepModel(plain, recomputed, list(build_on_meta(lambda: make(name)).blocks()), costs, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("unet", 0.005),
+        pytest.param("segresnet", 0.005, marks=pytest.mark.slow),
+        pytest.param("dynunet", 0.005, marks=pytest.mark.slow),
+        pytest.param("swin_unetr", 0.03, marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_any_set_of_blocks_is_the_counted_one(name: str, tolerance: float, tmp_path: Path) -> None:
+    model, rng = make_model(name, tmp_path), random.Random(0)
+    sets = [[block for block in model.blocks if rng.random() < 0.5] for _ in range(2)]
+    for blocks in ([], model.blocks, *sets):
+        counted, _ = count(name, tuple(blocks) if blocks else "none")
+        assert counted <= model.peak(blocks) <= (1 + tolerance) * counted, blocks
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_solver_finds_the_optimum_of_all_sets(accumulate: int, tmp_path: Path) -> None:
+    model = make_model("unet", tmp_path, accumulate)
+    sets = [one for size in range(len(model.blocks) + 1) for one in itertools.combinations(model.blocks, size)]
+    peaks, seconds = [model.peak(one) for one in sets], [model.duration(one) for one in sets]
+    assert min(model.extra_seconds.values()) > 0
+    least, most = min(peaks), model.peak()
+    assert least < most
+    for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+        budget = round(least + share * (most - least))
+        found = model.fastest(budget)
+        assert found is not None
+        assert model.peak(found) <= budget
+        assert model.duration(found) == pytest.approx(min(s for p, s in zip(peaks, seconds, strict=True) if p <= budget))
+    assert model.fastest(least - 1) is None
