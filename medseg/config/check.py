@@ -21,6 +21,33 @@ from medseg.errors import UserError, require
 
 T = TypeVar("T")
 
+# Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and lightning-hydra-template.
+HABITS = {
+    name: keys.split()
+    for keys, names in {
+        "optimizer.lr": "lr learning_rate initial_lr base_lr",
+        "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
+        "stage.validate_every": "val_interval val_check_interval check_val_every_n_epoch eval_every",
+        "stage.patience": "early_stopping",
+        "stage.patch_size inference.tile_size": "roi_size crop_size spatial_size",
+        "resume init_from coarse fine": "ckpt ckpt_path resume_from_checkpoint checkpoint pretrained pretrained_weights model_path weights",
+        "trainer.devices": "num_gpus n_gpus ngpus world_size",
+        "memory.precision precision": "amp use_amp mixed_precision fp16 bf16",
+        "memory.accumulate": "accumulate_grad_batches gradient_accumulation accumulation_steps",
+        "memory.checkpointing": "use_checkpoint gradient_checkpointing activation_checkpointing",
+        "trainer.gradient_clip": "gradient_clip_val clip_grad max_norm",
+        "task.labels": "num_classes out_channels classes",
+        "task.channels": "in_channels num_channels modality",
+        "spacing.target_spacing_mm": "pixdim spacing_mm overwrite_target_spacing",
+        "data.cases cases input": "data_dir data_root data_path dataset datalist root_dir images",
+        "data.num_workers": "workers n_workers loader_workers num_processes",
+        "inference.tta": "mirror use_mirroring disable_tta flips",
+        "name": "project exp_name run_name experiment_name task_name",
+        "output": "output_dir out_dir save_dir",
+    }.items()
+    for name in names.split()
+}
+
 
 def to_config(composed: DictConfig, schema: type[T]) -> T:
     """Merge a composed configuration into its schema, convert it to dataclasses and check the rules between keys.
@@ -116,7 +143,7 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     if overridden or isinstance(error, ConfigKeyError):
         key = overridden.group(1) if overridden else key
         known = _keys(OmegaConf.to_container(composed, resolve=False)) if composed is not None else []
-        near = difflib.get_close_matches(key, sorted(set(known) - {key, ""}), n=2, cutoff=0.6)
+        near = _near_keys(key, sorted(set(known) - {key, ""}))
         return f"{key}: there is no such key; " + (f"did you mean {' or '.join(near)}?" if near else "`--help` prints all keys")
     if isinstance(error, InterpolationKeyError) and (missing := re.search(r"'([^']+)' not found", first)):
         return f"{key}: it refers to {missing[1]}, which has no value; give {missing[1]}=<value>, or another {key}"
@@ -127,8 +154,20 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     if "Could not find" in first or first.startswith("You must specify"):
         skipped = ("Config search path", "provider=", "object_type", "full_key", "Available options")
         listed = ", ".join(line for line in lines[1:] if not line.startswith(skipped))
-        return f"{first}; there are: {listed}" if listed else first
+        group = (re.search(r"'([^']+)/[^']+'", first) or [first, ""])[1]
+        is_open = group in ("model", "loss", "optimizer", "schedule")
+        classes = f"; or name a class: {group}._target_=package.Class" if is_open else ""
+        return f"{first}; there are: {listed}{classes}" if listed else first
     return first
+
+
+def _near_keys(key: str, known: Sequence[str]) -> list[str]:
+    """Find the keys that were probably meant: a habit of another framework, the same name in another group, or a similar name."""
+    last = key.rpartition(".")[2]
+    habits = [name for name in HABITS.get(last, ()) if name in known]
+    return (
+        habits or [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    )
 
 
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:

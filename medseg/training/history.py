@@ -161,7 +161,7 @@ class History(pl.Callback):
 
 
 class HistoryBar(RichProgressBar):
-    """Progress bar with the last figures of the history: Lightning's own reads its figures from the device at each step.
+    """Progress bar of the micro-batches with the last figures of the history: Lightning's own reads its figures from the device.
 
     Args:
         history: Callback of the same run.
@@ -174,3 +174,7 @@ class HistoryBar(RichProgressBar):
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, int | str | float | dict[str, float]]:
         """Take the last loss and Dice from the lines of the history."""
         return {key: row[key] for row in self.history.rows for key in ("loss", "val_dice") if row.get(key)}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Name the bar; a run has no epochs, and Lightning would name it `Epoch 0/-2`."""
+        return "Training".ljust(len(self.validation_description))

@@ -42,6 +42,10 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
     [
         (["stage=fine", "++stage.nmae=x"], "stage.nmae: there is no such key; did you mean stage.name"),
         (["+sede=1"], "sede: there is no such key; did you mean seed"),
+        (["+lr=1"], "lr: there is no such key; did you mean optimizer.lr?"),
+        (["+trainer.max_epochs=1"], "trainer.max_epochs: there is no such key; did you mean steps?"),
+        (["+ckpt_path=x"], "ckpt_path: there is no such key; did you mean resume or init_from?"),
+        (["+data.batch_size=1"], "data.batch_size: there is no such key; did you mean stage.batch_size?"),
         (["++data.phantoms.sed=1"], "data.phantoms.sed: there is no such key; did you mean data.phantoms.seed"),
         (["seed=abc"], "seed: Value 'abc' of type 'str' could not be converted to Integer"),
         (["model.block=dense"], "model.block: Invalid value 'dense', expected one of [plain, residual, bottleneck]"),

@@ -1,0 +1,29 @@
+"""The `medseg` program: completion of its command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from medseg.commands.cli import COMPLETION
+from medseg.commands.entry import COMMANDS
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the completion is for bash and zsh")
+def test_bash_completes_commands_keys_and_values() -> None:
+    script = f"""
+        medseg() {{ "{sys.executable}" -m medseg.commands.cli "$@"; }}
+        {COMPLETION.format(commands=" ".join(COMMANDS))}
+        complete_line() {{
+            read -ra COMP_WORDS <<< "$1"
+            COMP_LINE="$1" COMP_POINT="${{#1}}" COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+            _medseg medseg "${{COMP_WORDS[$COMP_CWORD]}}"
+            echo "${{COMPREPLY[*]}}"
+        }}
+        complete_line "medseg pr"
+        complete_line "medseg train stage=fine loss=dice_"
+    """
+    result = subprocess.run(["bash", "-c", script], capture_output=True, encoding="utf-8", check=True)
+    assert result.stdout.splitlines() == ["prepare predict", "loss=dice_ce loss=dice_focal"]
