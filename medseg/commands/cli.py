@@ -38,7 +38,7 @@ def main() -> None:
     else:
         is_help = command in ("--help", "-h")
         text = ["usage: medseg <command> key=value …   (`medseg <command> --help` prints all keys)"]
-        text += ["       medseg --version | --completion   (the latter for bash and zsh: `eval \"$(medseg --completion)\"`)", ""]
+        text += ['       medseg --version | --completion   (the latter for bash and zsh: `eval "$(medseg --completion)"`)', ""]
         text += [f"  {name:16s}{sentence}" for name, (*_, sentence) in COMMANDS.items()]
         text += [] if is_help else [f"\nmedseg: there is no command {command}"]
         print("\n".join(text), file=sys.stdout if is_help else sys.stderr)

@@ -166,7 +166,9 @@ def _near_keys(key: str, known: Sequence[str]) -> list[str]:
     last = key.rpartition(".")[2]
     habits = [name for name in HABITS.get(last, ()) if name in known]
     return (
-        habits or [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+        habits
+        or [name for name in known if name.rpartition(".")[2] == last]
+        or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
     )
 
 
