@@ -18,7 +18,7 @@ TASK_FILE, TABLE_FILE = "task.yaml", "cases.csv"
 IMPORTED = "imported"
 VALUES = f"+{IMPORTED}=values"
 # Keys that name a case table, and whether they also name a data set in the layout of another program.
-TABLE_KEYS = {"data.cases": True, "ref": False}
+TABLE_KEYS = {"data.cases": True, "cases": True, "ref": False}
 # Where the task comes from, for the commands that a study starts.
 SOURCE_VARIABLE = "MEDSEG_TASK_SOURCE"
 

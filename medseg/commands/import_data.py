@@ -1,5 +1,6 @@
 """The `import` command: writes the case table and the task of a data set in the layout of another program."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -8,25 +9,31 @@ import yaml
 from medseg.build.imported import TASK_FILE
 from medseg.config.schema import ImportConfig
 from medseg.console import say
-from medseg.data.case_table import TABLE_NAME, write_case_table
+from medseg.data.case_table import TABLE_NAME, read_case_table, write_case_table
+from medseg.data.importers.dataset import DataSet
 from medseg.data.importers.formats import import_dataset
+from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
+from medseg.io.text import read_text
 
 # Beyond this number the labels are probably not all wanted.
 MANY_LABELS = 30
 
 
 def import_data(config: ImportConfig) -> int:
-    """Write `cases.csv` and `task.yaml`, and print the command that trains on them."""
+    """Write `cases.csv` and `task.yaml`, and print the command that trains on them.
+
+    Raises:
+        UserError: If the data set cannot be read, or other files of these names are there.
+    """
     data = import_dataset(Path(config.input), config.format.value if config.format else None).keep(config.labels)
     output, content = Path(config.output), data.task()
+    begin = f"# @package _global_\n# Task of the {data.format} data set {content['task']['name']}. A file conf/task/<name>.yaml of this content makes it task=<name>.\n"
+    task = begin + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=130, default_flow_style=None)
+    require_unchanged(output, data, task)
     check_writable(output)
     table = write_case_table(output / TABLE_NAME, data.cases)
-    begin = f"# @package _global_\n# Task of the {data.format} data set {data.name}. A file conf/task/<name>.yaml of this content makes it task=<name>.\n"
-    replace_text(
-        output / TASK_FILE,
-        begin + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=130, default_flow_style=None),
-    )
+    replace_text(output / TASK_FILE, task)
     for note in data.notes:
         say(note)
     if len(data.labels) > MANY_LABELS:
@@ -37,5 +44,13 @@ def import_data(config: ImportConfig) -> int:
     print(f"labels: {', '.join(data.labels)}")
     print(f"written: {table}, {output / TASK_FILE}")
     stage = "coarse" if content["task"]["regions"] else "single"
-    print(f"next: medseg train stage={stage} data.cases={output}", flush=True)
+    print(f"next: medseg train stage={stage} {shlex.quote(f'data.cases={output}')}", flush=True)
     return 0
+
+
+def require_unchanged(output: Path, data: DataSet, task: str) -> None:
+    """Refuse to replace a case table or a task with other content: a person may have written or edited it."""
+    table, file = output / TABLE_NAME, output / TASK_FILE
+    cure = "remove it, or give another output"
+    require(not table.exists() or read_case_table(table) == list(data.cases), f"{table} exists and holds other cases; {cure}")
+    require(not file.exists() or read_text(file) == task, f"{file} exists and differs from the task of this data set; {cure}")

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hydra.core.hydra_config import HydraConfig
 
 from medseg.build.cases import file_values
 from medseg.build.task import make_task
 from medseg.config.schema import CrossValidateConfig
-from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
+from medseg.data.case_table import Case, split_cases, write_case_table
+from medseg.data.importers.formats import read_cases
 from medseg.data.task import Task
 from medseg.errors import require
 from medseg.evaluation.scoring import METRICS
@@ -51,7 +53,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
         SystemExit: With the exit code of the command that failed.
     """
     output, table = Path(config.output), Path(config.cases).absolute()
-    cases = read_case_table(Path(config.cases), config.data.labels_column)
+    cases = read_cases(Path(config.cases), config.data.labels_column)
     check_writable(output)
     task, given = make_task(config.task), file_values(config.data.label_values or {})
     values = {value: label for value, label in given.items() if isinstance(value, int)}
@@ -60,6 +62,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
         "data.label_values: cross_validate reads label maps, but these are names of masks or DICOM structures; save one label map of each case",
     )
     label_values = label_values_argument(config.data.label_values or {})
+    task_given = [one for one in HydraConfig.get().overrides.task if one.startswith("task")]
     scored: dict[str, tuple[int, Case]] = {}
     steps: list[Step] = []
     for fold in range(config.num_folds):
@@ -83,7 +86,16 @@ def cross_validate(config: CrossValidateConfig) -> int:
             ]
         )
     reference = write_case_table(output / "scored.csv", [case for _, case in scored.values()])
-    steps.append(["evaluate", f"pred={output / 'predictions'}", f"ref={reference}", f"output={output / 'scores'}", label_values])
+    steps.append(
+        [
+            "evaluate",
+            f"pred={output / 'predictions'}",
+            f"ref={reference}",
+            f"output={output / 'scores'}",
+            label_values,
+            *task_given,
+        ]
+    )
     # The folds share the trainings on phantoms: equal commands run once.
     run_steps(list(dict.fromkeys(map(tuple, steps))))
     write_rows(fold_rows(scored, output, task, values), output, {case.name for case in cases})

@@ -18,7 +18,7 @@ from medseg.config.check import to_config
 from medseg.config.overrides import text_of
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
 from medseg.config.targets import targets_first
-from medseg.data.case_table import read_case_table
+from medseg.data.importers.formats import read_cases
 from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.io.atomic import check_writable, replace_text
 from medseg.runs.folder import CONFIG_FILE, read_summary, settle
@@ -214,7 +214,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
         SystemExit: With the exit code of a training that failed.
     """
     runs, output = Path(config.runs), Path(config.output)
-    read_case_table(Path(config.cases))  # a damaged table stops the command here
+    read_cases(Path(config.cases))  # a damaged table stops the command here
     check_writable(output)
     data = [f"data.cases={Path(config.cases).absolute()}", "data.fold=all", "data.val_patients=[]", "data.test_patients=[]"]
     run_steps(cascade_steps(config, runs / "all", data, runs))

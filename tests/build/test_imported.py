@@ -11,7 +11,7 @@ from layouts import make_luna16, make_nnunet
 from medseg.build.imported import IMPORTED, SOURCE_VARIABLE, with_task
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
-from medseg.config.schema import EvaluateConfig, PredictConfig, TrainConfig
+from medseg.config.schema import CrossValidateConfig, EvaluateConfig, PredictConfig, TrainConfig
 from medseg.errors import UserError
 
 
@@ -39,6 +39,12 @@ def test_the_task_of_a_data_set_replaces_that_of_the_lungs(tmp_path: Path, capsy
     assert f"task of {folder}: liver, spleen; task=<name> chooses another one" in capsys.readouterr().err
     changed = compose([f"data.cases={folder}", "stage=single", "task.name=abdomen"])
     assert changed.task.name == "abdomen"
+
+
+def test_a_cross_validation_has_the_task_of_its_cases(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path / "D", labels={"background": 0, "liver": 1})
+    config = compose([f"cases={folder}", "output=x"], "cross_validate", CrossValidateConfig)
+    assert (config.task.labels, config.data.label_values) == ({"liver": 1}, {"liver": 1})
 
 
 def test_a_chosen_task_gets_the_values_of_the_files(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import ImportConfig
 from medseg.data.case_table import read_case_table
 from medseg.data.importers.formats import import_dataset
+from medseg.errors import UserError
 
 
 def run(*overrides: str) -> int:
@@ -45,8 +46,8 @@ def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:
     assert content["task"]["labels"] == {"left_lung": 1, "right_lung": 2}
     assert set(content["task"]["regions"]) == {"left_lung", "right_lung"}
     assert content["data"]["label_values"]["liver"] == "liver"
-    run(*given, "labels={lungs: [left_lung, right_lung]}")
-    content = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text(encoding="utf-8"))
+    run(*given[::2], f"output='{tmp_path / 'lungs'}'", "labels={lungs: [left_lung, right_lung]}")
+    content = yaml.safe_load((tmp_path / "lungs" / "task.yaml").read_text(encoding="utf-8"))
     assert (content["task"]["labels"], content["task"]["regions"]) == ({"lungs": 1}, None)
 
 
@@ -73,3 +74,17 @@ def test_a_folder_of_no_known_layout_is_the_users_mistake(
     assert ended.value.code == 2
     assert f"medseg: {tmp_path}: expected a data set in one of these layouts, but found none" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_files_that_a_person_has_edited_are_kept(tmp_path: Path) -> None:
+    given = f"input='{make_nnunet(tmp_path / 'data')}'", f"output='{tmp_path / 'out'}'"
+    assert run(*given) == run(*given) == 0  # the same files again
+    for name in ("task.yaml", "cases.csv"):
+        path = tmp_path / "out" / name
+        edited = path.read_text(encoding="utf-8").replace("left_lung: 1", "left: 1").replace("chest_001,", "mine,", 1)
+        path.write_text(edited, encoding="utf-8")
+        with pytest.raises(
+            UserError, match=rf"{name} exists and (differs|holds other cases).*; remove it, or give another output"
+        ):
+            run(*given)
+        assert path.read_text(encoding="utf-8") == edited

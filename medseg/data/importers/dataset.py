@@ -94,7 +94,7 @@ class DataSet:
         ]
         return {
             "task": {
-                "name": self.name,
+                "name": safe_name(self.name),
                 "labels": labels,
                 "regions": {name: {"labels": [name], "side": side} for name, side in sides.items()}
                 if all(sides.values())
