@@ -10,9 +10,7 @@ from medseg.data.case_table import Case
 from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first_of, label_names, plain_name
 from medseg.errors import UserError, require
 from medseg.io.dicom.catalogue import ImageSeries, LabelEntry, read_catalogue
-from medseg.io.inputs import CONTROL_CHARACTERS, dicom_files
-
-DICOM = "dicom"
+from medseg.io.inputs import CONTROL_CHARACTERS
 
 
 def import_dicom(folder: Path) -> DataSet:
@@ -56,12 +54,7 @@ def import_dicom(folder: Path) -> DataSet:
         name = f"{patient}_{numbers[patient]}" if counts[patient] > 1 else patient
         cases.append(Case(name, series[uid].folder, file.path, patient, series=uid))
     labels = _labels(list(chosen.values()), notes)
-    return DataSet(DICOM, folder.name, tuple(cases), labels, (channel_of(kinds[0]),), {}, notes=tuple(notes))
-
-
-def is_dicom(folder: Path) -> bool:
-    """Whether a folder holds DICOM files at any depth."""
-    return folder.is_dir() and next(dicom_files(folder), None) is not None
+    return DataSet("dicom", folder.name, tuple(cases), labels, (channel_of(kinds[0]),), {}, notes=tuple(notes))
 
 
 def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries | None:

@@ -14,7 +14,6 @@ from medseg.data.importers.json_lists import guess_modality, values_in
 from medseg.data.task import Channel
 from medseg.errors import UserError, require
 from medseg.io.inputs import CASE_IMAGES, case_name, image_in, list_inputs, volume_files
-from medseg.io.simpleitk import segment_names
 from medseg.io.text import read_text
 
 TOTALSEGMENTATOR, LUNA16, PAIRS = "totalsegmentator", "luna16", "pairs"
@@ -127,6 +126,8 @@ def import_pairs(folder: Path) -> DataSet:
 
 def _segment_values(files: list[Path]) -> FileValues:
     """Find the values of the segments of 3D Slicer, which must be the same in all files."""
+    from medseg.io.simpleitk import segment_names  # SimpleITK takes 50 MiB
+
     names: dict[int, str] = {}
     for path in files:
         for value, name in segment_names(path).items():

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.importers.dataset import DataSet, check_dataset
-from medseg.data.importers.dicom import DICOM, import_dicom, is_dicom
 from medseg.data.importers.folders import (
     LUNA16,
     PAIRS,
@@ -22,6 +21,7 @@ from medseg.data.importers.folders import (
 )
 from medseg.data.importers.json_lists import DATASET_FILE, MSD, NNUNET, import_msd, import_nnunet, read_about
 from medseg.errors import UserError, require
+from medseg.io.inputs import dicom_files
 from medseg.preprocess.scale import AS_STORED, HuScale
 
 
@@ -54,6 +54,17 @@ def _is_msd(path: Path) -> bool:
     return (path / DATASET_FILE).is_file() and "training" in read_about(path / DATASET_FILE)
 
 
+def _is_dicom(path: Path) -> bool:
+    """Whether a folder holds DICOM files at any depth."""
+    return path.is_dir() and next(dicom_files(path), None) is not None
+
+
+def _import_dicom(folder: Path) -> DataSet:
+    from medseg.data.importers.dicom import import_dicom  # pydicom takes 30 MiB
+
+    return import_dicom(folder)
+
+
 # In the order in which they are tried: the files of an earlier one may also look like a later one.
 FORMATS = {
     NNUNET: Format("dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet),
@@ -61,7 +72,7 @@ FORMATS = {
     TOTALSEGMENTATOR: Format("<case>/ct.nii.gz with <case>/segmentations/", is_totalsegmentator, import_totalsegmentator),
     LUNA16: Format("subset<n>/*.mhd with seg-lungs-LUNA16/", is_luna16, import_luna16),
     PAIRS: Format("images/ with labels/, or <case>.nrrd with <case>.seg.nrrd", is_pairs, import_pairs),
-    DICOM: Format("DICOM series with SEG or RTSTRUCT files", is_dicom, import_dicom),
+    "dicom": Format("DICOM series with SEG or RTSTRUCT files", _is_dicom, _import_dicom),
 }
 
 
