@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from contourpy import FillType, contour_generator
@@ -29,9 +30,9 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
     """
     # A border of background closes the outlines at the edge of the slice.
     generator = contour_generator(z=np.pad(mask, 1).astype(np.float32), name="serial", fill_type=FillType.OuterOffset)
-    polygons, offsets = generator.filled(0.5, 2.0)
+    filled: Any = generator.filled(0.5, 2.0)
     parts = []
-    for points, ends in zip(polygons, offsets, strict=True):
+    for points, ends in zip(*filled, strict=True):
         rings = [points[start : stop - 1, ::-1] - 1.0 for start, stop in pairwise(ends)]
         part = rings[0]
         for hole in sorted(rings[1:], key=lambda ring: float(ring[:, 1].min())):

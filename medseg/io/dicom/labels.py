@@ -143,19 +143,19 @@ def _read_segments(
     )
     shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
     places = [(group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []]
-    positions = [read_numbers(one, "ImagePositionPatient", 3) for one in places]
-    orientations = [read_numbers(one, "ImageOrientationPatient", 6) for one in places]
-    spacings_mm = [read_numbers(one, "PixelSpacing", 2) for one in places]
+    fields = {"ImagePositionPatient": 3, "ImageOrientationPatient": 6, "PixelSpacing": 2}
+    found = [[read_numbers(one, keyword, count) for one in places] for keyword, count in fields.items()]
     require(
-        bool(places) and None not in (*positions, *orientations, *spacings_mm),
+        bool(places) and all(None not in numbers for numbers in found),
         f"{file.path}: expected a position, an orientation and a spacing for each frame of the SEG; export it again.",
     )
-    axes = np.reshape(orientations[0], (2, 3))
+    positions, orientations, spacings_mm = map(np.array, found)
+    axes = orientations[0].reshape(2, 3)
     require(
         bool(np.ptp(orientations, axis=0).max() <= DIRECTION_TOLERANCE and np.ptp(spacings_mm, axis=0).max() <= SAME_POSITION_MM),
         f"{file.path}: expected a SEG of parallel frames with one spacing; export it again.",
     )
-    heights_mm = np.array(positions) @ np.cross(*axes)
+    heights_mm = positions @ np.cross(*axes)
     # Frames of several segments share a plane.
     order = np.argsort(heights_mm, kind="stable")
     starts = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
@@ -165,9 +165,8 @@ def _read_segments(
     labels, num_overlaps = _label_planes(dataset, places, planes, values, threshold)
     declared_mm = (read_numbers(places[0], "SpacingBetweenSlices", 1) or (step_mm,))[0]
     reach_mm = max(step_mm, min([abs(declared_mm), *np.diff(heights_mm[firsts])])) / 2 + SAME_POSITION_MM
-    corners = np.array(positions)[firsts]
     for index, frame in enumerate(slices.frames):
-        on_slices[index] = _at_slice(frame, labels, corners, axes, spacings_mm[0], reach_mm)
+        on_slices[index] = _at_slice(frame, labels, positions[firsts], axes, spacings_mm[0], reach_mm)
     return [f"{num_overlaps} pixels of {file.path.name} are in several segments; the last one is kept"] if num_overlaps else []
 
 
@@ -190,14 +189,16 @@ def _label_planes(
     if dataset.SegmentationType == "LABELMAP":
         table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
         table[list(values)] = list(values.values())
-        for index, plane in enumerate(planes):
+        for index, plane in enumerate(planes.tolist()):
             labels[plane] = table[_frame_pixels(dataset, index)]
         return labels, 0
     numbers = np.array([field_of(one, "ReferencedSegmentNumber") for one in places])
+    if None in numbers:
+        raise ValueError("a frame names no segment")
     least = threshold * dataset.MaximumFractionalValue if dataset.SegmentationType == "FRACTIONAL" else 1
     num_overlaps = 0
     for number, value in values.items():
-        for index in np.flatnonzero(numbers == number):
+        for index in np.flatnonzero(numbers == number).tolist():
             plane, mask = labels[planes[index]], _frame_pixels(dataset, index) >= least
             num_overlaps += int(np.count_nonzero(mask & (plane != 0) & (plane != value)))
             plane[mask] = value
@@ -208,7 +209,7 @@ def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
     """Decode the stored values (rows, columns) of one frame."""
     syntax, bits, shape = dataset.file_meta.TransferSyntaxUID, dataset.BitsAllocated, (dataset.Rows, dataset.Columns)
     if bits != 1:
-        return decode(dataset, PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ()), int(index))
+        return decode(dataset, PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ()), index)
     # Not by pydicom 3.0: it takes frames to begin at a whole byte.
     start = index * shape[0] * shape[1]
     stop = start + shape[0] * shape[1]
@@ -217,7 +218,7 @@ def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
 
 
 def _at_slice(
-    frame: Frame, labels: np.ndarray, corners: np.ndarray, axes: np.ndarray, spacing_mm: tuple[float, ...], reach_mm: float
+    frame: Frame, labels: np.ndarray, corners: np.ndarray, axes: np.ndarray, spacing_mm: np.ndarray, reach_mm: float
 ) -> np.ndarray:
     """Look up the labels at the pixels of a slice.
 

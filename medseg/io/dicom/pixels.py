@@ -13,7 +13,7 @@ from typing import Any
 
 import imagecodecs
 import numpy as np
-from pydicom import FileDataset, config, dcmread, uid
+from pydicom import Dataset, FileDataset, config, dcmread, uid
 from pydicom.encaps import get_frame
 from pydicom.pixels import get_decoder
 from pydicom.pixels.utils import _get_jpg_parameters, get_j2k_parameters
@@ -89,7 +89,7 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
     return decode(read_file(frame.path), pixels, frame.index)
 
 
-def decode(dataset: FileDataset, pixels: PixelFormat, index: int) -> np.ndarray:
+def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     """Decode the stored values (H, W) of one frame of a file.
 
     Raises:

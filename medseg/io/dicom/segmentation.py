@@ -108,11 +108,8 @@ def _share_geometry(header: Dataset, step_mm: float) -> None:
 def _describe(number: int, structure: Structure) -> SegmentDescription:
     """Describe a segment. A label without a SNOMED code gets a private one, which consists of its name."""
     name = structure.name[:MAX_MEANING]
-    kind = (
-        CodedConcept(*structure.code[:1], "SCT", *structure.code[1:2])
-        if structure.code
-        else CodedConcept(name[:16], "99MEDSEG", name)
-    )
+    code = (structure.code[0], "SCT", structure.code[1]) if structure.code else (name[:16], "99MEDSEG", name)
+    kind = CodedConcept(*code)
     for side in structure.code[2:]:
         kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
     return SegmentDescription(

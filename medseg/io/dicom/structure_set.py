@@ -115,7 +115,7 @@ def _contours(
     if structure.colour:
         item.ROIDisplayColor = list(bytes.fromhex(structure.colour[1:]))
     contours = []
-    for index in np.flatnonzero(mask.any(axis=(1, 2))):
+    for index in np.flatnonzero(mask.any(axis=(1, 2))).tolist():
         for outline in outlines(mask[index]):
             contours.append(
                 _item(

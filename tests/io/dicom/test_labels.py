@@ -180,6 +180,26 @@ def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
         read_label_file(open_label_file(path), slices, {7: 1})
 
 
+@pytest.mark.parametrize(
+    ("sequence", "sentence"),
+    [
+        ("SegmentIdentificationSequence", "the DICOM file cannot be read (a frame names no segment); it is damaged"),
+        (
+            "PlanePositionSequence",
+            "expected a position, an orientation and a spacing for each frame of the SEG; export it again.",
+        ),
+    ],
+)
+def test_frames_without_segment_or_position_are_refused(
+    sequence: str, sentence: str, tmp_path: Path, slices: SourceSlices
+) -> None:
+    path = save_seg(tmp_path / "a.dcm", slices, np.ones((*slices.grid.shape, 2), np.uint8), num_segments=2)
+    dataset = dcmread(path)
+    del dataset.PerFrameFunctionalGroupsSequence[3][sequence]
+    dataset.save_as(path)
+    assert sentence in refusal(path, slices)
+
+
 @pytest.mark.parametrize("kind", ["seg", "rtstruct"])
 def test_damaged_files_end_in_a_sentence(kind: str, tmp_path: Path, slices: SourceSlices) -> None:
     path = tmp_path / "a.dcm"
