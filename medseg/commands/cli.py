@@ -25,8 +25,6 @@ complete -o nospace -o default -F _medseg medseg"""
 def main() -> None:
     """Run the command that the first argument names; commands take Hydra's `key=value` arguments."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command == "watch" and len(sys.argv) > 2 and not sys.argv[2].startswith("-") and "=" not in sys.argv[2]:
-        sys.argv[2] = f"run={sys.argv[2]}"
     if command in COMMANDS:
         # Hydra shows this name in its messages, and launchers start it again.
         sys.argv = [f"medseg {command}", *sys.argv[2:]]
@@ -37,8 +35,12 @@ def main() -> None:
         print(COMPLETION.format(commands=" ".join(COMMANDS)))
     else:
         is_help = command in ("--help", "-h")
-        text = ["usage: medseg <command> key=value …   (`medseg <command> --help` prints all keys)"]
-        text += ['       medseg --version | --completion   (the latter for bash and zsh: `eval "$(medseg --completion)"`)', ""]
+        text = [
+            "usage: medseg <command> key=value …   (`medseg <command> --help` prints all keys)",
+            "       medseg predict <scan or folder> -o <file or folder>",
+            '       medseg --version | --completion   (the latter for bash and zsh: `eval "$(medseg --completion)"`)',
+            "",
+        ]
         text += [f"  {name:16s}{sentence}" for name, (*_, sentence) in COMMANDS.items()]
         text += [] if is_help else [f"\nmedseg: there is no command {command}"]
         print("\n".join(text), file=sys.stdout if is_help else sys.stderr)

@@ -20,7 +20,7 @@ from medseg.build.imported import with_task
 from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.help import help_text
-from medseg.config.overrides import check_arguments, quote_paths
+from medseg.config.overrides import OPTIONS, check_arguments, expand_options, quote_paths
 from medseg.config.schema import (
     CompareSpacingConfig,
     CrossValidateConfig,
@@ -142,11 +142,14 @@ def run(
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
+        sys.argv[1:] = expand_options(command, sys.argv[1:])
         check_arguments(sys.argv[1:])
         sys.argv[1:] = targets_first(quote_paths(with_task(sys.argv[1:], schema)))
         if {"--help", "-h"} & set(sys.argv[1:]):
             overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
             print(f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values.")
+            for option, key in OPTIONS.get(command, {}).items():
+                print(f"  {option} <path> is short for {key}=<path>")
             print(help_text(schema, _compose(command, overrides)), flush=True)
             sys.exit(0)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(one_job)()

@@ -36,6 +36,55 @@ PATH_KEYS = frozenset(
 MAX_LENGTH, MAX_ARGUMENTS = 20_000, 2_000
 # Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine", "input"})
+# Command to the key of an argument that stands alone, and to its options with the key that they stand for.
+POSITIONAL_KEYS = {"predict": "input", "watch": "run"}
+OPTIONS = {"predict": {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}}
+# Hydra's own options whose value is the next argument.
+HYDRA_OPTIONS = frozenset(
+    {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package", "-c", "--cfg", "--info"}
+)
+
+
+def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
+    """Write options of a command and arguments that stand alone as `key=value`, the only form that Hydra reads.
+
+    For `predict`, `-i` is no longer Hydra's option; its long form `--info` stays.
+
+    Raises:
+        UserError: If an option has no value, or a key has several.
+
+    Example:
+        >>> expand_options("predict", ["ct (1).nii.gz", "-o", "lungs.nii.gz", "overwrite=true"])
+        ["input='ct (1).nii.gz'", "output='lungs.nii.gz'", 'overwrite=true']
+    """
+    options, positional = OPTIONS.get(command, {}), POSITIONAL_KEYS.get(command, "")
+    expanded: list[str] = []
+    given: dict[str, list[str]] = {}
+    before = ""
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if before in options:
+            key, value = options[before], argument
+        elif name in options and equals:
+            key = options[name]
+        elif positional and not equals and argument[:1] not in ("-", "~", "+", "") and before not in HYDRA_OPTIONS:
+            key, value = positional, argument
+        else:
+            key = ""
+            if argument not in options:
+                expanded.append(argument)
+        if key:
+            given.setdefault(key, []).append(value)
+            is_list = key in LIST_KEYS and value[:1] == "[" and value[-1:] == "]" and not Path(value).exists()
+            expanded.append(f"{key}={value if is_list else quote(value)}")
+        require(before not in options or argument not in options, f"{before}: expected a path after it; type {before} <path>")
+        before = "" if before in options else argument
+    require(before not in options, f"{before}: expected a path after it; type {before} <path>")
+    for key, values in given.items():
+        values += [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
+        cure = "; give the output as -o <path>, and several scans as their folder or a case table" if key == "input" else ""
+        require(len(values) == 1, f"{key}: expected one path, but got {', '.join(values[:3])}{' …' * (len(values) > 3)}{cure}")
+    return expanded
 
 
 def check_arguments(arguments: Sequence[str]) -> None:

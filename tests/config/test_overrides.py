@@ -1,0 +1,66 @@
+"""Short options and arguments that stand alone, written as `key=value`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medseg.config.overrides import expand_options
+from medseg.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "expanded"),
+    [
+        ("-i ct.nii.gz -o lungs.nii.gz", "input='ct.nii.gz' output='lungs.nii.gz'"),
+        ("--input ct.nii.gz --output=out", "input='ct.nii.gz' output='out'"),
+        ("-i=a=b.nii -o out", "input='a=b.nii' output='out'"),
+        ("ct.nii.gz -o out overwrite=true", "input='ct.nii.gz' output='out' overwrite=true"),
+        ("-i [a,b] -o out", "input=[a,b] output='out'"),
+        ("input=ct output=out", "input=ct output=out"),
+        ("-o out -i null", "output='out' input='null'"),
+        ("--config-dir my ct --cfg job", "--config-dir my input='ct' --cfg job"),
+        ("--info config ~inference.tta", "--info config ~inference.tta"),
+    ],
+)
+def test_options_of_predict(given: str, expanded: str) -> None:
+    assert expand_options("predict", given.split()) == expanded.split()
+
+
+def test_names_that_hydra_misreads_are_quoted() -> None:
+    assert expand_options("predict", ["Doe, John (1).nii", "-o", "it's"]) == ["input='Doe, John (1).nii'", "output='it\\'s'"]
+
+
+def test_other_commands_keep_their_arguments() -> None:
+    assert expand_options("train", ["-i", "x", "stage=fine"]) == ["-i", "x", "stage=fine"]
+    assert expand_options("watch", ["runs/a", "every_s=1"]) == ["run='runs/a'", "every_s=1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("-i", "-i: expected a path after it"),
+        ("-i -o out", "-i: expected a path after it"),
+        ("a.nii b.nii -o out", "input: expected one path, but got a.nii, b.nii; give the output as -o"),
+        ("-i a input=b -o out", "input: expected one path, but got a, b"),
+        ("a -o b output=c", "output: expected one path, but got b, c"),
+    ],
+)
+def test_mistakes_are_one_sentence(given: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        expand_options("predict", given.split())
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("program", [["-m", "medseg.commands.cli", "predict"], ["scripts/predict.py"]])
+def test_both_programs_translate_before_hydra(tmp_path: Path, program: list[str]) -> None:
+    """The file is missing: the sentence of the reader, not of Hydra, shows that the arguments arrived."""
+    command = [sys.executable, *program, "-i", str(tmp_path / "a (1).nii.gz"), "-o", str(tmp_path / "out")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"medseg: {tmp_path}/a (1).nii.gz: this file or folder does not exist")
