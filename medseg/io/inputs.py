@@ -16,7 +16,10 @@ SUFFIXES = {
 }
 """Suffixes of volume files, the longer ones first, and their formats."""
 
-WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd")
+SEGMENTATION_SUFFIX = ".seg.nrrd"
+"""Suffix of segmentations of 3D Slicer, which are NRRD files."""
+
+WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd", SEGMENTATION_SUFFIX)
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 
 CASE_IMAGES = ("ct", "mri")
@@ -30,7 +33,9 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"
 def volume_suffix(path: Path) -> str | None:
     """Find the suffix that makes a name a volume file, in lower case; None for others."""
     name = path.name.lower()
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and len(name) > len(suffix)), None)
+    return next(
+        (suffix for suffix in (SEGMENTATION_SUFFIX, *SUFFIXES) if name.endswith(suffix) and len(name) > len(suffix)), None
+    )
 
 
 def volume_files(folder: Path) -> list[Path]:
@@ -116,7 +121,7 @@ def input_format(path: Path) -> str:
     require(path.exists(), f"{path}: this file or folder does not exist; check the path.")
     suffix = volume_suffix(path)
     if suffix is not None and path.is_file():
-        return SUFFIXES[suffix]
+        return SUFFIXES.get(suffix, "nrrd")
     if any(True for _ in dicom_files(path)) if path.is_dir() else is_dicom_file(path):
         return "dicom"
     kind = "folder without DICOM files" if path.is_dir() else "file of another kind"
@@ -146,7 +151,8 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
             input_format(path)
             return [(case_name(path), path)]
         entries = _visible(path)
-        found = volume_files(path)
+        # 3D Slicer keeps a segmentation beside its scan.
+        found = [entry for entry in volume_files(path) if volume_suffix(entry) != SEGMENTATION_SUFFIX]
         if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
             others = [entry.name for entry in found if case_name(entry) != case_name(path)]
             require(

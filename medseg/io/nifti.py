@@ -1,13 +1,15 @@
 """NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz): header checks by nibabel, and the choice between sform and qform."""
 
+import gzip
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from isal import igzip
-from nibabel.nifti1 import Nifti1Header
+from nibabel.nifti1 import Nifti1Extension, Nifti1Header
 from nibabel.nifti2 import Nifti2Header
 from nibabel.quaternions import quat2mat
 from nibabel.spatialimages import HeaderDataError
@@ -15,6 +17,7 @@ from nibabel.spatialimages import HeaderDataError
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.atomic import replace_path
+from medseg.io.label_table import EXTENSION_CODE, Structure, nifti_extension
 from medseg.io.volume import LazyVolume, check_shape, describe, grid_from_columns, is_gzip, lazy_volume
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
@@ -36,6 +39,9 @@ GEOMETRY_FIELDS = (
     *("qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z", "xyzt_units"),
 )
 
+
+LABEL_INTENT = 1002
+"""Intent code of label maps (nifti1.h, NIFTI_INTENT_LABEL)."""
 
 GZIP_LEVEL = 2
 """Of ISA-L, whose levels end at 3: label maps become smaller than with zlib's level 1, in an eighth of its time."""
@@ -270,8 +276,17 @@ def new_header(dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None 
     return header
 
 
-def write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None) -> None:
+def write_nifti(
+    path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None, structures: Sequence[Structure] = ()
+) -> None:
     """Write voxels (D, H, W) to one file.
+
+    Args:
+        path: Target.
+        array: The voxels.
+        grid: Their position.
+        like: See `new_header`.
+        structures: Names and colours of the labels, written as a header extension; empty = none.
 
     Raises:
         UserError: If the file cannot be written.
@@ -280,10 +295,31 @@ def write_nifti(path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Head
     if like is not None and not grid_of_header(path, like)[0].is_close(grid):
         raise ValueError(f"{path}: the header to keep does not belong to the grid of the array")
     header = new_header(array.dtype, grid, like)
+    if structures:
+        header.extensions.append(Nifti1Extension(EXTENSION_CODE, nifti_extension(structures)))
+    header["vox_offset"] = 0  # nibabel adds the size of the extensions
     with replace_path(path) as part, part.open("xb") as file:
         # Without a name and a time in the stream, equal labels give equal files.
         packed = igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0) if path.name.lower().endswith(".gz") else nullcontext(file)
         with packed as target:
-            target.write(header.binaryblock.ljust(int(header["vox_offset"]), b"\0"))
+            header.write_to(target)
             for plane in array:
                 target.write(np.ascontiguousarray(plane, header.get_data_dtype()).tobytes())
+
+
+def packed_nifti(
+    array: np.ndarray, grid: VoxelGrid, slope: float = 1.0, intercept: float = 0.0, *, is_labels: bool = False
+) -> bytes:
+    """Make a small .nii.gz in memory, compressed as far as zlib can.
+
+    Args:
+        array: Voxels (D, H, W).
+        grid: Their position.
+        slope: Factor from stored value to value.
+        intercept: Added after the slope.
+        is_labels: Whether the header says that the values are labels.
+    """
+    header = new_header(array.dtype, grid)
+    header["scl_slope"], header["scl_inter"] = slope, intercept
+    header["intent_code"] = LABEL_INTENT if is_labels else 0
+    return gzip.compress(header.binaryblock.ljust(int(header["vox_offset"]), b"\0") + array.tobytes(), 9, mtime=0)

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -363,9 +364,11 @@ def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     return result
 
 
-def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid) -> None:
+def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None) -> None:
     """Write voxels to a temporary file, compressed; its suffix chooses the format, `path` is for messages."""
     image = SimpleITK.GetImageFromArray(array)
+    for key, value in (fields or {}).items():
+        image.SetMetaData(key, value)
     image.SetSpacing(grid.spacing_mm[::-1])
     image.SetOrigin(grid.origin_xyz_mm)
     image.SetDirection(np.ravel(grid.direction).tolist())
@@ -376,17 +379,17 @@ def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid) -> None:
         raise UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.") from error
 
 
-def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
+def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None) -> None:
     """Write voxels (D, H, W), compressed, to a .nrrd or .mha, or to a .mhd and a .zraw beside it, replacing an old pair as one.
 
-    Until the new header is in place, the old pair of files is whole.
+    Until the new header is in place, the old pair of files is whole. `fields` are further pairs of the header of a .nrrd.
 
     Raises:
         UserError: If a file cannot be written.
     """
     if path.suffix.lower() != ".mhd":
         with replace_path(path) as part:
-            _save(path, part, array, grid)
+            _save(path, part, array, grid, fields)
         return
     path = Path(os.path.realpath(path))
     # MetaImage gives `%` and a leading LIST or LOCAL a meaning of their own.

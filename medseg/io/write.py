@@ -1,5 +1,6 @@
 """Writers of scans and label maps: NIfTI by nibabel, NRRD and MetaImage by SimpleITK; a file is written whole or not at all."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import numpy as np
 
 from medseg.errors import require
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.inputs import WRITTEN_SUFFIXES, volume_suffix
+from medseg.io.inputs import SEGMENTATION_SUFFIX, WRITTEN_SUFFIXES, volume_suffix
+from medseg.io.label_table import Structure, slicer_fields
 from medseg.io.volume import LABEL_DTYPES, Volume
 
 
-def _write(path: Path, volume: Volume) -> None:
+def _write(path: Path, volume: Volume, structures: Sequence[Structure] = ()) -> None:
     """Write voxels of a type that the formats have; the library of the format is imported only now."""
     path = Path(path)
     suffix = volume_suffix(path)
@@ -22,23 +24,27 @@ def _write(path: Path, volume: Volume) -> None:
     if suffix in (".nii", ".nii.gz"):
         from medseg.io.nifti import write_nifti
 
-        write_nifti(path, volume.array, volume.grid, volume.header)
+        write_nifti(path, volume.array, volume.grid, volume.header, structures)
     else:
         from medseg.io.simpleitk import write_text_volume
 
-        write_text_volume(path, volume.array, volume.grid)
+        write_text_volume(
+            path, volume.array, volume.grid, slicer_fields(structures, volume.array) if suffix == SEGMENTATION_SUFFIX else None
+        )
 
 
-def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:
+def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = None, structures: Sequence[Structure] = ()) -> None:
     """Write a label map whole or not at all; missing folders are made.
 
     The corners of the written grid agree with `grid` within 0.001 mm.
 
     Args:
-        path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha or .mhd (with .zraw beside it).
+        path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha, .mhd (with .zraw beside it) or .seg.nrrd (a
+            segmentation of 3D Slicer).
         labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean and 64-bit types are narrowed.
         grid: Position of the voxels.
         like: `Volume.header` of the input; if that is NIfTI, a NIfTI result keeps its version, byte order, sform, qform and unit.
+        structures: Names and colours of the labels, for .nii.gz, .nii and .seg.nrrd; other formats have no place for them.
 
     Raises:
         UserError: If the suffix is unknown or the folder cannot be written.
@@ -52,7 +58,7 @@ def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = No
         if not fitting:
             raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
         labels = labels.astype(fitting[0])
-    _write(path, Volume(labels, grid, like))
+    _write(path, Volume(labels, grid, like), structures)
 
 
 def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:

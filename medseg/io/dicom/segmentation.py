@@ -18,7 +18,8 @@ from medseg import __version__
 from medseg.errors import require
 from medseg.io.atomic import replace_path
 from medseg.io.dicom.read import SourceSlices
-from medseg.io.dicom.structures import Structure, labels_on_slices, source_headers
+from medseg.io.dicom.structures import labels_on_slices, source_headers
+from medseg.io.label_table import Structure
 
 SIDES = {"left": codes.SCT.Left, "right": codes.SCT.Right}
 

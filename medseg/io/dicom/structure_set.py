@@ -15,7 +15,8 @@ from medseg.io.atomic import replace_path
 from medseg.io.dicom.contours import outlines
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
-from medseg.io.dicom.structures import Structure, labels_on_slices, points_of, source_headers
+from medseg.io.dicom.structures import labels_on_slices, points_of, source_headers
+from medseg.io.label_table import Structure
 
 STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
 """SOP class by which structure sets refer to a study (Detached Study Management, retired and still expected)."""

@@ -1,8 +1,7 @@
-"""Labels of a DICOM series: structures with names, codes and colours, and label maps moved between the grid and the slices."""
+"""Labels of a DICOM series: headers that results refer to, and label maps moved between the grid and the slices."""
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from pydicom import FileDataset, config, dcmread
@@ -11,29 +10,13 @@ from pydicom.valuerep import DA, TM
 from medseg.errors import require
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
+from medseg.io.label_table import Structure
 
 IDENTITY = ("SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID")
 """Fields by which an object refers to its source."""
 
 TYPE_2 = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex", "AccessionNumber", "StudyID", "StudyDate", "StudyTime")
 """Fields of patient and study that must be present and may be empty; removed from many public series."""
-
-
-@dataclass(frozen=True)
-class Structure:
-    """One label of a label map, as DICOM describes it.
-
-    Attributes:
-        name: Name of the segment or of the region of interest (ROI).
-        value: Value in the label map.
-        colour: Recommended colour, `#rrggbb`; "" for none.
-        code: SNOMED CT code, its meaning and, for a part of one side, `left` or `right`; empty for none.
-    """
-
-    name: str
-    value: int
-    colour: str = ""
-    code: tuple[str, ...] = ()
 
 
 def labels_on_slices(labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]) -> np.ndarray:

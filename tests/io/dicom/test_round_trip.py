@@ -13,7 +13,7 @@ from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import SourceSlices, open_slices
 from medseg.io.dicom.segmentation import write_segmentation
 from medseg.io.dicom.structure_set import write_structure_set
-from medseg.io.dicom.structures import Structure
+from medseg.io.label_table import Structure
 
 STRUCTURES = (Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")), Structure("Gefäß", 4, "#fb923c"))
 
