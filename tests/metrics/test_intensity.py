@@ -1,0 +1,48 @@
+"""HU statistics of labels against numpy on the values themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medseg.geometry.grid import VoxelGrid
+from medseg.metrics import intensity
+from medseg.metrics.intensity import HU_FIGURES, PERCENTILES, label_statistics
+
+GRID = VoxelGrid((11, 30, 40), (2.5, 0.7, 0.9))
+VALUES = {"left": 1, "right": 3, "absent": 2}
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_figures_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, dtype: type, order: str) -> None:
+    monkeypatch.setattr(intensity, "SLAB_VOXELS", 4 * 30 * 40)  # three slabs, the last one smaller
+    noise = np.random.default_rng(0)
+    image = np.asarray(noise.normal(-850, 120, GRID.shape).round(), dtype=dtype, order=order)
+    labels = np.asarray(noise.integers(0, 2, GRID.shape) * noise.choice([1, 3], GRID.shape), dtype=np.uint8, order=order)
+    found = label_statistics(image, labels, GRID, VALUES)
+    for name, value in (("left", 1), ("right", 3)):
+        own = image[labels == value].astype(np.float64)
+        expected = [
+            round(own.size * 2.5 * 0.7 * 0.9 / 1000, 2),
+            round(own.mean(), 2),
+            *(np.percentile(own, percent, method="inverted_cdf") for percent in PERCENTILES),
+            round((own < -950).mean(), 4),
+        ]
+        assert list(found[name].values()) == expected
+        assert tuple(found[name]) == ("ml", *HU_FIGURES)
+    assert found["absent"] == {"ml": 0.0, **dict.fromkeys(HU_FIGURES)}
+
+
+def test_metal_does_not_change_the_mean_and_the_bounds_count_as_they_are() -> None:
+    image = np.array([-3024, -951, -950, 30000], dtype=np.int16).reshape(1, 2, 2)
+    found = label_statistics(image, np.ones_like(image, dtype=np.uint8), VoxelGrid((1, 2, 2), (1.0, 1.0, 1.0)), {"all": 1})["all"]
+    assert found["mean_hu"] == round((-3024 - 951 - 950 + 30000) / 4, 2)
+    assert found["share_below_minus_950_hu"] == 0.5
+
+
+def test_without_hu_there_are_volumes_alone() -> None:
+    labels = np.ones(GRID.shape, dtype=np.uint8)
+    found = label_statistics(None, labels, GRID, {"left": 1})["left"]
+    assert found["ml"] == round(11 * 30 * 40 * 2.5 * 0.7 * 0.9 / 1000, 2)
+    assert [found[name] for name in HU_FIGURES] == [None] * len(HU_FIGURES)
