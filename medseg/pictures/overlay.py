@@ -70,6 +70,7 @@ class Canvas:
         outlined: np.ndarray | None = None,
         width_pt: float = 1.1,
         shows_errors: bool = False,
+        colours: Sequence[str] = COLOURS,
     ) -> Any:
         """Draw one slice.
 
@@ -83,6 +84,7 @@ class Canvas:
             outlined: Label values that get a line around them, (rows, columns), or None.
             width_pt: Width of that line in points.
             shows_errors: Whether voxels that differ between `filled` and `outlined` get `ERROR_COLOURS`.
+            colours: Colours of the values; they repeat.
 
         Returns:
             The axes, in which a pixel of the slice has the size 1.
@@ -100,7 +102,7 @@ class Canvas:
         if filled is not None:
             tint = np.zeros((rows, columns, 4))
             for number, value in enumerate(values):
-                tint[filled == value] = to_rgba(colour_of(number), _FILL_OPACITY)
+                tint[filled == value] = to_rgba(colours[number % len(colours)], _FILL_OPACITY)
             if shows_errors and outlined is not None:
                 errors = (filled == 0) & (outlined > 0), (filled > 0) & (outlined == 0), (filled > 0) & (outlined > 0)
                 for where, colour in zip(errors, ERROR_COLOURS.values(), strict=True):
@@ -112,7 +114,9 @@ class Canvas:
             for number, value in enumerate(values):
                 inside = np.pad(outlined == value, 1)
                 if inside.any():
-                    axes.contour(centres_x, centres_y, inside, levels=[0.5], colors=[colour_of(number)], linewidths=width_pt)
+                    axes.contour(
+                        centres_x, centres_y, inside, levels=[0.5], colors=[colours[number % len(colours)]], linewidths=width_pt
+                    )
         axes.axis("off")
         return axes
 
@@ -189,7 +193,7 @@ def overlay_montage(
             shows_errors=True,
         )
         caption = f"{panel.plane} {panel.index + 1}/{image_hu.shape[_AXIS[panel.plane]]}"
-        _draw_marks(axes, panel.plane, caption + ", most errors" * panel.has_most_errors)
+        draw_marks(axes, panel.plane, caption + ", most errors" * panel.has_most_errors)
     write_png(canvas.figure, path)
     return panels
 
@@ -243,7 +247,7 @@ def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[
     return found
 
 
-def _draw_marks(axes: Any, plane: str, caption: str) -> None:
+def draw_marks(axes: Any, plane: str, caption: str) -> None:
     """Write the patient's sides and a caption on a slice."""
     from matplotlib.patheffects import withStroke
 

@@ -1,0 +1,131 @@
+"""Preview of a case: one slice of each plane with the outlines of its labels, their figures and the warnings in words."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from medseg.io.label_table import Structure
+from medseg.pictures.overlay import Canvas, draw_marks, grey_range
+from medseg.pictures.plots import shortened, write_png
+
+MAX_LONG = 6
+"""Up to this number of labels each has a line of its own; of more there are three in a line."""
+
+PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
+"""Axis of an oriented volume (z, y, x) that each plane is a slice of."""
+
+_WIDTH_PX, _PANEL_PX, _GAP_PX, _HEADER_PX, _LINE_PX = 1280, 424, 4, 48, 20
+_MAX_TITLE, _MAX_WARNINGS, _LINE_LETTERS = 90, 8, 170
+
+
+@dataclass(frozen=True)
+class PreviewSlice:
+    """One slice of an oriented volume.
+
+    Attributes:
+        plane: `axial`, `coronal` or `sagittal`.
+        index: Its index along the axis of the plane.
+        count: Number of slices along that axis.
+        image: Values (rows, columns).
+        labels: Label values (rows, columns).
+        size_mm: Extent (rows, columns).
+    """
+
+    plane: str
+    index: int
+    count: int
+    image: np.ndarray
+    labels: np.ndarray
+    size_mm: tuple[float, float]
+
+
+def cut_slices(image: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float]) -> list[PreviewSlice]:
+    """Copy the slice of each plane with the largest labelled area; the middle one where nothing is labelled.
+
+    Args:
+        image: Oriented volume, (D, H, W).
+        labels: Its label values, (D, H, W).
+        spacing_mm: Voxel spacing in mm, (z, y, x).
+    """
+    areas = [np.zeros(size, dtype=np.int64) for size in labels.shape]
+    for index, plane in enumerate(labels):
+        is_label = plane > 0
+        areas[1] += np.count_nonzero(is_label, axis=1)
+        columns = np.count_nonzero(is_label, axis=0)
+        areas[2] += columns
+        areas[0][index] = columns.sum()
+    slices = []
+    for plane, axis in PLANES.items():
+        index = int(areas[axis].argmax()) if areas[axis].any() else labels.shape[axis] // 2
+        rows_mm, columns_mm = np.delete(np.multiply(labels.shape, spacing_mm), axis).tolist()
+        cut = (np.ascontiguousarray(array.take(index, axis)) for array in (image, labels))
+        slices.append(PreviewSlice(plane, index, labels.shape[axis], *cut, (rows_mm, columns_mm)))
+    return slices
+
+
+def draw_preview(
+    slices: Sequence[PreviewSlice],
+    path: Path,
+    title: str,
+    structures: Sequence[Structure],
+    figures: Mapping[int, str],
+    warnings: Sequence[str],
+    window: tuple[float, float] | None,
+) -> None:
+    """Draw the slices side by side, the labels with their figures and the warnings below.
+
+    Args:
+        slices: From `cut_slices`.
+        path: PNG file to write.
+        title: Line at the top, such as the name of the case.
+        structures: Names and colours of the labels.
+        figures: Label value to its figures in words.
+        warnings: Sentences of the report.
+        window: Values that are drawn black and white; None takes percentiles.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    lines = [
+        line
+        for warning in warnings[:_MAX_WARNINGS]
+        for line in textwrap.wrap(warning, _LINE_LETTERS, initial_indent="• ", subsequent_indent="   ")
+    ]
+    lines += [f"… and {len(warnings) - _MAX_WARNINGS} more, see the report"] if len(warnings) > _MAX_WARNINGS else []
+    lines = lines or ["no warnings"]
+    scale = min(_PANEL_PX / max(size for one in slices for size in one.size_mm), 4.0)
+    sizes = [tuple(max(1, round(scale * size)) for size in one.size_mm) for one in slices]
+    top, bottom = _HEADER_PX, _HEADER_PX + max(rows for rows, _ in sizes)
+    num_columns = 1 if len(structures) <= MAX_LONG else 3
+    label_rows = -(-len(structures) // num_columns)
+    canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * (label_rows + len(lines)) + 24)
+    canvas.write(12, _HEADER_PX / 2, shortened(title, _MAX_TITLE), fontsize=14, fontweight="bold", va="center")
+    left = (_WIDTH_PX - sum(columns for _, columns in sizes) - _GAP_PX * (len(slices) - 1)) / 2
+    range_values = grey_range(np.concatenate([one.image.ravel() for one in slices]), window)
+    for one, (rows, columns) in zip(slices, sizes, strict=True):
+        middle = (top + bottom - rows) / 2
+        axes = canvas.draw_slice(
+            (left, middle, left + columns, middle + rows),
+            one.image,
+            [entry.value for entry in structures],
+            range_values,
+            is_up=one.plane != "axial",
+            outlined=one.labels,
+            width_pt=1.3,
+            colours=[entry.colour for entry in structures],
+        )
+        draw_marks(axes, one.plane, f"{one.plane} {one.index + 1}/{one.count}")
+        left += columns + _GAP_PX
+    for number, entry in enumerate(structures):
+        column, row = divmod(number, label_rows)
+        x, y = 12 + column * _WIDTH_PX / num_columns, bottom + 24 + _LINE_PX * row
+        canvas.write(x, y, shortened(entry.name.replace("_", " "), 28), color=entry.colour, fontsize=10, fontweight="bold")
+        canvas.write(x + 190, y, figures.get(entry.value, ""), fontsize=10)
+    for number, line in enumerate(lines):
+        canvas.write(
+            12, bottom + 32 + _LINE_PX * (label_rows + number), line, fontsize=10, color="#fbbf24" if warnings else "#86efac"
+        )
+    write_png(canvas.figure, path)

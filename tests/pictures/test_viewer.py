@@ -1,0 +1,111 @@
+"""Case viewer: the data in the page, its size, and that nothing in it refers to another file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.label_table import Structure
+from medseg.pictures import viewer
+from medseg.pictures.viewer import ViewerWords, pack_volumes, write_viewer
+
+TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("</script>", 2, "#fb923c")]
+OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
+GRID = VoxelGrid((7, 21, 22), (2.5, 0.7, 0.7), (-11.0, 20.0, 300.0), OBLIQUE)
+WORDS = ViewerWords(
+    "Doe, <b>John",
+    "warnings",
+    ["look & see"],
+    ["ml"],
+    {1: ["12"], 2: ["0"]},
+    {"left_lung": 0.8},
+    0.85,
+    {"worst": [1.0, 2.0, 3.0]},
+)
+
+
+def volumes_of(page: str) -> dict[str, nibabel.Nifti1Image]:
+    """Volumes of a page, decoded with nibabel."""
+    found = re.findall(r'<script type="application/octet-stream" id="volume-(\w+)">([^<]*)</script>', page)
+    return {name: nibabel.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text))) for name, text in found}
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    noise = np.random.default_rng(0)
+    return noise.integers(-1200, 1300, GRID.shape).astype(np.int16), noise.integers(0, 3, GRID.shape).astype(np.uint8)
+
+
+def test_the_page_decodes_to_the_case(tmp_path: Path) -> None:
+    image, labels = arrays()
+    reference = labels.copy()
+    reference[0, :4] = [[0], [1], [2], [0]]
+    write_viewer(tmp_path / "a.html", pack_volumes(image, labels, GRID, reference), WORDS, TABLE, (-1000.0, 400.0))
+    found = volumes_of((tmp_path / "a.html").read_text(encoding="utf-8"))
+    assert set(found) == {"image", "labels", "differences"}
+    # 1.5 mm: pairs of voxels in plane, the last column alone; slices of 2.5 mm as they are.
+    assert {one.shape for one in found.values()} == {(11, 11, 7)}
+    places = {axis: np.minimum(np.arange(0, size, 2) + 1, size - 1) for axis, size in ((1, 21), (2, 22))}
+    at = np.ix_(np.arange(7), places[1], places[2])
+    assert (labels[at] == np.asarray(found["labels"].dataobj).T).all()
+    differences = np.asarray(found["differences"].dataobj).T
+    pred, target = labels[at], reference[at]
+    assert (differences == np.where(pred == target, 0, np.where(pred == 0, 1, np.where(target == 0, 2, 3)))).all()
+    clipped = np.pad(image.astype(float), ((0, 0), (0, 1), (0, 0)), constant_values=np.nan).reshape(7, 11, 2, 11, 2)
+    expected = np.clip(np.nanmean(clipped, axis=(2, 4)), -1024, 1024)
+    assert np.abs(np.asarray(found["image"].dataobj).T - expected).max() <= 2048 / 255 / 2 + 1e-3, "half a grey value"
+    assert found["labels"].header["intent_code"] == 1002, "else niivue draws no outline"
+    # The centre of the first bin lies between the first two voxels of rows and columns.
+    lps = GRID.index_to_world_xyz_mm([3.0, 2.5, 4.5])
+    assert np.allclose((found["image"].affine @ [2, 1, 3, 1])[:3], lps * [-1, -1, 1], atol=1e-3)
+
+
+def test_words_are_escaped_and_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    write_viewer(tmp_path / "a.html", pack_volumes(*arrays(), GRID), WORDS, TABLE)
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "Doe, &lt;b&gt;John" in page
+    assert "look &amp; see" in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    assert data["labels"][1]["name"] == "</script>"
+    assert data["places"] == [{"name": "worst", "mm": [-1.0, -2.0, 3.0]}]
+    assert data["differences"] == []
+    assert "default-src 'none'" in page
+    assert not re.search(r'(src|href)="(?!data:)', page.split("<script", 1)[0])
+
+
+@pytest.mark.parametrize("max_mb", [4.0, 5.0, 12.0])
+def test_the_page_keeps_its_size(tmp_path: Path, max_mb: float) -> None:
+    """Noise, which does not compress: the worst case."""
+    shape = (120, 160, 160)
+    grid = VoxelGrid(shape, (1.5, 1.5, 1.5))
+    image = np.random.default_rng(0).integers(-1024, 1024, shape).astype(np.int16)
+    volumes = pack_volumes(image, np.zeros(shape, np.uint8), grid, max_mb=max_mb)
+    write_viewer(tmp_path / "a.html", volumes, WORDS, TABLE)
+    size = (tmp_path / "a.html").stat().st_size
+    assert size <= min(volumes.page_bytes, max_mb * 1e6)
+    assert size > 0.35 * max_mb * 1e6, "no coarser than it must be"
+
+
+def test_values_that_are_not_hu_are_drawn_by_their_percentiles() -> None:
+    image = np.random.default_rng(0).normal(5000, 10, GRID.shape).astype(np.float32)
+    volumes = pack_volumes(image, np.zeros(GRID.shape, np.uint8), GRID, is_ct=False)
+    stored = nibabel.Nifti1Image.from_bytes(gzip.decompress(volumes.image))
+    assert np.ptp(np.asarray(stored.dataobj.get_unscaled()).astype(int)) > 100
+
+
+def test_niivue_is_the_published_one_with_its_licence() -> None:
+    folder = Path(viewer.__file__).parent / "viewer"
+    expected, name = (folder / "SHA256SUMS").read_text(encoding="utf-8").split()
+    assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected
+    assert "</script" not in (folder / name).read_text(encoding="utf-8")
+    licence = (folder / "niivue.LICENSE.txt").read_text(encoding="utf-8")
+    assert "BSD 2-Clause License" in licence
+    assert "gl-matrix, bundled in niivue" in licence

@@ -1,0 +1,224 @@
+"""The viewer in real browsers, opened from its file without a network: slices, labels, keys, no request, no error."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.label_table import Structure
+from medseg.pictures.viewer import ViewerWords, pack_volumes, write_viewer
+
+# WebGL by software, and no way out: every name resolves to a closed port.
+ARGUMENTS = (
+    "--headless=new", "--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
+    "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND",
+)  # fmt: skip
+TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("right_lung", 2, "#fb923c")]
+GRID = VoxelGrid((60, 70, 80), (2.0, 2.0, 2.0), (-80.0, -70.0, 0.0))
+BLUE, ORANGE, MAGENTA = (56, 189, 248), (251, 146, 60), (255, 47, 208)
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A body with a label on each side; the reference has more of the patient's right one, in the upper slices."""
+    image, labels = np.full(GRID.shape, -1000, np.int16), np.zeros(GRID.shape, np.uint8)
+    image[:, 5:65, 5:75] = 40
+    labels[10:50, 20:50, 45:70], labels[10:50, 20:50, 10:35] = 1, 2
+    image[labels > 0] = -850
+    reference = labels.copy()
+    reference[40:56, 10:60, 10:35] = 2
+    words = ViewerWords(
+        "Doe, John (ü)", "warnings", ["look at it"], ["ml", "mean HU"], {1: ["12", "-850"], 2: ["13", "-851"]},
+        {"left_lung": 0.98, "right_lung": 0.71}, 0.85, {"most differences": GRID.index_to_world_xyz_mm([48, 35, 22]).tolist()},
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("a viewer (1)") / "case ü.html"
+    write_viewer(path, pack_volumes(image, labels, GRID, reference), words, TABLE, (-1000.0, 400.0))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory, page_path: Path) -> Iterator[Any]:
+    """The page in Chromium, ready."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver_program = shutil.which("chromedriver")
+    if program is None or driver_program is None:
+        pytest.skip("no Chromium with its chromedriver here (Debian: chromium, chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_program))
+    driver.get(page_path.as_uri())
+    wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+    yield driver
+    driver.quit()
+
+
+def wait_for(is_done: Callable[[], Any], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not is_done():
+        assert time.monotonic() < end, "the viewer did not get ready"
+        time.sleep(0.2)
+
+
+def shown(driver: Any) -> np.ndarray:
+    """Pixels of the part of the page with the slices, (rows, columns, 3)."""
+    time.sleep(0.5)
+    box = driver.execute_script(
+        "const b = document.getElementById('canvas').getBoundingClientRect(); return [b.x, b.y, b.right, b.bottom]"
+    )
+    picture = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
+    return np.asarray(picture.crop(tuple(map(round, box)))).astype(int)
+
+
+def lean(picture: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
+    """Pixels (rows, columns) whose hue is that of a colour."""
+    hue = picture - picture.mean(axis=-1, keepdims=True)
+    wanted = np.array(colour) - np.mean(colour)
+    strength = np.linalg.norm(hue, axis=-1)
+    return np.asarray((strength > 25) & (hue @ (wanted / np.linalg.norm(wanted)) > 0.9 * strength))
+
+
+def press(driver: Any, key: str) -> None:
+    driver.execute_script("window.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: true}))", key)
+
+
+@pytest.mark.slow
+def test_each_plane_shows_the_labels_on_their_side(chromium: Any) -> None:
+    for key in ("a", "c"):
+        press(chromium, key)
+        picture = shown(chromium)
+        blue, orange = lean(picture, BLUE), lean(picture, ORANGE)
+        assert blue.sum() > 1000
+        assert orange.sum() > 1000
+        assert np.nonzero(blue)[1].mean() > np.nonzero(orange)[1].mean(), "the patient's left is on the right"
+        assert (picture.max(axis=-1) > 60).mean() > 0.05, "the body is seen"
+    press(chromium, "m")
+    assert lean(shown(chromium), BLUE).sum() > 500
+
+
+@pytest.mark.slow
+def test_keys_change_what_is_shown(chromium: Any) -> None:
+    press(chromium, "a")
+    press(chromium, "j")
+    assert "missed" in chromium.execute_script("return document.getElementById('place').textContent")
+    picture = shown(chromium)
+    assert lean(picture, MAGENTA).sum() > 500
+    press(chromium, "d")
+    assert lean(shown(chromium), MAGENTA).sum() < 50
+    press(chromium, "d")
+    before = chromium.execute_script("return document.getElementById('place').textContent")
+    press(chromium, "ArrowUp")
+    assert chromium.execute_script("return document.getElementById('place').textContent") != before
+    press(chromium, "h")
+    assert lean(shown(chromium), BLUE).sum() == 0
+    press(chromium, "h")
+    bright = shown(chromium).mean()
+    press(chromium, "w")
+    assert abs(shown(chromium).mean() - bright) > 1, "another window"
+
+
+@pytest.mark.slow
+def test_nothing_is_requested_and_nothing_is_logged(chromium: Any) -> None:
+    messages = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
+    urls = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
+    assert len([url for url in urls if url.startswith("file:")]) == 1
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in urls)
+    assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_narrow_and_wide(chromium: Any, width: int) -> None:
+    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    assert chromium.execute_script("return document.documentElement.scrollWidth") <= width
+    assert chromium.execute_script("return document.getElementById('canvas').getBoundingClientRect().height") > 300
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+class Marionette:
+    """The least of Firefox's remote protocol: numbered commands as JSON with their length, over a socket."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), 60)
+        self.file = self.socket.makefile("rb")
+        self.read()
+
+    def read(self) -> Any:
+        length = b""
+        while not length.endswith(b":"):
+            byte = self.file.read(1)
+            assert byte, "Firefox closed the connection"
+            length += byte
+        return json.loads(self.file.read(int(length[:-1])))
+
+    def call(self, command: str, **parameters: Any) -> Any:
+        text = json.dumps([0, 1, command, parameters])
+        self.socket.sendall(f"{len(text.encode())}:{text}".encode())
+        _, _, error, result = self.read()
+        assert error is None, error
+        return result.get("value") if isinstance(result, dict) else result
+
+
+@pytest.mark.slow
+def test_firefox_shows_it_too(page_path: Path, tmp_path: Path) -> None:
+    program = next(filter(None, map(shutil.which, ("firefox-esr", "firefox"))), None)
+    if program is None:
+        pytest.skip("no Firefox here (Debian: firefox-esr)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    preferences = {
+        "marionette.port": port,
+        "webgl.force-enabled": True,
+        "network.proxy.type": 1,
+        "network.proxy.http": "127.0.0.1",
+        "network.proxy.http_port": 9,
+        "network.proxy.ssl": "127.0.0.1",
+        "network.proxy.ssl_port": 9,
+    }
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    (profile / "user.js").write_text(
+        "".join(f"user_pref({json.dumps(key)}, {json.dumps(value)});\n" for key, value in preferences.items())
+    )
+    command = [program, "--headless", "--marionette", "--no-remote", "--profile", str(profile), "--window-size=1280,900"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            driver = None
+            end = time.monotonic() + 120
+            while driver is None:
+                try:
+                    driver = Marionette(port)
+                except OSError:
+                    assert time.monotonic() < end, "Firefox did not start"
+                    time.sleep(0.5)
+            driver.call("WebDriver:NewSession")
+            driver.call("WebDriver:Navigate", url=page_path.as_uri())
+            wait_for(lambda: driver.call("WebDriver:ExecuteScript", script="return document.body.dataset.ready", args=[]), 120)
+            script = "window.dispatchEvent(new KeyboardEvent('keydown', {key: 'c', bubbles: true}))"
+            driver.call("WebDriver:ExecuteScript", script=script, args=[])
+            time.sleep(2)
+            picture = Image.open(io.BytesIO(base64.b64decode(driver.call("WebDriver:TakeScreenshot", full=False))))
+            pixels = np.asarray(picture.convert("RGB")).astype(int)
+            assert lean(pixels, BLUE).sum() > 1000
+            assert lean(pixels, ORANGE).sum() > 1000
+        finally:
+            process.terminate()
