@@ -1,17 +1,18 @@
 """Cascade: the trained stages of a task, which segment a scan together."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from medseg.cascade.join import RegionResult, join, paste_std
+from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
-from medseg.cascade.plausibility import agreement, distortion_warnings, volume_warnings, voxel_ml
+from medseg.cascade.plausibility import agreement, distortion_warnings, most_disputed_xyz_mm, volume_warnings, voxel_ml
 from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
 from medseg.data.task import Region, Task
 from medseg.errors import require
@@ -23,6 +24,8 @@ from medseg.io.volume import Volume
 from medseg.preprocess.crop import resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
+
+Timed = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class Segmentation:
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
+        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
+        statistics: Label name to volume and figures in HU, see `label_statistics`; filled in by the prediction of a file.
+        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before the clean-up; only if asked for.
         disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
             in the order of `labels`; else None.
     """
@@ -73,6 +79,9 @@ class Segmentation:
     distortions: dict[str, float] = field(default_factory=dict)
     agreements: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
+    most_disputed_xyz_mm: tuple[float, ...] | None = None
+    statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    probabilities: dict[str, list[tuple[Tensor, VoxelGrid]]] = field(default_factory=dict)
     disagreement: np.ndarray | None = None
 
 
@@ -118,7 +127,20 @@ class Cascade:
         """The stage that makes the final labels."""
         return self.stages[-1]
 
-    def segment(self, volume: Volume, more_channels: Sequence[np.ndarray] = ()) -> Segmentation:
+    @property
+    def steps(self) -> list[str]:
+        """Steps of `segment`, as in `Segmentation.durations_s`; those of absent regions are left out."""
+        refining = [f"refine_{region.name}" for region in self.coarse.task.regions]
+        return ["segment", "join"] if self.fine is None else ["localise", *refining, "join"]
+
+    def segment(
+        self,
+        volume: Volume,
+        more_channels: Sequence[np.ndarray] = (),
+        *,
+        on_step: Callable[[str], None] | None = None,
+        keep_probabilities: bool = False,
+    ) -> Segmentation:
         """Segment one scan: orient, localise, refine each region, join, restore the storage order.
 
         Regions are refined one after the other; only the probabilities of their crops are kept.
@@ -126,6 +148,8 @@ class Cascade:
         Args:
             volume: First channel; a CT in HU.
             more_channels: The other channels of the task, (D, H, W) each, on the grid of the first.
+            on_step: Called with the name of each step when it begins.
+            keep_probabilities: Whether the result has the probabilities.
 
         Raises:
             UserError: If the task has another number of channels.
@@ -135,16 +159,17 @@ class Cascade:
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
         result = Segmentation(np.empty(0), warnings=[warning for stage in self.stages for warning in stage.warnings])
+        timed = partial(_timed, result.durations_s, on_step)
         found: Localisation | None = None
         if self.fine is None:
-            parts, stds = _segment_whole(images, grid, self.coarse, options, result)
+            parts, stds = _segment_whole(images, grid, self.coarse, options, result, timed)
         else:
-            with _timed(result.durations_s, "localise"):
+            with timed("localise"):
                 found = localise(images, grid, self.coarse, options)
             result.warnings += found.warnings
             _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
-            parts, stds = _refine_regions(images, grid, found, self.fine, options, result)
-        with _timed(result.durations_s, "join"):
+            parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
+        with timed("join"):
             labels = join(parts, grid, task, options, first)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
@@ -154,13 +179,18 @@ class Cascade:
             if found is not None:
                 regions = {region.name: task.region_values(region) for region, _, _ in parts}
                 result.agreements = agreement(found.labels, found.grid, labels, grid, regions)
+                result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid)
         _remove_contradictions(result, labels, task, options)
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
             result.warnings.append("no label found at all: the result is empty; check that the scan shows the organs of the task")
         result.warnings += volume_warnings(result.volumes_ml, labels, task)
         result.labels = _contiguous(orientation.from_lps(labels))
+        if keep_probabilities:
+            for region, probs, crop_grid in parts:
+                for name, prob in zip(region.labels, probs, strict=True):
+                    result.probabilities.setdefault(name, []).append((prob, crop_grid))
         if self.last.has_views(options):
-            result.disagreement = _contiguous(orientation.from_lps(paste_std(stds, grid)))
+            result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
 
     def within(self, budget_gib: float) -> "Cascade":
@@ -213,7 +243,12 @@ def require_channels(task: Task, num_given: int) -> None:
 
 
 def _segment_whole(
-    images: Sequence[np.ndarray], grid: VoxelGrid, stage: TrainedStage, options: CascadeOptions, result: Segmentation
+    images: Sequence[np.ndarray],
+    grid: VoxelGrid,
+    stage: TrainedStage,
+    options: CascadeOptions,
+    result: Segmentation,
+    timed: Timed,
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
     """Segment all labels at once, for a task without regions.
 
@@ -222,12 +257,13 @@ def _segment_whole(
         grid: Their grid, oriented.
         stage: The only stage.
         options: How the networks run.
-        result: Receives durations, tiling plan and warnings.
+        result: Receives tiling plan and warnings.
+        timed: Records a step.
 
     Returns:
-        The probabilities for `join`, as of one region with all labels, and their standard deviation for `paste_std`.
+        The probabilities for `join`, as of one region with all labels, and their standard deviation for `paste_percent`.
     """
-    with _timed(result.durations_s, "segment"):
+    with timed("segment"):
         prediction, crop, *_ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
     result.warnings += prediction.remarks
@@ -243,6 +279,7 @@ def _refine_regions(
     fine: TrainedStage,
     options: CascadeOptions,
     result: Segmentation,
+    timed: Timed,
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
     """Refine the regions that were found, one after the other.
 
@@ -252,10 +289,11 @@ def _refine_regions(
         found: Boxes of the coarse stage.
         fine: The fine stage.
         options: How the networks run.
-        result: Receives boxes, durations, tiling plans and warnings.
+        result: Receives boxes, tiling plans and warnings.
+        timed: Records a step.
 
     Returns:
-        The probabilities of the regions for `join`, and their standard deviations for `paste_std`.
+        The probabilities of the regions for `join`, and their standard deviations for `paste_percent`.
     """
     lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
     intensities = fine.intensities(images)
@@ -263,7 +301,7 @@ def _refine_regions(
     stds: list[tuple[Tensor, VoxelGrid]] = []
     for region in (one for one in fine.task.regions if one.name in found.boxes):
         step = f"refine_{region.name}"
-        with _timed(result.durations_s, step):
+        with timed(step):
             tight_box = found.boxes[region.name]
             crop = region_crop(tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule)
             prediction = refine(images, grid, crop, region, fine, options, intensities)
@@ -335,8 +373,10 @@ def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 @contextmanager
-def _timed(durations_s: dict[str, float], step: str) -> Iterator[None]:
-    """Record the seconds of a step."""
+def _timed(durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str) -> Iterator[None]:
+    """Announce a step and record its seconds."""
+    if on_step is not None:
+        on_step(step)
     start = time.perf_counter()
     yield
     durations_s[step] = time.perf_counter() - start

@@ -78,23 +78,23 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     return labels
 
 
-def paste_std(stds: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np.ndarray:
-    """Resample the standard deviation of each crop back, slab by slab; where crops overlap, the larger value counts.
+def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np.ndarray:
+    """Resample probabilities or their standard deviations back, slab by slab; where crops overlap, the larger value counts.
 
     Args:
-        stds: Standard deviation of the probabilities (D, H, W) in [0, 1], and the grid of the crop.
+        shares: Values (D, H, W) in [0, 1], and the grid of the crop.
         grid: Oriented native grid.
 
     Returns:
         Percent (D, H, W), uint8; 0 outside the crops.
     """
     percent = new_array(grid.shape, np.uint8)
-    for std, crop_grid in stds:
+    for share, crop_grid in shares:
         box = _native_box(crop_grid, grid)
         for slab in _slabs(grid.shape):
             part = box.intersect(slab)
             if not part.is_empty:
-                values = resample_image(std, crop_grid, grid.crop(part), outside=0.0)
+                values = resample_image(share, crop_grid, grid.crop(part), outside=0.0)
                 view = percent[part.slices()]
                 np.maximum(view, values.mul_(100.0).round_().to(torch.uint8).numpy(), out=view)
     return percent

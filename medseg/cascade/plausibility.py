@@ -158,13 +158,40 @@ def agreement(
     Returns:
         Region name to a number in [0, 1].
     """
-    nearest = [
-        np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
-        for (scale, offset), size, length in zip(coarse_grid.axis_map_to(grid), coarse_grid.shape, grid.shape, strict=True)
-    ]
-    fine_labels = labels[np.ix_(*nearest)]
+    fine_labels = _at_centres(labels, grid, coarse_grid)
     result = {}
     for name, values in regions.items():
         coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values)
         result[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
     return result
+
+
+def most_disputed_xyz_mm(
+    coarse_labels: np.ndarray, coarse_grid: VoxelGrid, labels: np.ndarray, grid: VoxelGrid
+) -> tuple[float, ...] | None:
+    """Find where the two stages differ most: the centre of the different voxels in the axial coarse slice with the most of them.
+
+    Args:
+        coarse_labels: Label map (D, H, W) of the coarse stage.
+        coarse_grid: Its grid.
+        labels: Final label map (D, H, W).
+        grid: Its grid, with the same axes.
+
+    Returns:
+        World point in mm, LPS; None where they are equal.
+    """
+    differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
+    index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
+    if not differs[index].any():
+        return None
+    y, x = (float(places.mean()) for places in np.nonzero(differs[index]))
+    return tuple(coarse_grid.index_to_world_xyz_mm([index, y, x]).tolist())
+
+
+def _at_centres(labels: np.ndarray, grid: VoxelGrid, coarse_grid: VoxelGrid) -> np.ndarray:
+    """Read a label map at the centres of coarse voxels, from its nearest voxel."""
+    nearest = [
+        np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
+        for (scale, offset), size, length in zip(coarse_grid.axis_map_to(grid), coarse_grid.shape, grid.shape, strict=True)
+    ]
+    return np.asarray(labels[np.ix_(*nearest)])

@@ -9,11 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from medseg.build.cases import file_values
 from medseg.config.schema import PredictConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED
 from medseg.prediction.batch import BatchCase, predict_scans
 from medseg.prediction.cascades import EVERY_SPACING_MM
+from medseg.prediction.results import Wanted
 from medseg.preprocess.scale import HuScale
 
 
@@ -32,10 +34,14 @@ def predict(config: PredictConfig) -> int:
     checkpoints = {name: (one.coarse, one.fine, one.range_mm) for name, one in (config.by_spacing or {}).items()}
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", visible=False)
+        bar, steps = (progress.add_task("", visible=False) for _ in range(2))
 
         def show_begin(name: str, num_cases: int) -> None:
             progress.update(bar, description=name, total=num_cases, visible=num_cases > 1)
+
+        def show_step(name: str, step: str, number: int, num_steps: int) -> None:
+            description = f"{name}: {step.replace('_', ' ')}"
+            progress.update(steps, description=description, completed=number, total=num_steps, visible=True)
 
         def show_end(case: BatchCase) -> None:
             _show(case)
@@ -54,7 +60,15 @@ def predict(config: PredictConfig) -> int:
             precision=config.precision.value if config.precision else None,
             overwrite=config.overwrite,
             trusted=config.trusted_targets,
+            wanted=Wanted(
+                tuple(dict.fromkeys(kind.value for kind in config.save)),
+                {**vars(config.dicom_seg), "kind": config.dicom_seg.kind.value},
+                config.viewer.max_mb,
+                config.data.labels_column,
+                file_values(config.data.label_values),
+            ),
             on_begin=show_begin,
+            on_step=show_step,
             on_end=show_end,
         )
     if num_skipped := sum(case.is_skipped for case in cases):

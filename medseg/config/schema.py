@@ -70,6 +70,10 @@ Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])  # se
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
 ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"])  # see docs/import.md
+SegKind = StrEnum("SegKind", ["binary", "labelmap"])  # see `medseg.io.dicom.segmentation`
+Save = StrEnum(  # see `medseg.prediction.results`
+    "Save", ["labels", "preview", "viewer", "dicom_seg", "rtstruct", "masks", "probabilities", "itksnap"]
+)
 
 Text = str | None
 Pair = tuple[float, float]
@@ -671,6 +675,23 @@ class RangeConfig:
 
 
 @dataclass
+class DicomSegConfig:
+    """DICOM SEG of save=[dicom_seg]."""
+
+    kind: Annotated[
+        SegKind, Knob("binary: frames of single labels; labelmap: smaller, defined in 2024, unknown to older viewers.")
+    ]
+    keep_empty_frames: Annotated[bool, Knob("Write frames of slices without the label too.")]
+
+
+@dataclass
+class ViewerConfig:
+    """Case viewers, the HTML files of save=[viewer]."""
+
+    max_mb: Annotated[float, Knob("Largest size of a viewer; a scan of many voxels is shown coarser.", "[4, inf)", "10^6 bytes")]
+
+
+@dataclass
 class PredictConfig:
     """Keys of `predict`."""
 
@@ -678,6 +699,10 @@ class PredictConfig:
         Any, Knob("NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table; [a,b]: channels of one case.")
     ]
     output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
+    save: Annotated[
+        list[Save],
+        Knob("Result files of each case, see docs/predict.md."),
+    ]
     coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
     fine: Annotated[Any, Knob("The same for the fine stage; several checkpoints also write their disagreement.")]
     by_spacing: Annotated[
@@ -694,6 +719,9 @@ class PredictConfig:
     trusted_targets: Annotated[
         list[str], Knob("Prefixes of classes beyond the white list that a checkpoint may name ([my_package.]).")
     ]
+    dicom_seg: DicomSegConfig
+    viewer: ViewerConfig
+    data: LabelsConfig
     inference: PredictInferenceConfig
 
 

@@ -98,6 +98,7 @@ def read_case_table(
     *,
     hu: HuScale = AS_STORED,
     ignore_findings: frozenset[str] = frozenset(),
+    needs_labels: bool = True,
 ) -> list[Case]:
     """Read a case table `case,image[,image_1,image_2,…],labels[,patient,split,fold,series,trust_<region>,hu_slope,hu_offset,…]`.
 
@@ -111,6 +112,7 @@ def read_case_table(
         labels_column: Column of the label maps; None reads no labels (prediction).
         hu: HU scale of the rows that give none.
         ignore_findings: Findings of the audit that all cases ignore, in addition to those of their cells.
+        needs_labels: Whether the column of the label maps must be there.
 
     Returns:
         The cases in the order of the table, at least one.
@@ -121,6 +123,8 @@ def read_case_table(
     path = table_at(path)
     rows = _rows(path)
     _, columns = next(rows, (0, []))
+    if not needs_labels and labels_column not in columns:
+        labels_column = None
     required = ["case", "image"] + ([labels_column] if labels_column else [])
     if missing := [column for column in required if column not in columns]:
         separator = " (cells must be separated by commas)" if len(columns) == 1 else ""

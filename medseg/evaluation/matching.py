@@ -101,7 +101,7 @@ def read_pair(
         f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, expected 0 to "
         f"{len(task.labels)} (task {task.name}); evaluate label maps of this task",
     )
-    target = _task_values(target, reference.labels, task, values)
+    target = task_values(target, reference.labels, task, values)
     if task.ignore_label is not None:
         # Background in both maps, so that the scores leave ignored voxels out.
         is_ignored = target == task.ignore_label
@@ -140,7 +140,7 @@ def _label_maps(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-def _task_values(labels: np.ndarray, path: Path, task: Task, label_values: Mapping[int, str]) -> np.ndarray:
+def task_values(labels: np.ndarray, path: Path, task: Task, label_values: Mapping[int, str]) -> np.ndarray:
     """Translate the values of a reference file into the task's, uint8; labels that the task does not have become 0."""
     table = np.zeros(max(0, *label_values) + 1, dtype=np.uint8)
     table[list(label_values)] = [task.values.get(name, 0) for name in label_values.values()]

@@ -22,7 +22,7 @@ from medseg.metrics.scores import score_region
 from medseg.pictures.overlay import overlay_montage
 from medseg.pictures.plots import score_plot
 from medseg.preprocess.orient import orient
-from medseg.report.tables import table_lines, write_csv
+from medseg.report.tables import refuse_table, table_lines, write_csv
 
 METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
@@ -116,6 +116,9 @@ def evaluate_folder(
         "name each prediction after its case.",
     )
     check_writable(output)
+    refuse_table(
+        output / "summary.csv", ("case", "status", "label"), f"the volumes of a prediction; give another output than {output}"
+    )
     summary = EvaluationSummary(
         without_prediction=[reference.name for key, reference in labelled.items() if key not in predictions],
         without_reference=[case_name(paths[0]) for key, paths in predictions.items() if key not in {*common, *elsewhere}],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, User
 from medseg.io.atomic import check_writable
 from medseg.io.read import read_grid
 from medseg.io.scratch import scratch_above
+from medseg.metrics.intensity import HU_FIGURES
 from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
 from medseg.prediction.case import (
     CaseData,
@@ -29,12 +31,16 @@ from medseg.prediction.case import (
     write_case,
 )
 from medseg.prediction.contract import share_memory
+from medseg.prediction.results import Wanted, check_kinds, result_paths
 from medseg.prediction.scans import Scan, check_outputs, find_scans, join_channels, output_paths
 from medseg.preprocess.scale import AS_STORED, HuScale
-from medseg.report.tables import read_csv, write_csv
+from medseg.report.tables import read_csv, refuse_table, write_csv
 
-# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`.
-SUMMARY = ("case", "status", "label", "ml", "warnings")
+SUMMARY_FILE = "summary.csv"
+# First columns of the table of the same name that `evaluate` writes.
+SCORES = ("region", "trust", "metric")
+# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see `label_statistics` for the figures.
+SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "warnings")
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
 # With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not be read twice.
@@ -83,7 +89,9 @@ def predict_scans(
     precision: str | None = None,
     overwrite: bool = False,
     trusted: Sequence[str] = (),
+    wanted: Wanted | None = None,
     on_begin: Callable[[str, int], None],
+    on_step: Callable[[str, str, int, int], None] = lambda *_: None,
     on_end: Callable[[BatchCase], None],
 ) -> list[BatchCase]:
     """Segment every scan of an input; a failing case does not affect the others.
@@ -103,7 +111,9 @@ def predict_scans(
         precision: Precision of the networks; None = that of the training.
         overwrite: Whether results that are up to date are made again.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
+        wanted: Which result files are written; None = the label maps.
         on_begin: Called with the name of a case and the number of cases when its turn comes.
+        on_step: Called with the name of a case, the name of the step that begins, its place and the number of steps.
         on_end: Called with each case when it is done, in the order of the cases.
 
     Returns:
@@ -112,7 +122,7 @@ def predict_scans(
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
-    is_shared = is_under_torchrun()
+    wanted, is_shared = wanted or Wanted(), is_under_torchrun()
     require(
         not is_shared or list(checkpoints) == [""],
         "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun",
@@ -121,29 +131,31 @@ def predict_scans(
         (chosen,) = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
         chosen.cascade.serve_tiles()
         return []
-    scans, protected = find_scans(source, split, series, hu)
+    scans, protected = find_scans(source, split, series, hu, wanted.labels_column)
     is_one_scan = not isinstance(source, Path) or (len(scans) == 1 and scans[0].path == source)
     outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
     check_outputs(outputs, protected)
+    is_batch = not is_one_scan and output not in outputs
+    if is_batch:
+        refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
     cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
     task = cascades[0].cascade.coarse.task
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif source.suffix.lower() != ".csv" and (joined := join_channels(scans, len(task.channels))) != scans:
         scans, outputs = joined, output_paths(output, [scan.name for scan in joined], is_one_scan=is_one_scan)
-        check_outputs(outputs, protected)
+    placed = [result_paths(path, cascades[0].cascade, wanted.save) for path in outputs]
+    check_outputs([file for paths in placed for file in paths.values()], protected)
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
     shares = share_memory(inference["max_ram_gib"])  # of what the loaded weights leave
     cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
-    batch = Batch(cascades, shares.array_bytes, overwrite, len(cases), on_begin, on_end)
+    batch = Batch(cascades, shares.array_bytes, overwrite, wanted, len(cases), on_begin, on_step, on_end)
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
-    if not is_one_scan and output not in outputs:
-        # If cases have failed already, such as on a full disk, the command reports those instead of this file.
-        with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext():
-            write_summary(output, cases)
+    if is_batch:
+        write_summary(output, cases)
     return cases
 
 
@@ -153,9 +165,9 @@ def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
     Rows of cases that earlier predictions wrote into the folder stay.
 
     Raises:
-        UserError: If the file cannot be written.
+        UserError: If the file cannot be written, unless cases have failed already, such as on a full disk, which the command reports.
     """
-    path, rows = folder / "summary.csv", []
+    path, rows = folder / SUMMARY_FILE, []
     for case in cases:
         report = case.report or read_report(case.output)
         failed = {"status": "failed", "warnings": " | ".join(case.messages)}
@@ -165,14 +177,19 @@ def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
             else {"status": report.get("status"), "warnings": " | ".join(map(str, report.get("warnings", [])))}
         )
         volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
-        rows += [{"case": case.scan.name, "label": label, "ml": volume_ml, **status} for label, volume_ml in volumes.items()]
-    with locked_folder(folder):
+        figures = report.get("statistics", {})
+        rows += [
+            {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml, **status}
+            for label, volume_ml in volumes.items()
+        ]
+    with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(), locked_folder(folder):
         try:
             known = read_csv(path)
         except UserError:  # none yet, or a damaged one
             known = []
         own = {case.scan.name for case in cases}
-        write_csv(path, [*(row for row in known if row.keys() == set(SUMMARY) and row["case"] not in own), *rows], SUMMARY)
+        kept = [row for row in known if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own]
+        write_csv(path, [*kept, *rows], SUMMARY)
 
 
 def is_under_torchrun() -> bool:
@@ -216,16 +233,20 @@ class Batch:
         cascades: Cascades to choose from.
         array_bytes: Size above which an array of a scan is a temporary file.
         overwrite: Whether results that are up to date are made again.
+        wanted: Which result files are written.
         num_cases: Number of cases.
         on_begin: See `predict_scans`.
+        on_step: See `predict_scans`.
         on_end: See `predict_scans`.
     """
 
     cascades: list[RangeCascade]
     array_bytes: float
     overwrite: bool
+    wanted: Wanted
     num_cases: int
     on_begin: Callable[[str, int], None]
+    on_step: Callable[[str, str, int, int], None]
     on_end: Callable[[BatchCase], None]
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
@@ -233,6 +254,7 @@ class Batch:
         try:
             case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
             case.known = read_report(case.output)
+            check_kinds(case.scan, self.wanted.save)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             cascade = case.chosen.cascade
@@ -240,6 +262,8 @@ class Batch:
                 return None
             if cascade.options.budget_gib < SURE_BUDGET_GIB:
                 cascade.check_budget(read_grid(case.scan.path, case.scan.series, cascade.coarse.task.channels[0].modality))
+            if not is_ahead:
+                self._begin(case, "read")
             with scratch_above(self.array_bytes):
                 return read_case(case.scan, cascade.coarse.task)
         except Exception as error:
@@ -255,7 +279,7 @@ class Batch:
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             with scratch_above(self.array_bytes):
-                segment_case(case.scan, case.chosen.cascade, data)
+                segment_case(case.scan, case.chosen.cascade, data, self.wanted, partial(self._begin, case))
         except Exception as error:
             return self._as_value(error)
         return data
@@ -267,7 +291,10 @@ class Batch:
             if isinstance(data, Exception):
                 raise data
             if isinstance(data, CaseData):
-                case.report = write_case(case.scan, case.output, case.chosen, data, case.known)
+                if self.num_cases == 1:  # else the next case is shown
+                    self._begin(case, "write")
+                with scratch_above(self.array_bytes):
+                    case.report = write_case(case.scan, case.output, case.chosen, data, case.known, self.wanted)
                 case.messages += case.report["warnings"]
         except Exception as error:
             case.exit_code, message = self._describe(error)
@@ -276,7 +303,11 @@ class Batch:
         return case
 
     def _is_up_to_date(self, case: BatchCase) -> bool:
-        return not self.overwrite and is_up_to_date(case.scan, case.output, case.chosen)
+        return not self.overwrite and is_up_to_date(case.scan, case.output, case.chosen, self.wanted)
+
+    def _begin(self, case: BatchCase, step: str) -> None:
+        steps = ["read", *case.chosen.cascade.steps, "write"]
+        self.on_step(case.scan.name, step, steps.index(step), len(steps))
 
     def _describe(self, error: Exception) -> tuple[int, str]:
         """Exit code and sentence of an error; of a single case, a defect keeps its traceback and ends the program."""

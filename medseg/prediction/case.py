@@ -1,11 +1,12 @@
 """Case of a batch: reads, segments and writes one scan with its report, and checks whether its result is up to date."""
 
 import fcntl
+import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,18 +22,17 @@ from medseg.data.source_files import fingerprint, is_same_source
 from medseg.data.task import Task
 from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
-from medseg.io.inputs import case_name
+from medseg.io.inputs import case_name, volume_suffix
 from medseg.io.read import read_grid
 from medseg.io.volume import Volume
-from medseg.io.write import write_labels
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
+from medseg.metrics.intensity import label_statistics
 from medseg.prediction.cascades import RangeCascade
+from medseg.prediction.results import Views, Wanted, result_paths, take_views, write_results
 from medseg.prediction.scans import Scan
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.scale import HuScale
 
-# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
-UNCERTAINTY = "uncertainty"
 # Largest size of a voxel of a scan in memory.
 BYTES_PER_VOXEL = 4
 
@@ -45,6 +45,7 @@ class CaseData:
         volume: The first channel, set by `read_case`; its grid and its labels once it is segmented.
         more_channels: The other channels on its grid, (D, H, W) each.
         result: The segmentation, set by `segment_case`.
+        views: What the pictures need of the voxels, set by `segment_case`.
         sources: Fingerprint of the files of each channel when they were read; None where they could not be read.
         durations_s: Seconds by step; the time between the steps belongs to other cases.
         memory_gb_s: Area under the curve of the process' memory during the steps.
@@ -52,6 +53,7 @@ class CaseData:
 
     volume: Volume = field(init=False)
     result: Segmentation = field(init=False)
+    views: Views = field(default_factory=Views)
     more_channels: list[np.ndarray] = field(default_factory=list)
     sources: list[dict[str, Any] | None] = field(default_factory=list)
     durations_s: dict[str, float] = field(default_factory=dict)
@@ -114,18 +116,24 @@ def read_scan(paths: Sequence[Path | None], task: Task, series: str | None, hu: 
     return volume, list(channels[1:])
 
 
-def segment_case(scan: Scan, cascade: Cascade, case: CaseData) -> None:
-    """Segment a scan and drop its voxels.
+def segment_case(
+    scan: Scan, cascade: Cascade, case: CaseData, wanted: Wanted, on_step: Callable[[str], None] | None = None
+) -> None:
+    """Segment a scan, take the views of it that the results need, and drop its voxels.
 
     Raises:
         UserError: If all its voxels have one value.
     """
     with case.measured("segment"):
-        case.result = segment_scan(case.volume, scan.path, cascade, case.more_channels)
+        keep = "probabilities" in wanted.save
+        case.result = segment_scan(case.volume, scan.path, cascade, case.more_channels, on_step=on_step, keep_probabilities=keep)
+        case.views = take_views(scan, case.volume, case.result, cascade.coarse.task, wanted)
     case.volume, case.more_channels = replace(case.volume, array=case.result.labels), []
 
 
-def segment_scan(volume: Volume, name: str | Path, cascade: Cascade, more_channels: Sequence[np.ndarray] = ()) -> Segmentation:
+def segment_scan(
+    volume: Volume, name: str | Path, cascade: Cascade, more_channels: Sequence[np.ndarray] = (), **options: Any
+) -> Segmentation:
     """Segment a scan that has just been read, after a check of its values.
 
     Args:
@@ -133,6 +141,7 @@ def segment_scan(volume: Volume, name: str | Path, cascade: Cascade, more_channe
         name: Its name in messages.
         cascade: The trained stages.
         more_channels: The other channels on its grid, (D, H, W) each.
+        options: `on_step` and `keep_probabilities` of `Cascade.segment`.
 
     Returns:
         Labels in the scan's storage order; the warnings include those of the reader and of the audit of its values.
@@ -146,15 +155,19 @@ def segment_scan(volume: Volume, name: str | Path, cascade: Cascade, more_channe
     modalities = [channel.modality for channel in cascade.coarse.task.channels]
     findings = audit_channels([measure_image(array) for array in arrays], modalities) if len(arrays) == len(modalities) else []
     findings = [one for one in findings if one.severity is not Severity.note]
-    result = cascade.segment(volume, more_channels)
+    result = cascade.segment(volume, more_channels, **options)
+    task = cascade.coarse.task
+    result.statistics = label_statistics(volume.array if task.is_ct else None, result.labels, volume.grid, task.labels)
     result.warnings[:0] = [*volume.remarks, *map(str, findings)]
     is_doubtful = any(one.severity is Severity.error for one in findings)
     result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
     return result
 
 
-def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, known: dict[str, Any]) -> dict[str, Any]:
-    """Write the label map and its report, which always belong together: one process writes into a folder at a time.
+def write_case(
+    scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, known: dict[str, Any], wanted: Wanted
+) -> dict[str, Any]:
+    """Write the results and their report, which always belong together: one process writes into a folder at a time.
 
     Args:
         scan: The scan.
@@ -162,6 +175,7 @@ def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, k
         chosen: The cascade that segmented it.
         case: What is written.
         known: Report that was there when the scan was read.
+        wanted: Which files are written.
 
     Returns:
         The report: times in s, memory, boxes, volumes in ml, warnings, and what decides the result.
@@ -169,8 +183,7 @@ def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, k
     Raises:
         UserError: If a file cannot be written, or a prediction of another scan has written it meanwhile.
     """
-    result, volume = case.result, case.volume
-    outputs = result_paths(output, chosen.cascade)
+    paths = result_paths(output, chosen.cascade, wanted.save)
     with locked_folder(output.parent):
         found = read_report(output)
         require(
@@ -178,24 +191,24 @@ def write_case(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, k
             f"{output}: another prediction, of {found.get('input')}, has written it while this one ran; give another output",
         )
         with case.measured("write"):
-            maps = [array for array in (result.labels, result.disagreement) if array is not None]
-            for path, array in zip(outputs, maps, strict=True):
-                write_labels(path, array, volume.grid, volume.header)
-        return _write_report(scan, output, chosen, case, outputs)
+            write_results(paths, scan, case.volume, case.result, case.views, chosen.cascade.coarse.task, wanted)
+        return _write_report(scan, output, chosen, case, list(paths.values()))
 
 
 def _write_report(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, outputs: list[Path]) -> dict[str, Any]:
-    """Write the report of a case beside its label maps."""
+    """Write the report of a case beside its results."""
     result, volume = case.result, case.volume
     report = {
         "input": str(scan.path),
         **scan.reading(),
         "grid": asdict(volume.grid),
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
+        "statistics": result.statistics,
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},
         "passes": result.tiling_plans,
         "distortions": result.distortions,
         "agreements": {name: round(value, 4) for name, value in result.agreements.items()},
+        "most_disputed_xyz_mm": result.most_disputed_xyz_mm,
         "status": result.status,
         "warnings": result.warnings,
         "durations_s": {
@@ -218,10 +231,10 @@ def _write_report(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData
     return report
 
 
-def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade) -> bool:
+def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, wanted: Wanted) -> bool:
     """Whether a new prediction of the case would give the results that are there.
 
-    The report, which is written last, must be there. The label map must be the one that it was written with. The content of the scan
+    The report, which is written last, must be there. The files must be those that it was written with. The content of the scan
     and of the checkpoints and all settings that decide the result must be unchanged.
     """
     try:
@@ -230,7 +243,7 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade) -> bool:
             known["version"] == __version__
             # Through JSON, which turns tuples into lists.
             and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
-            and known["results"] == checksums(result_paths(output, chosen.cascade))
+            and checksums(list(result_paths(output, chosen.cascade, wanted.save).values())).items() <= known["results"].items()
             and all(
                 path is not None and is_same_source(path, source)
                 for path, source in zip(
@@ -265,16 +278,16 @@ def locked_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def result_paths(output: Path, cascade: Cascade) -> list[Path]:
-    """List the files of a prediction beside its report: the label map, and for averaged views their disagreement."""
-    return [output, *([output.parent / UNCERTAINTY / output.name] if cascade.last.has_views(cascade.options) else [])]
-
-
 def report_path(output: Path) -> Path:
     """Path of the report beside a label map."""
     return output.parent / f"{case_name(output)}.json"
 
 
 def checksums(paths: list[Path]) -> dict[str, str]:
-    """SHA-256 of result files by name."""
-    return {path.name: fingerprint(path)["sha256"] for path in paths}
+    """SHA-256 of result files by name; a volume of two files has one."""
+    return {path.name: fingerprint(path)["sha256"] if volume_suffix(path) else _digest(path) for path in paths}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,6 +20,7 @@ class Scan(NamedTuple):
         series: Which DICOM series, where the path holds several.
         hu: Scale that turns its values into HU.
         more_paths: Files of the channels after the first; None where a case table leaves one empty.
+        labels: Reference of a case table; None where there is none.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Scan(NamedTuple):
     series: str | None = None
     hu: HuScale = AS_STORED
     more_paths: tuple[Path | None, ...] = ()
+    labels: Path | None = None
 
     def reading(self) -> dict[str, Any]:
         """Settings of the reader for this scan, in plain types."""
@@ -38,7 +40,11 @@ class Scan(NamedTuple):
 
 
 def find_scans(
-    source: Path | Sequence[Path], split: str | None, series: str | None = None, hu: HuScale = AS_STORED
+    source: Path | Sequence[Path],
+    split: str | None,
+    series: str | None = None,
+    hu: HuScale = AS_STORED,
+    labels_column: str | None = None,
 ) -> tuple[list[Scan], dict[Path, str]]:
     """Find every scan of an input.
 
@@ -47,6 +53,7 @@ def find_scans(
         split: Only this split of a case table.
         series: Which DICOM series the input is: a folder is then searched with all its subfolders and is one scan.
         hu: HU scale of the cases that have none of their own in the table.
+        labels_column: Column of the case table with references; it may be absent.
 
     Returns:
         The scans to predict; and a description of each file and folder of the input, none of which may be overwritten.
@@ -66,9 +73,9 @@ def find_scans(
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
     require(series is None, f"series={series}: a case table has a column series for that; fill it in input={source}")
-    table = read_case_table(source, None, hu=hu)
+    table = read_case_table(source, labels_column, hu=hu, needs_labels=False)
     chosen = [
-        Scan(case.name, case.image, case.series, case.hu, case.more_images)
+        Scan(case.name, case.image, case.series, case.hu, case.more_images, case.labels)
         for case in table
         if split is None or case.split == split
     ]

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,22 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     except csv.Error as error:
         raise UserError(f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it.") from error
     return [{key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()} for row in rows]
+
+
+def refuse_table(path: Path, columns: Sequence[str], what: str) -> None:
+    """Refuse to replace the table of another command, which begins with other columns.
+
+    Args:
+        path: Table that would be written.
+        columns: First columns of the table that must stay.
+        what: What it holds, and the cure.
+
+    Raises:
+        UserError: If the file begins with these columns.
+    """
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        if file.readline(1000).startswith(",".join(columns)):
+            raise UserError(f"{path} holds {what}")
 
 
 def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> str:

@@ -21,7 +21,7 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import PredictConfig
 from medseg.io.write import write_image
 from medseg.prediction import batch
-from medseg.prediction import case as case_module
+from medseg.prediction import results as results_module
 from medseg.prediction.case import checksums
 from medseg.prediction.scans import Scan
 
@@ -179,7 +179,7 @@ def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_
 ) -> None:
     """The second begins to write while the first has written its label map and not yet its report; it waits, and is then refused."""
     other_scan(folder)
-    output, write_labels, entered = folder / "one.nii.gz", case_module.write_labels, threading.Event()
+    output, write_labels, entered = folder / "one.nii.gz", results_module.write_labels, threading.Event()
     codes: dict[str, int] = {}
 
     configs = {name: compose(folder, f"input='{folder / 'scans' / name}.nii.gz'", f"output='{output}'") for name in ("a", "b")}
@@ -200,7 +200,7 @@ def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_
         segment_case(*arguments)
         barrier.wait(60)
 
-    monkeypatch.setattr(case_module, "write_labels", slow_write)
+    monkeypatch.setattr(results_module, "write_labels", slow_write)
     monkeypatch.setattr(batch, "segment_case", together)
     monkeypatch.setattr(app, "sigterm_exits", nullcontext)  # signals belong to the main thread
     threads = [threading.Thread(target=predict_one, args=(name,)) for name in ("a", "b")]

@@ -1,0 +1,294 @@
+"""Result files of a case: their names, the views of the voxels that pictures need, and the writers."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.cascade.join import paste_percent
+from medseg.cascade.stage import CascadeOptions
+from medseg.data.reference import read_reference
+from medseg.data.task import LabelValues, Task
+from medseg.errors import UserError
+from medseg.evaluation.matching import check_grid, task_values
+from medseg.io.atomic import replace_text
+from medseg.io.inputs import case_name, input_format
+from medseg.io.label_table import Structure, itk_snap_text
+from medseg.io.scratch import new_array
+from medseg.io.volume import Volume
+from medseg.io.write import write_labels
+from medseg.pictures.overlay import colour_of
+from medseg.pictures.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
+from medseg.prediction.scans import Scan
+from medseg.preprocess.orient import orient, orientation_of, oriented_grid
+
+# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
+UNCERTAINTY = "uncertainty"
+# What follows the name of the case in the name of a file, by its name in `save`.
+ENDINGS = {
+    "preview": ".preview.png",
+    "viewer": ".html",
+    "dicom_seg": ".seg.dcm",
+    "rtstruct": ".rtstruct.dcm",
+    "itksnap": ".itksnap.txt",
+}
+# The same for kinds with a file for each label.
+LABEL_ENDINGS = {"masks": ".nii.gz", "probabilities": ".probability.nii.gz"}
+
+# Kinds that are written on the slices of a DICOM series.
+DICOM_KINDS = ("dicom_seg", "rtstruct")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Result files that a prediction writes.
+
+    Attributes:
+        save: Kinds of files: `labels`, the keys of `ENDINGS` and of `LABEL_ENDINGS`.
+        dicom_seg: `kind` and `keep_empty_frames` of `write_segmentation`.
+        max_mb: Largest size of a viewer in 10⁶ bytes.
+        labels_column: Column of a case table with references, for viewers; it may be absent.
+        label_values: Value in the references of a case table to label name; empty = the values of the task.
+    """
+
+    save: Sequence[str] = ("labels",)
+    dicom_seg: Mapping[str, Any] = field(default_factory=dict)
+    max_mb: float = 12.0
+    labels_column: str | None = None
+    label_values: LabelValues = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Views:
+    """What pictures need of the voxels of a scan, which are dropped once it is segmented.
+
+    Attributes:
+        slices: Slices of the preview; empty without one.
+        volumes: `ViewerVolumes`; None without a viewer.
+        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS; None without a difference.
+        reference_dice: Label name to its Dice coefficient with the reference; empty without one.
+    """
+
+    slices: Sequence[PreviewSlice] = ()
+    volumes: Any = None
+    worst_xyz_mm: Sequence[float] | None = None
+    reference_dice: Mapping[str, float] = field(default_factory=dict)
+
+
+def result_paths(output: Path, cascade: Cascade, save: Sequence[str]) -> dict[tuple[str, str], Path]:
+    """List the files of a prediction beside its report.
+
+    Args:
+        output: Path of the label map.
+        cascade: The trained stages; averaged views also give their disagreement.
+        save: Kinds of files.
+
+    Returns:
+        Kind and, for a file of one label, the name of the label (else "") to path.
+    """
+    paths = {("labels", ""): output} if "labels" in save else {}
+    if cascade.last.has_views(cascade.options):
+        paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
+    start = output.parent / case_name(output)
+    for kind in save:
+        if kind in ENDINGS:
+            paths[kind, ""] = start.with_name(start.name + ENDINGS[kind])
+        elif kind in LABEL_ENDINGS:
+            for label in cascade.coarse.task.labels:
+                file_label = re.sub(r"[/\\]", "_", label)
+                paths[kind, label] = start.with_name(f"{start.name}.{file_label}{LABEL_ENDINGS[kind]}")
+    return paths
+
+
+def check_kinds(scan: Scan, save: Sequence[str]) -> None:
+    """Refuse DICOM results of a scan that is no DICOM series.
+
+    Raises:
+        UserError: With the kinds.
+    """
+    kinds = [kind for kind in DICOM_KINDS if kind in save]
+    if kinds and (found := input_format(scan.path)) != "dicom":
+        raise UserError(
+            f"save={','.join(kinds)}: expected a DICOM series, to whose slices the result refers, but {scan.path} is {found}; leave "
+            f"{' and '.join(kinds)} out"
+        )
+
+
+def structures_of(task: Task) -> list[Structure]:
+    """Describe the labels of a task; those without a colour get one of the palette."""
+    return [
+        Structure(name, value, task.colours.get(name) or colour_of(number), task.codes.get(name, ()))
+        for number, (name, value) in enumerate(task.labels.items())
+    ]
+
+
+def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, wanted: Wanted) -> Views:
+    """Copy what the pictures of a case need of its voxels; a reference that cannot be used is told in the warnings of the result."""
+    slices: Sequence[PreviewSlice] = ()
+    if "preview" in wanted.save:
+        image, grid, orientation = orient(volume.array, volume.grid)
+        slices = cut_slices(image, orientation.to_lps(result.labels), grid.spacing_mm)
+    if "viewer" not in wanted.save:
+        return Views(slices)
+    from medseg.pictures.viewer import pack_volumes  # Jinja2 takes 10 MiB
+
+    reference = None
+    if scan.labels is not None:
+        try:
+            reference = _read_reference(scan, scan.labels, volume, task, wanted.label_values)
+        except (UserError, OSError, ValueError) as error:
+            result.warnings.append(f"the viewer shows no reference: {error}")
+            result.status = "warnings" if result.status == "ok" else result.status
+    volumes = pack_volumes(volume.array, result.labels, volume.grid, reference, is_ct=task.is_ct, max_mb=wanted.max_mb)
+    if reference is None:
+        return Views(slices, volumes)
+    _, grid, orientation = orient(volume.array, volume.grid)
+    pred, target = orientation.to_lps(result.labels), orientation.to_lps(reference)
+    worst, most = None, 0
+    counts = np.zeros((3, 1 + max(task.labels.values())), dtype=np.int64)  # of prediction, reference and both, by value
+    for index, (found, expected) in enumerate(zip(pred, target, strict=True)):
+        is_equal = found == expected
+        for row, values in enumerate((found, expected, found[is_equal])):
+            counts[row] += np.bincount(values.ravel(), minlength=counts.shape[1])[: counts.shape[1]]
+        number = found.size - int(np.count_nonzero(is_equal))
+        if number > most:
+            y, x = (float(axis.mean()) for axis in np.nonzero(~is_equal))
+            worst, most = grid.index_to_world_xyz_mm([index, y, x]).tolist(), number
+    dice = {
+        name: 2 * int(counts[2, value]) / total
+        for name, value in task.labels.items()
+        if (total := int(counts[0, value] + counts[1, value]))
+    }
+    return Views(slices, volumes, worst, dice)
+
+
+def _read_reference(scan: Scan, path: Path, volume: Volume, task: Task, label_values: LabelValues) -> np.ndarray:
+    """Read a reference in the storage order of a scan, its values those of the task; ignored voxels are background.
+
+    Raises:
+        UserError: If it cannot be read, lies on another grid, or has a value without a meaning.
+    """
+    given = label_values or {value: name for name, value in task.values.items()}
+    reference, values = read_reference(path, given, scan.path, scan.series, task.channels[0].modality)
+    labels, grid, _ = orient(reference.array, reference.grid)
+    check_grid("reference's", grid, "scan's", oriented_grid(volume.grid))
+    target = task_values(labels, path, task, values)
+    if task.ignore_label is not None:
+        target = np.where(target == task.ignore_label, 0, target).astype(np.uint8)
+    return orientation_of(volume.grid).from_lps(target)
+
+
+def write_results(
+    paths: Mapping[tuple[str, str], Path],
+    scan: Scan,
+    volume: Volume,
+    result: Segmentation,
+    views: Views,
+    task: Task,
+    wanted: Wanted,
+) -> None:
+    """Write the files of a case, the label map first.
+
+    Args:
+        paths: From `result_paths`.
+        scan: The scan.
+        volume: Its grid and its labels.
+        result: The segmentation.
+        views: What the pictures need of the voxels of the scan.
+        task: Labels and window.
+        wanted: Options of single kinds.
+
+    Raises:
+        UserError: If a file cannot be written.
+    """
+    structures, grid, header = structures_of(task), volume.grid, volume.header
+    for (kind, label), path in paths.items():
+        if kind == "labels":
+            write_labels(path, result.labels, grid, header, structures)
+        elif kind == "uncertainty":
+            write_labels(path, result.disagreement, grid, header)
+        elif kind == "masks":
+            mask = new_array(grid.shape, np.uint8)
+            for plane, labels in zip(mask, result.labels, strict=True):
+                plane[:] = labels == task.labels[label]
+            write_labels(path, mask, grid, header, [replace(one, value=1) for one in structures if one.name == label])
+        elif kind == "probabilities":
+            percent = paste_percent(result.probabilities.get(label, []), oriented_grid(grid))
+            write_labels(path, orientation_of(grid).from_lps(percent), grid, header)
+        elif kind == "preview":
+            _write_preview(path, result, views, task, structures)
+        elif kind == "viewer":
+            _write_viewer(path, result, views, task, structures)
+        elif kind == "itksnap":
+            replace_text(path, itk_snap_text(structures))
+        else:
+            # highdicom and pydicom take 60 MiB.
+            from medseg.io.dicom.read import open_slices
+            from medseg.io.dicom.segmentation import write_segmentation
+            from medseg.io.dicom.structure_set import write_structure_set
+
+            slices = open_slices(scan.path, scan.series, task.channels[0].modality)
+            if kind == "dicom_seg":
+                write_segmentation(path, result.labels, slices, structures, **wanted.dicom_seg)
+            else:
+                write_structure_set(path, result.labels, slices, structures)
+
+
+def _figures(result: Segmentation, name: str) -> dict[str, str]:
+    """Figures of a label for readers, by heading; those in HU only where there are any."""
+    own = result.statistics.get(name, {})
+    figures = {"ml": f"{own.get('ml') or 0:.0f}"}
+    if own.get("mean_hu") is not None:
+        figures |= {
+            "mean HU": f"{own['mean_hu']:.0f}",
+            "5 … 95 % HU": f"{own['p5_hu']} … {own['p95_hu']}",
+            "< −950 HU": f"{100 * (own['share_below_minus_950_hu'] or 0):.1f} %",
+        }
+    return figures
+
+
+def _write_preview(path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]) -> None:
+    # Lines with three labels have room for their volumes.
+    is_short = len(task.labels) > MAX_LONG
+    figures = {
+        value: "   ".join(
+            f"{text} {heading}" if heading == "ml" else f"{heading}: {text}"
+            for heading, text in _figures(result, name).items()
+            if heading == "ml" or not is_short
+        )
+        for name, value in task.labels.items()
+    }
+    draw_preview(
+        views.slices,
+        path,
+        path.name.removesuffix(ENDINGS["preview"]),
+        structures,
+        figures,
+        result.warnings,
+        task.channels[0].window_hu,
+    )
+
+
+def _write_viewer(path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]) -> None:
+    from medseg.pictures.viewer import ViewerWords, write_viewer
+
+    rows = {value: _figures(result, name) for name, value in task.labels.items()}
+    for name, dice in views.reference_dice.items():
+        rows[task.labels[name]]["Dice"] = f"{dice:.3f}"
+    columns = list(dict.fromkeys(heading for row in rows.values() for heading in row))
+    places = {"most differences": views.worst_xyz_mm, "stages differ most": result.most_disputed_xyz_mm}
+    words = ViewerWords(
+        path.name.removesuffix(ENDINGS["viewer"]),
+        result.status,
+        result.warnings,
+        columns,
+        {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
+        result.agreements,
+        CascadeOptions.usual_agreement,
+        {name: point for name, point in places.items() if point is not None},
+    )
+    write_viewer(path, views.volumes, words, structures, task.channels[0].window_hu, is_ct=task.is_ct)

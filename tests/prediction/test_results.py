@@ -1,0 +1,188 @@
+"""Result files of `save`: their names, their content, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hydra
+import nibabel
+import numpy as np
+import pytest
+from dicom_files import save_slice
+from oracle import GRID, CoarseOracle, FineOracle, dice, scan, stage
+
+from medseg.commands import predict as app
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PredictConfig
+from medseg.errors import UserError
+from medseg.io.dicom.labels import open_label_file, read_label_file
+from medseg.io.dicom.read import open_slices
+from medseg.io.read import read_labels
+from medseg.io.write import write_image, write_labels
+from medseg.metrics.intensity import HU_FIGURES
+from medseg.report.tables import read_csv
+
+LABELS = {"left_lung": 1, "right_lung": 2}
+
+
+@pytest.fixture(autouse=True)
+def weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
+    monkeypatch.setattr(
+        "medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"})
+    )
+
+
+def predict(source: Path, output: Path, *overrides: str) -> int:
+    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return app.predict(to_config(hydra.compose("predict", given), PredictConfig))
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    volume, _ = scan()
+    for name in ("a", "b"):
+        write_image(tmp_path / "scans" / f"{name}.nii.gz", volume.array, volume.grid)
+    return tmp_path / "scans"
+
+
+def test_every_kind_has_its_name_and_its_content(scans: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert predict(scans / "a.nii.gz", out / "lungs.nii.gz", "save=[labels,preview,viewer,masks,probabilities,itksnap]") == 0
+    kinds = [".preview.png", ".html", ".itksnap.txt", ".nii.gz", ".json"]
+    kinds += [f".{label}{ending}" for label in LABELS for ending in (".nii.gz", ".probability.nii.gz")]
+    assert {path.name for path in out.iterdir()} == {f"lungs{kind}" for kind in kinds}
+    labels = read_labels(out / "lungs.nii.gz").array
+    for name, value in LABELS.items():
+        mask = read_labels(out / f"lungs.{name}.nii.gz")
+        assert (mask.array == (labels == value)).all()
+        assert mask.grid.is_close(GRID)
+        percent = read_labels(out / f"lungs.{name}.probability.nii.gz").array
+        assert set(np.unique(percent[labels == value])) <= set(range(50, 101)), "the label is the most probable one"
+        assert percent[labels != value].mean() < 5
+    extension = nibabel.load(out / "lungs.nii.gz").header.extensions[0].get_content()
+    assert b"left_lung" in bytes(extension)
+    page = (out / "lungs.html").read_text(encoding="utf-8")
+    assert "<h1>lungs</h1>" in page
+    assert "mean HU" in page
+    report = json.loads((out / "lungs.json").read_text(encoding="utf-8"))
+    assert set(report["results"]) == {path.name for path in out.iterdir()} - {"lungs.json"}
+    assert tuple(report["statistics"]["left_lung"]) == ("ml", *HU_FIGURES)
+    # The blocks are water at 0 HU; the clean-up and the edges take no other voxels in.
+    assert abs(report["statistics"]["left_lung"]["p50_hu"]) <= 1
+    assert report["statistics"]["left_lung"]["ml"] == report["volume_ml"]["left_lung"]
+
+
+def test_labels_are_left_out_where_they_are_not_asked_for(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(scans / "a.nii.gz", tmp_path / "out", "save=[preview]") == 0
+    (tmp_path / "out").mkdir(exist_ok=True)
+    assert {path.name for path in tmp_path.glob("out*/*")} == {"a.json", "a.preview.png"}
+
+
+def test_a_kind_that_is_missing_is_made_and_one_that_is_there_is_kept(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(scans, tmp_path / "out", "save=[labels,preview]") == 0
+    capsys.readouterr()
+    assert predict(scans, tmp_path / "out") == 0
+    assert capsys.readouterr().out.count("finished before, skipped") == 2, "labels alone are there already"
+    (tmp_path / "out" / "b.preview.png").write_bytes(b"")
+    assert predict(scans, tmp_path / "out", "save=[labels,preview]") == 0
+    assert capsys.readouterr().out.count("finished before, skipped") == 1
+    assert (tmp_path / "out" / "b.preview.png").stat().st_size > 1000
+
+
+def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(scans: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "summary.csv").write_text("case,status,label,ml,warnings\nold,ok,left_lung,12,\na,ok,left_lung,13,\n")
+    assert predict(scans, out) == 0
+    rows = read_csv(out / "summary.csv")
+    assert [row["case"] for row in rows] == ["old", "a", "a", "b", "b"]
+    report = json.loads((out / "b.json").read_text(encoding="utf-8"))
+    for row in rows[3:]:
+        figures = report["statistics"][row["label"]]
+        assert {name: float(row[name]) for name in HU_FIGURES} == {name: figures[name] for name in HU_FIGURES}
+
+
+def test_scores_of_an_evaluation_are_not_replaced(scans: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "summary.csv").write_text("region,trust,metric,number\n")
+    with pytest.raises(UserError, match=f"{out}/summary.csv holds the scores of an evaluation; give another output"):
+        predict(scans, out)
+
+
+def test_the_viewer_of_a_case_table_compares_with_its_reference(scans: Path, tmp_path: Path) -> None:
+    volume, labels = scan()
+    reference = np.where(labels == 1, 7, labels)
+    reference[:, :40][reference[:, :40] == 2] = 0
+    write_labels(scans / "ref.nii.gz", reference.astype(np.uint8), volume.grid)
+    (scans / "cases.csv").write_text("case,image,expert\na,a.nii.gz,ref.nii.gz\nb,b.nii.gz,\n")
+    values = ["data.labels_column=expert", "+data.label_values={left_lung: 7, right_lung: 2}"]
+    assert predict(scans / "cases.csv", tmp_path / "out", "save=[viewer]", *values) == 0
+    with_reference, without = ((tmp_path / "out" / f"{name}.html").read_text(encoding="utf-8") for name in "ab")
+    assert 'id="volume-differences"' in with_reference
+    assert "most differences" in with_reference
+    assert ">Dice</th>" in with_reference
+    assert 'id="volume-differences"' not in without
+    assert predict(scans / "cases.csv", tmp_path / "plain", "save=[viewer]") == 0, "no column labels, no reference"
+    assert predict(scans / "cases.csv", tmp_path / "odd", "save=[viewer]", "data.labels_column=expert") == 0
+    report = json.loads((tmp_path / "odd" / "a.json").read_text(encoding="utf-8"))
+    assert report["status"] == "warnings"
+    assert "the viewer shows no reference: the reference ref.nii.gz holds the value 7" in report["warnings"][-1]
+
+
+@pytest.mark.parametrize(("given", "sentence"), [("[label]", "save"), ("preview", "save")])
+def test_an_unknown_kind_is_refused(scans: Path, tmp_path: Path, given: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        predict(scans, tmp_path / "out", f"save={given}")
+
+
+def test_two_cases_do_not_share_a_result_file(tmp_path: Path, scans: Path) -> None:
+    (scans / "a.left_lung.nii.gz").write_bytes((scans / "b.nii.gz").read_bytes())
+    with pytest.raises(UserError, match="would be one file"):
+        predict(scans, tmp_path / "out", "save=[labels,masks]")
+
+
+def test_steps_are_announced_in_their_order(scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, int]] = []
+    predict_scans = app.predict_scans
+
+    def watched(*arguments: object, **options: object) -> object:
+        show = options.pop("on_step")
+        options["on_step"] = lambda name, step, number, total: (
+            seen.append((step, number, total)),
+            show(name, step, number, total),
+        )
+        return predict_scans(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(app, "predict_scans", watched)
+    assert predict(scans / "a.nii.gz", tmp_path / "a.nrrd") == 0
+    steps = ["read", "localise", "refine_left_lung", "refine_right_lung", "join", "write"]
+    assert seen == [(step, number, 6) for number, step in enumerate(steps)]
+
+
+def test_dicom_results_lie_on_the_slices_of_their_series(tmp_path: Path, capsys: pytest.CaptureFixture[str], scans: Path) -> None:
+    volume, _ = scan()
+    folder, out = tmp_path / "series", tmp_path / "out"
+    row, column = np.array(GRID.direction).T[:2]
+    for index, plane in enumerate(volume.array):
+        place = GRID.index_to_world_xyz_mm([index, 0, 0])
+        fields = {"FrameOfReferenceUID": "1.2.3.9", "InstanceNumber": index}
+        save_slice(folder / f"{index}.dcm", plane, place, (row, column), GRID.spacing_mm[1:], **fields)
+    assert predict(folder, out / "lungs.nii.gz", "save=[labels,dicom_seg,rtstruct]", "dicom_seg.kind=labelmap") == 0
+    labels, slices = read_labels(out / "lungs.nii.gz").array, open_slices(folder)
+    for kind, least in (("seg", 1.0), ("rtstruct", 0.995)):
+        file = open_label_file(out / f"lungs.{kind}.dcm")
+        numbers = {number: LABELS[name] for number, name in file.names.items()}
+        found = read_label_file(file, slices, numbers).array
+        for value in LABELS.values():
+            assert dice(found == value, labels == value) >= least
+    assert predict(scans / "a.nii.gz", out / "b.nii.gz", "save=[dicom_seg]") == 2
+    assert "save=dicom_seg: expected a DICOM series, to whose slices the result refers, but" in capsys.readouterr().err
