@@ -1,6 +1,5 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
-from medseg.build.task import make_task
 from medseg.config.rules import FOUND_IN_DATA
 from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy, TaskConfig
 from medseg.console import say
@@ -23,6 +22,7 @@ def find_spacing(spacing: SpacingConfig, data: DataConfig, task: TaskConfig) -> 
     if spacing.strategy not in FOUND_IN_DATA or spacing.target_spacing_mm is not None:
         return
     from medseg.build.cases import find_sources
+    from medseg.build.task import make_task
     from medseg.data.crops import typical_spacing_mm
     from medseg.io.read import read_grid
     from medseg.preprocess.orient import oriented_grid
