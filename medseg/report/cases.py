@@ -108,7 +108,7 @@ def render_cases(
         ],
         charts={
             "cases": [dice_by_region(points), volume_errors(points)],
-            "differences": [*differences(forest, "Mean difference of the Dice"), *([case_differences(pairs)] if pairs else [])],
+            "differences": [*differences(forest, "Difference of the Dice"), *([case_differences(pairs)] if pairs else [])],
         },
         folder=folder,
         regions=regions,

@@ -290,18 +290,17 @@ def _axis(
         }
     if is_dice and max(values) > 0.9:
         lowest = max((tick for tick in _DICE_TICKS if tick <= min(values)), default=0.0)
-        highest = min((tick for tick in _DICE_TICKS if tick >= max(values)), default=1 - _LEAST_ERROR)
+        highest = min((tick for tick in _DICE_TICKS if tick >= max(values)), default=1.0)
         axis["field"] = "error"
-        axis["scale"] = {"type": "log", "domain": [1 - lowest, 1 - highest], "nice": False}
-        inside = [1 - tick for tick in _DICE_TICKS if lowest <= tick <= highest]
-        axis["axis"] = {"values": inside, "labelExpr": "format(1 - datum.value, '.4~f')"}
+        axis["scale"] = {"type": "log", "domain": [1 - lowest, max(1 - highest, _LEAST_ERROR)], "nice": False}
+        inside = [max(1 - tick, _LEAST_ERROR) for tick in (*_DICE_TICKS, 1.0) if lowest <= tick <= highest]
+        axis["axis"] = {"values": inside, "labelExpr": f"datum.value > {_LEAST_ERROR} ? format(1 - datum.value, '.4~f') : '1'"}
     elif not (is_dice or is_count) and min(values) > 0 and (is_rate or max(values) >= _LOG_RATIO * min(values)):
         ratio = max(values) / min(values)
         steps = (1, 2, 5) if ratio < 30 else (1, 3) if ratio < 1e4 else (1,)
         decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
         ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
-        low = max((tick for tick in ticks if tick <= min(values)), default=min(values))
-        high = min((tick for tick in ticks if tick >= max(values)), default=max(values))
+        low, high = min(values) / 1.25, max(values) * 1.25  # room beside the outer points
         axis["scale"] = {"type": "log", "domain": [low, high], "nice": False}
         axis["axis"] = {"values": [tick for tick in ticks if low <= tick <= high], "format": ".3~g", "labelOverlap": "greedy"}
     elif all(float(value).is_integer() for value in values):

@@ -68,7 +68,7 @@ def render(
             "costs": costs(comparison),
             "by_key": by_key(comparison),
             "progress": progress(comparison, study) if study else [],
-            "differences": differences(baseline_rows, "Mean difference of the Dice"),
+            "differences": differences(baseline_rows, "Difference of the Dice"),
         },
         folder=folder,
         comparison=comparison,

@@ -14,7 +14,10 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from medseg.config.folder import conf_dir
+from medseg.data.task import Channel, Region, Task
+from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.write import write_image, write_labels
 from medseg.pictures.overlay import overlay_montage
 from medseg.report.tables import write_csv
 
@@ -118,3 +121,24 @@ def make_sweep(folder: Path, *, pictures: bool = True) -> Path:
     make_run(folder / "12", {**asked, "memory.accumulate": "2"}, 0.0, status="refused", message=refused)
     make_run(folder / "13", {**asked, "seed": "3"}, 0.9, status="running", steps=200)
     return folder
+
+
+def make_evaluation(folder: Path) -> Path:
+    """Scores of three cases, the second one worse than in its baseline; returns the folder of the scores."""
+    grid = VoxelGrid((16, 30, 40), (8.0, 6.0, 6.0), (0.0, 0.0, 0.0))
+    lungs = {"left_lung": 1, "right_lung": 2}
+    task = Task("lungs", lungs, tuple(Region(name, (name,)) for name in lungs), (Channel(window_hu=(-1000.0, 400.0)),))
+    table = [{"case": f"ct_{number}", "image": f"ct/{number}.nii.gz", "labels": f"ref/ct_{number}.nii.gz"} for number in range(3)]
+    for number, case in enumerate(table):
+        target = np.zeros(grid.shape, np.uint8)
+        target[3:13, 6:24, 4:16], target[3:13, 6 : 24 - number, 24:36] = 2, 1
+        write_image(folder / case["image"], np.where(target > 0, -800, 40).astype(np.int16), grid)
+        write_labels(folder / case["labels"], target, grid)
+        for name, shift in (("baseline", 1), ("pred", 4 if number == 1 else 0)):
+            write_labels(folder / name / f"ct_{number}.nii.gz", np.roll(target, shift, axis=1), grid)
+    write_csv(folder / "cases.csv", table)
+    values = {value: name for name, value in lungs.items()}
+    arguments: dict[str, Any] = {"ref": folder / "cases.csv", "task": task, "label_values": values, "progress": lambda line: None}
+    evaluate_folder(folder / "baseline", output=folder / "before", pictures=False, **arguments)
+    evaluate_folder(folder / "pred", output=folder / "scores", baseline=folder / "before", **arguments)
+    return folder / "scores"

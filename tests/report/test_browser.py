@@ -1,9 +1,11 @@
-"""The report page in a real browser: tables, charts, pictures, sorting, hover, both colour schemes, no errors."""
+"""The pages in a real browser: tables, charts, pictures, sorting, filters, keyboard, hover, both colour schemes, no errors."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from medseg.commands.report import report
 from medseg.config.schema import ReportConfig
 
-from .made_runs import make_sweep
+from .made_runs import make_evaluation, make_sweep
 
 ARGUMENTS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -38,42 +40,95 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The report of a sweep of fourteen jobs, opened from the file."""
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The report of a sweep of fourteen jobs, and of an evaluation with a baseline; each file alone in its folder."""
     folder = make_sweep(tmp_path_factory.mktemp("a sweep (1)"))
-    report(ReportConfig(str(folder), None, 24))
-    for path in [path for path in folder.iterdir() if path.name != "report.html"]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()  # whole in itself
-    browser.get((folder / "report.html").as_uri())
+    report(ReportConfig(str(folder), None, 24, "6"))
+    scores = make_evaluation(tmp_path_factory.mktemp("scores"))
+    pages = {}
+    for name, written in (("runs", folder), ("cases", scores)):
+        alone = tmp_path_factory.mktemp(f"{name} alone", numbered=False)
+        pages[name] = Path(shutil.copy(written / "report.html", alone))
+    return pages
+
+
+@pytest.fixture
+def page(browser: Any, pages: dict[str, Path]) -> Any:
+    """The report of the sweep, opened from the file."""
+    return opened(browser, pages["runs"])
+
+
+@pytest.fixture
+def cases(browser: Any, pages: dict[str, Path]) -> Any:
+    """The report of the evaluation."""
+    return opened(browser, pages["cases"])
+
+
+def opened(browser: Any, path: Path) -> Any:
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.get("about:blank")
+    browser.get(path.as_uri())
+    wait(
+        lambda: browser.execute_script("return [...document.querySelectorAll('.chart')].every((one) => one.querySelector('svg'))")
+    )
     return browser
+
+
+def wait(is_true: Callable[[], Any]) -> None:
+    """Wait at most ten seconds."""
+    end_s = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
 
 
 def texts(page: Any, selector: str) -> list[str]:
     found: list[str] = page.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent.trim())", selector
+        "return [...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility()).map((one) => one.textContent.trim())",
+        selector,
+    )
+    return found
+
+
+def dots(page: Any, chart: str) -> list[Any]:
+    """Points of the chart with this heading."""
+    found: list[Any] = page.execute_script(
+        """const figure = [...document.querySelectorAll('.charts figure')].find((one) => one.firstChild.textContent === arguments[0]);
+        figure.scrollIntoView({block: 'center'});
+        return [...figure.querySelectorAll('.mark-symbol path')].filter((one) => getComputedStyle(one).opacity !== '0')""",
+        chart,
     )
     return found
 
 
 @pytest.mark.slow
 def test_tables_pictures_and_charts_are_there(page: Any) -> None:
-    assert page.title == "a sweep (1)0 · medseg report"
+    assert page.title.endswith("medseg report")
     assert texts(page, "h2") == [
-        "Best setting", "Settings", "Runs", "Failures", "Curves", "What it costs", "Dice by key", "Validation cases",
+        "Best setting", "Validation cases, worst first", "Pictures of validation cases", "Differences to the baseline", "Settings", "Runs", "Failures",
+        "Curves", "What it costs", "Dice by key",
     ]  # fmt: skip
     assert len(texts(page, "section:has(#runs) tbody tr")) == 14
     assert texts(page, "section:has(#settings) tbody tr:first-child td")[:4] == ["plain", "0.005", "1", "0.9695 ± 0.0021"]
     assert [text.split()[0] for text in texts(page, ".failures li")] == ["out", "not", "refused"]
-    widths = page.execute_script("return [...document.images].map((one) => one.complete && one.naturalWidth)")
-    assert len(widths) == 10
-    assert all(width > 100 for width in widths)
-    assert page.execute_script("return document.querySelectorAll('svg.chart').length") == 6
+    page.execute_script("for (const one of document.images) one.loading = 'eager'")
+    wait(lambda: page.execute_script("return [...document.images].every((one) => one.complete && one.naturalWidth > 100)"))
+    assert page.execute_script("return document.images.length") == 10
     heights = page.execute_script(
-        "return [...document.querySelectorAll('svg.chart')].map((one) => one.getBoundingClientRect().height)"
+        "return [...document.querySelectorAll('.chart svg')].map((one) => one.getBoundingClientRect().height)"
     )
+    assert len(heights) == 7
     assert all(height > 150 for height in heights)
-    loaded = page.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
-    assert all(name.startswith("data:") for name in loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["runs", "cases"])
+def test_nothing_is_requested_and_the_console_is_silent(browser: Any, pages: dict[str, Path], name: str) -> None:
+    browser.get_log("browser")
+    opened(browser, pages[name])
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert all(entry.startswith("data:") for entry in loaded)
+    assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow
@@ -81,7 +136,7 @@ def test_a_click_sorts_and_another_reverses_the_order(page: Any) -> None:
     from selenium.webdriver.common.by import By
 
     def runs() -> list[int]:
-        return [int(text.split()[0]) for text in texts(page, "section:has(#runs) tbody th")]
+        return [int(text.split()[0].rstrip("★")) for text in texts(page, "section:has(#runs) tbody th")]
 
     (button,) = [one for one in page.find_elements(By.CSS_SELECTOR, "section:has(#runs) thead button") if one.text == "Val Dice"]
     button.click()
@@ -92,54 +147,102 @@ def test_a_click_sorts_and_another_reverses_the_order(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_setting_is_brought_to_the_front_and_a_picture_enlarged(page: Any) -> None:
+def test_a_setting_is_brought_to_the_front_by_the_keyboard_and_a_picture_enlarged(page: Any) -> None:
     from selenium.webdriver.common.by import By
 
+    def opacities() -> set[str]:
+        lines = (
+            "return [...document.querySelectorAll('.charts figure .mark-line path')].map((one) => getComputedStyle(one).opacity)"
+        )
+        return set(page.execute_script(lines))
+
     button = page.find_elements(By.CSS_SELECTOR, ".legend button")[0]
-    button.click()
+    button.send_keys("\n")
     assert button.get_attribute("aria-pressed") == "true"
-    lit = page.execute_script("return document.querySelectorAll('figure:first-child .mark.lit').length")
-    assert lit > 0
-    button.click()
+    wait(lambda: opacities() == {"0.9", "0.12"})
+    button.send_keys("\n")
     assert button.get_attribute("aria-pressed") == "false"
+    wait(lambda: opacities() == {"0.9"})
     picture = page.find_element(By.CSS_SELECTOR, ".pictures button")
     before = picture.size["width"]
-    page.execute_script("arguments[0].click()", picture)
+    picture.send_keys("\n")
     assert picture.size["width"] > 2 * before
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["runs", "cases"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_narrow_and_wide_light_and_dark(page: Any, scheme: str, width: int) -> None:
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+@pytest.mark.parametrize("width", [360, 1400])
+def test_it_fits_narrow_and_wide_light_and_dark(browser: Any, pages: dict[str, Path], name: str, scheme: str, width: int) -> None:
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    page = opened(browser, pages[name])
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    charts = "return [...document.querySelectorAll('.chart svg')].map((one) => one.getBoundingClientRect().width <= one.closest('.chart').clientWidth + 1)"
+    wait(lambda: all(page.execute_script(charts)))
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
     colour = page.execute_script("return getComputedStyle(document.body).backgroundColor")
     brightness = sum(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")) / 3
     assert (brightness > 128) == (scheme == "light")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("figure", [0, 2])
-def test_the_pointer_meets_a_line_and_a_dot_with_the_name_of_their_run(page: Any, figure: int) -> None:
-    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    name = page.execute_script(
-        """
-        const mark = document.querySelectorAll('.charts figure')[arguments[0]].querySelector('.mark use');
-        mark.scrollIntoView({block: 'center'});
-        const box = mark.getBoundingClientRect();
-        const met = document.elementFromPoint((box.left + box.right) / 2 - 4, (box.top + box.bottom) / 2);
-        return met.closest('.series').querySelector('title').textContent;
-        """,
-        figure,
+    # Colours of the charts are variables that the browser resolves.
+    fills = page.execute_script("return [...document.querySelectorAll('.chart text')].map((one) => getComputedStyle(one).fill)")
+    assert set(fills) == {"rgb(92, 101, 112)" if scheme == "light" else "rgb(154, 164, 176)"}
+    # No text of a chart is cut by its edge, and it is as large as on a desktop.
+    cut = page.execute_script(
+        """return [...document.querySelectorAll('.chart svg')].flatMap((svg) => [...svg.querySelectorAll('text')].filter((text) => {
+          const [inner, outer] = [text.getBoundingClientRect(), svg.getBoundingClientRect()];
+          return inner.left < outer.left - 1.5 || inner.right > outer.right + 1.5 || inner.bottom > outer.bottom + 1.5 || inner.height < 10 && inner.width < 10;
+        }).map((text) => text.textContent))"""
     )
-    run, _, figures = name.partition(" · memory plain, lr 0.005")
-    assert run.isdigit()
-    assert "0.9" in figures
+    assert [text for text in cut if text] == []
 
 
 @pytest.mark.slow
-def test_the_console_is_silent(page: Any) -> None:
-    assert page.get_log("browser") == []
+def test_a_point_tells_its_values_and_leads_to_its_run(page: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    dot = dots(page, "Dice for memory")[0]
+    ActionChains(page).move_to_element(dot).perform()
+    wait(lambda: texts(page, "#vg-tooltip-element.visible"))
+    (told,) = texts(page, "#vg-tooltip-element.visible")
+    assert "memory plain, lr 0.005" in told
+    assert "0.971" in told
+    ActionChains(page).click(dot).perform()
+    wait(lambda: page.current_url.endswith("#run-0"))
+    assert texts(page, "tr:target th") == ["0 ★best"]
+
+
+@pytest.mark.slow
+def test_filters_leave_rows_pictures_and_points(cases: Any) -> None:
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    assert texts(cases, "tbody tr[data-case] th")[:2] == ["ct_1", "ct_1"], "the worst case first"
+    assert len(dots(cases, "Dice by region")) == 6
+    cases.find_element(By.NAME, "below").send_keys("0.9")
+    wait(lambda: texts(cases, ".filters output") == ["2 of 6 rows"])
+    assert set(texts(cases, "tbody tr[data-case] th")) == {"ct_1"}
+    assert len(texts(cases, "figure[data-case]")) == 1
+    wait(lambda: len(dots(cases, "Dice by region")) == 2)
+    cases.find_element(By.NAME, "below").clear()
+    cases.find_element(By.NAME, "below").send_keys("2")
+    wait(lambda: len(dots(cases, "Dice by region")) == 6)
+    cases.find_element(By.NAME, "worse").click()
+    wait(lambda: set(texts(cases, "tbody tr[data-case] th")) == {"ct_1"})
+    link = cases.find_element(By.CSS_SELECTOR, "tbody tr[data-case] td a")
+    link.send_keys("\n")
+    wait(lambda: cases.current_url.endswith("#case-0"))
+    assert texts(cases, "figure:target b")[0] == "ct_1"
+    cases.find_element(By.NAME, "worse").click()
+    ActionChains(cases).click(dots(cases, "Volume error")[-1]).perform()
+    wait(lambda: cases.current_url.endswith(("#case-1", "#case-2")))
+
+
+@pytest.mark.slow
+def test_charts_have_names_and_labels_for_screen_readers(cases: Any) -> None:
+    labels = cases.execute_script(
+        "return [...document.querySelectorAll('[role=\"graphics-document\"]')].map((one) => one.getAttribute('aria-label'))"
+    )
+    assert len([label for label in labels if "results" in label]) == 3
+    assert cases.execute_script("return [...document.querySelectorAll('.mark-symbol path[aria-label]')].length") >= 12
+    assert all(texts(cases, "caption"))

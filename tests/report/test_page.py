@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import medseg.report
 from medseg.report.compare import Picture, Run, compare
 from medseg.report.page import render
 
@@ -134,3 +135,27 @@ def test_a_damaged_picture_is_reported_and_left_out(tmp_path: Path) -> None:
     page = render(compare([Run("0", tmp_path, "finished", pictures=(Picture(path, 1),))]), None, "t", "f", 5, said.append)
     assert "<img" not in page
     assert str(path) in said[0]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours #rrggbb. Source: WCAG 2.2, relative luminance."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_colours_of_text_and_marks_have_enough_contrast(scheme: int) -> None:
+    css = (Path(medseg.report.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css.split("@media")[scheme].partition("}")[0]))
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    for background in (colours["paper"], colours["card"], colours["hover"]):
+        for text in ("ink", "quiet", "accent", "good", "open", "bad"):
+            assert contrast(colours[text], background) >= 4.5, text
+        for number in range(8):
+            assert contrast(colours[f"hue-{number}"], background) >= 3, number
