@@ -1,10 +1,9 @@
-"""Every switch proves what it claims: equal gradients, counted operations, counted bytes, equal names."""
+"""Every switch proves what it claims: counted operations, counted bytes, refusals; equal results are in `test_laws_of_switches`."""
 
 from __future__ import annotations
 
 import copy
 import math
-import shutil
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
-from medseg.memory.switches import apply_switches, checkpoint_blocks, offload_activations, save_to_host, select_blocks
+from medseg.memory.switches import apply_switches, checkpoint_blocks, offload_activations, select_blocks
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
-
-POLICIES = ["sqrt", "all", ("encoder.0", "decoder.1.up")]
 
 
 def make(norm: str = "instance", block: str = "bottleneck", **arguments: object) -> UNet:
@@ -62,25 +59,6 @@ def count_saved_bytes(network: nn.Module) -> int:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         network(image())
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("norm", "block"), [("instance", "bottleneck"), ("batch", "residual"), ("group", "plain")])
-def test_checkpointing_gives_the_same_bits(policy: str | tuple[str, ...], norm: str, block: str) -> None:
-    plain = make(norm, block)
-    lean = apply_switches(copy.deepcopy(plain), checkpointing=policy)
-    logits, grads = step(plain, image(2))
-    lean_logits, lean_grads = step(lean, image(2))
-    assert torch.equal(logits, lean_logits)
-    assert grads.keys() == lean_grads.keys()
-    for name, grad in grads.items():
-        assert torch.equal(grad, lean_grads[name]), name
-    # Weights and buffers, running statistics included, are the same after the step.
-    state, lean_state = plain.state_dict(), lean.state_dict()
-    assert list(state) == list(lean_state)
-    assert all(torch.equal(state[name], lean_state[name]) for name in state)
-    if norm == "batch":
-        assert state["stem.unit.1.num_batches_tracked"] == 1
 
 
 def test_checkpointing_repeats_the_forward_pass_of_the_chosen_blocks_and_no_more() -> None:
@@ -144,9 +122,8 @@ def test_policies_choose_by_count_and_by_name() -> None:
         select_blocks(blocks, "some")
 
 
-def test_channels_last_computes_the_same() -> None:
-    plain = make()
-    last = apply_switches(copy.deepcopy(plain), channels_last=True)
+def test_channels_last_reaches_every_convolution() -> None:
+    last = apply_switches(make(), channels_last=True)
     layouts: list[bool] = []
     for module in last.modules():
         if isinstance(module, nn.LeakyReLU):
@@ -159,24 +136,14 @@ def test_channels_last_computes_the_same() -> None:
         last(torch.randn(1, 1, 32, 32, 32))
     assert layouts
     assert all(layouts) or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    (logits, grads), (last_logits, last_grads) = step(plain), step(last)
-    # fp32 sums in another order.
-    torch.testing.assert_close(logits, last_logits, rtol=1e-4, atol=1e-5)
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, last_grads[name], rtol=1e-3, atol=1e-3 * grad.abs().max().item(), msg=name)
-    assert list(plain.state_dict()) == list(last.state_dict())
 
 
-def test_bf16_stays_near_fp32_and_halves_what_is_saved() -> None:
+def test_bf16_halves_what_is_saved_and_fp32_changes_nothing() -> None:
     network = make()
-    exact = network(image())
     with autocast("bf16", "cpu"):
-        rounded = network(image())
         half = count_saved_bytes(network)
-    assert rounded.dtype == torch.bfloat16
-    # About thirty roundings to 8 bits, relative to the spread of the logits.
-    assert (rounded.float() - exact).std() < 0.05 * exact.std()
     assert half < 0.65 * count_saved_bytes(network)
+    exact = network(image())
     with autocast("fp32", "cpu"):
         assert torch.equal(network(image()), exact)
 
@@ -223,15 +190,9 @@ def test_tf32_is_allowed_only_where_asked() -> None:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_offload_is_refused_on_cpu_and_changes_no_gradient() -> None:
+def test_offload_is_refused_on_cpu() -> None:
     with pytest.raises(ValueError, match="turn it off"):
         offload_activations(make(), "cpu")
-    plain = make()
-    away = copy.deepcopy(plain)
-    save_to_host(away)
-    (_, grads), (_, away_grads) = step(plain), step(away)
-    assert all(torch.equal(grads[name], away_grads[name]) for name in grads)
-    assert list(plain.state_dict()) == list(away.state_dict())
 
 
 @pytest.mark.gpu
@@ -262,22 +223,6 @@ def test_switches_that_exclude_each_other_are_refused() -> None:
         apply_switches(make(), offload=True, compile=True, device_type="cuda")
     with pytest.raises(ValueError, match="batch norm"):
         apply_switches(make("batch"), checkpointing="all", compile=True)
-
-
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler here")
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_compiled_network_computes_the_same() -> None:
-    plain = make()
-    fast = apply_switches(copy.deepcopy(plain), checkpointing="sqrt", channels_last=True, compile=True)
-    assert list(plain.state_dict()) == list(fast.state_dict())
-    logits, grads = step(fast)
-    expected_logits, expected_grads = step(plain)
-    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
-    for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-2, atol=1e-3 * grad.abs().max().item(), msg=name)
 
 
 def test_the_compiler_treats_sizes_as_variables_where_crops_differ(monkeypatch: pytest.MonkeyPatch) -> None:

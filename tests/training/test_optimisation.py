@@ -146,15 +146,6 @@ def test_clipping_by_value_bounds_each_value(fit: Callable[..., Any]) -> None:
     assert torch.equal(bounded, free.clamp(-0.001, 0.001))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_fused_optimizer_takes_the_steps_of_the_plain_one_with_clipping(precision: str, fit: Callable[..., Any]) -> None:
-    settings = [*SMALL, "steps=2", f"memory.precision={precision}", "trainer.gradient_clip=0.1"]
-    batches = [make_batch(n) for n in range(2)]
-    plain, fused = (fit([*settings, f"optimizer.fused={is_fused}"], batches) for is_fused in ("false", "true"))
-    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.gpu
 def test_a_fused_optimizer_works_with_loss_scaling_and_clipping(fit: Callable[..., Any]) -> None:
     settings = [*SMALL, "steps=2", "memory.precision=fp16", "trainer.gradient_clip=0.1", "trainer.accelerator=gpu"]
