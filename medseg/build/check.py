@@ -22,15 +22,19 @@ from medseg.models.blocks import InstanceNorm
 from medseg.models.regional import RegionalNetwork
 
 
-def check_objects(config: TrainConfig) -> None:
+def check_objects(config: TrainConfig) -> bool:
     """Build the network on the meta device, and every other object of an extension point on small data.
+
+    Returns:
+        Whether the network has batch norm, see `medseg.config.rules.notes`.
 
     Raises:
         UserError: If one of them refuses its arguments, or the network does not fit the sizes and switches.
     """
     network = make_network_on_meta(config)
     _check_sizes(config, network)
-    _check_switches(config, network)
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
+    _check_switches(config, network, has_batch_norm)
     weights, num_outputs = config.loss.get("output_weights"), network.traits.num_outputs
     require(
         weights is None or num_outputs in (None, len(weights)),
@@ -44,6 +48,7 @@ def check_objects(config: TrainConfig) -> None:
     make_callbacks(config)
     _check_optimisation(config)
     _check_loggers(config)
+    return has_batch_norm
 
 
 def _check_loggers(config: TrainConfig) -> None:
@@ -104,7 +109,7 @@ def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
         )
 
 
-def _check_switches(config: TrainConfig, network: RegionalNetwork) -> None:
+def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_norm: bool) -> None:
     """Refuse switches that the network does not allow; `medseg.config.rules` checks those of our UNet."""
     policy = config.memory.checkpointing
     needs_blocks = (
@@ -122,7 +127,6 @@ def _check_switches(config: TrainConfig, network: RegionalNetwork) -> None:
         raise UserError(f"memory: {error}") from error
     if config.model[TARGET] == UNET:
         return
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
     require(
         has_batch_norm or not config.trainer.sync_batchnorm,
         f"trainer.sync_batchnorm=true works with batch norm only, which {config.model[TARGET]} does not have; choose "

@@ -44,11 +44,10 @@ def read(composed: DictConfig) -> TrainConfig:
         config = changed_config(composed.resume, resolved(composed), default, hydra_config.overrides.task)
     choose_gpus(config.trainer.gpus)
     if rank() == 0:
-        for note in notes(config):
-            say(note)
         from medseg.build.check import check_objects  # loads torch, which takes seconds; the checks above do without it
 
-        check_objects(config)
+        for note in notes(config, has_batch_norm=check_objects(config)):
+            say(note)
     return config
 
 

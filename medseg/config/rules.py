@@ -83,16 +83,22 @@ def check_rules(config: Any) -> None:
     _require_all(rules)
 
 
-def notes(config: TrainConfig) -> list[str]:
-    """Name allowed combinations that may surprise; a run prints them when it begins."""
+def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
+    """Name allowed combinations that may surprise; a run prints them when it begins.
+
+    Args:
+        config: Checked configuration.
+        has_batch_norm: Whether the network has batch norm whatever its arguments say, as some of MONAI's have by default.
+    """
     stage, memory = config.stage, config.memory
     ranks = config.trainer.devices * config.trainer.num_nodes
     # Samples of different shapes go through the network one by one.
     has_one_shape = stage.patch_size is not None or config.spacing.size is not None
     micro_batch = stage.batch_size // (ranks * memory.accumulate) if has_one_shape else 1
     seen = {}
-    if is_batch_norm(config.model):
-        seen["model.norm=batch"] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
+    if has_batch_norm or is_batch_norm(config.model):
+        key = "model.norm=batch" if is_batch_norm(config.model) else f"batch norm of {config.model[TARGET]}"
+        seen[key] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
     for key in ("batch_dice", "batch"):  # of ours and of MONAI's losses
         if any(one.get(key) for one in (config.loss, *config.loss.get("terms", []))):
             seen[f"loss.{key}=true"] = micro_batch

@@ -9,6 +9,7 @@ from medseg.build.check import check_objects
 from medseg.build.network import network_node
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
+from medseg.config.rules import notes
 from medseg.config.schema import TrainConfig
 from medseg.config.targets import targets_first
 from medseg.errors import UserError
@@ -17,10 +18,12 @@ SEGRESNET = ["model._target_=monai.networks.nets.SegResNet"]
 UNETR = ["model=unetr", "model.img_size=[32,32,32]", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2"]
 
 
-def check(*overrides: str) -> None:
+def check(*overrides: str) -> list[str]:
+    """Check the objects of a configuration; returns the notes on it."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose("train", targets_first(["stage=fine", "trainer.accelerator=cpu", *overrides, "run_dir=none"]))
-    check_objects(to_config(composed, TrainConfig))
+    config = to_config(composed, TrainConfig)
+    return notes(config, check_objects(config))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,15 @@ def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said:
 )
 def test_what_fits_is_accepted(overrides: list[str]) -> None:
     check(*overrides)
+
+
+@pytest.mark.parametrize("model", [["model=vnet"], ["model=attention_unet"], ["model=dynunet", "model.norm_name=batch"]])
+def test_batch_norm_over_micro_batches_is_noted_whatever_the_network_calls_it(model: list[str]) -> None:
+    settings = [*model, "stage.batch_size=2", "stage.patch_size=[64,64,64]", "inference.tile_size=[64,64,64]"]
+    (note,) = check(*settings, "memory.accumulate=2")
+    assert note.startswith("batch norm of monai.networks.nets.")
+    assert "computes over 1 sample, not over the batch of 2" in note
+    assert not check(*settings)
 
 
 def test_null_is_an_argument_of_a_network_like_any_other() -> None:
