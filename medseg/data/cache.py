@@ -4,7 +4,8 @@ Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths
 The paths are absolute, so cases of one name from two data sets have two entries. Where none of a case's files exists (a
 machine that got only the cache), the only entry of its name that came from another machine is used. An entry is written
 to a temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build it. Preparing imports
-the readers of `medseg.io`; opening does not. The first time that a process opens an entry, it compares its files with their checksums.
+the readers of `medseg.io`; opening does not. The first time that a process opens an entry, it compares its files with their checksums;
+the sidecar has a digest of itself. A process that uses an entry notices when another one rebuilds it.
 """
 
 import functools
@@ -14,7 +15,6 @@ import json
 import logging
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,16 +28,17 @@ from medseg.data.audit.labels import ABSENT, audit_vanished
 from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
-from medseg.data.source_files import is_same_source, sources_of
+from medseg.data.source_files import crc32_of, is_intact, is_same_source, sources_of
 from medseg.data.task import LabelValues, Task
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import locked
+from medseg.io.text import read_json
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, percentile, zscore
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 DIGEST_LENGTH = 8
 
 
@@ -61,6 +62,7 @@ class CachedCase:
         intensities: Map of each channel to the range of the network, by the values of this case; None where the channel has a window.
         trust: Region name to the trust in its reference.
         content: Digest of what the case was made from: the content of its files, their scale and label values; not their paths.
+        stamp: Time of the sidecar, which tells the entry from a later one in its folder; None where that is not checked.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.
@@ -77,11 +79,12 @@ class CachedCase:
     intensities: tuple[Intensity | None, ...] = (None,)
     trust: dict[str, str] = field(default_factory=dict)
     content: str = ""
+    stamp: int | None = None
 
     @property
     def images(self) -> list[np.ndarray]:
         """The channels as read-only memory maps, (D, H, W): int16 HU of a CT, float32 of others."""
-        return [np.load(self.folder / _image_file(number), mmap_mode="r") for number in range(len(self.intensities))]
+        return [self._map(_image_file(number)) for number in range(len(self.intensities))]
 
     @property
     def image_hu(self) -> np.ndarray:
@@ -91,7 +94,21 @@ class CachedCase:
     @property
     def labels(self) -> np.ndarray:
         """The label map in the task's values as a read-only memory map, (D, H, W) uint8."""
-        return np.load(self.folder / "labels.npy", mmap_mode="r")
+        return self._map("labels.npy")
+
+    def _map(self, name: str) -> np.ndarray:
+        """Map a file of the entry into memory.
+
+        Raises:
+            UserError: If the entry has been built anew since it was opened: its files, grid and boxes would not fit.
+        """
+        array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
+        require(
+            self.stamp in (None, (self.folder / "case.json").stat().st_mtime_ns),
+            f"The cache entry {self.folder} was built anew by another process while this one used it, so the case {self.name!r} has changed; "
+            "start again, or give each of the two its own data.cache.",
+        )
+        return array
 
 
 def prepare_case(
@@ -269,7 +286,8 @@ def _entry_folder(
     paths = {role: str(path.resolve()) for role, path in sources_of(case, task).items()}
     if case.series is not None:
         paths["series"] = case.series
-    return cache_dir / f"{_folder_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest(paths)}"
+    # Runs that read a scan in two ways have two entries: neither rebuilds that of the other.
+    return cache_dir / f"{_folder_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest({**paths, **_read_as(case)})}"
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -298,33 +316,22 @@ def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, A
 def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> dict[str, Any] | None:
     """Read the sidecar of a complete, undamaged entry that agrees with the sources; None if there is no such entry."""
     try:
-        record = json.loads((folder / "case.json").read_text(encoding="utf-8"))
-        is_complete = record["format"] == FORMAT_VERSION and all(
-            _is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns)
-            for name, crc32 in record["crc32"].items()
-            for stat in [(folder / name).stat()]
+        record = read_json(folder / "case.json")
+        is_complete = (
+            record.pop("digest") == _digest(record)
+            and record["format"] == FORMAT_VERSION
+            and all(
+                is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns)
+                for name, crc32 in record["crc32"].items()
+                for stat in [(folder / name).stat()]
+            )
         )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # no entry, or a half-written one
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # no entry, a half-written or a damaged one
     if not is_complete or set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
         return None
     has_changed = any(path.exists() and not is_same_source(path, record["sources"][role]) for role, path in sources.items())
     return None if has_changed else record
-
-
-@functools.cache
-def _is_intact(path: Path, crc32: int, _num_bytes: int, _mtime_ns: int) -> bool:
-    """Whether a file has its checksum; a file of one size and time is read once in a process."""
-    return _crc32(path) == crc32
-
-
-def _crc32(path: Path) -> int:
-    """Compute the CRC-32 of a file, at about 1 GB/s."""
-    total = 0
-    with path.open("rb") as file:
-        while part := file.read(2**22):
-            total = zlib.crc32(part, total)
-    return total
 
 
 def _read_as(case: Case) -> dict[str, Any]:
@@ -333,6 +340,7 @@ def _read_as(case: Case) -> dict[str, Any]:
 
 
 def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
+    stamp = (folder / "case.json").stat().st_mtime_ns
     audit = CaseAudit.from_dict(record["audit"])
     if audit.heeded(case.ignore_findings, Severity.error):  # the entry was built for a case that ignores it
         raise CaseRefusedError(case, audit)
@@ -355,6 +363,7 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         audit=audit,
         ignore_findings=case.ignore_findings,
         resampling=resampling,
+        stamp=stamp,
     )
 
 
@@ -413,8 +422,9 @@ def _build(
         temporary.mkdir()
         for name, array in files.items():
             np.save(temporary / name, np.ascontiguousarray(array))
-        record["crc32"] = {name: _crc32(temporary / name) for name in files}
-        (temporary / "case.json").write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
+        record["crc32"] = {name: crc32_of(temporary / name) for name in files}
+        text = json.dumps(record | {"digest": _digest(record)}, indent=1, ensure_ascii=False)
+        (temporary / "case.json").write_text(text, encoding="utf-8")
         # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
         for path in temporary.iterdir():
             with path.open("rb") as file:

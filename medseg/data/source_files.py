@@ -1,6 +1,8 @@
-"""Source files of a case and their fingerprints, which detect a change."""
+"""Source files of a case and their fingerprints, which detect a change; checksums of files."""
 
+import functools
 import hashlib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +68,18 @@ def is_same_source(path: Path, known: dict[str, Any]) -> bool:
         return False
     # A copied or touched file has another time and may have the same content.
     return _content_hash(path) == known["sha256"]
+
+
+@functools.cache
+def is_intact(path: Path, crc32: int, _num_bytes: int, _mtime_ns: int) -> bool:
+    """Whether a file has its checksum; a file of one size and time is read once in a process."""
+    return crc32_of(path) == crc32
+
+
+def crc32_of(path: Path) -> int:
+    """Compute the CRC-32 of a file, at about 1 GB/s."""
+    total = 0
+    with path.open("rb") as file:
+        while part := file.read(2**22):
+            total = zlib.crc32(part, total)
+    return total

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from medseg.data.audit.finding import Severity
-from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, prepare_cases
+from medseg.data.cache import FORMAT_VERSION, CachedCase, is_current, open_case, prepare_case, prepare_cases
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.crops import StageCrops
 from medseg.data.samples import Samples
@@ -173,7 +173,11 @@ def test_every_file_of_the_voxels_is_a_source(name: str, header: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "damage", ["cut image", "garbage of equal size", "no labels", "cut json", "no json", "other json", "a file"]
+    "damage",
+    [
+        *("cut image", "garbage of equal size", "no labels", "cut json", "no json", "other json", "another number", "few keys"),
+        *("deep json", "a pipe", "a file"),
+    ],
 )
 def test_half_written_entries_are_rebuilt(damage: str, case: Case, tmp_path: Path, task: Task) -> None:
     entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
@@ -193,6 +197,15 @@ def test_half_written_entries_are_rebuilt(damage: str, case: Case, tmp_path: Pat
         sidecar.unlink()
     elif damage == "other json":
         sidecar.write_text("[1, 2]")
+    elif damage == "another number":
+        sidecar.write_text(sidecar.read_text(encoding="utf-8").replace("1.25", "2.25", 1), encoding="utf-8")
+    elif damage == "few keys":
+        sidecar.write_text(json.dumps({"format": FORMAT_VERSION, "crc32": {}}))
+    elif damage == "deep json":
+        sidecar.write_text("[" * 100_000)
+    elif damage == "a pipe":
+        sidecar.unlink()
+        os.mkfifo(sidecar)
     else:
         shutil.rmtree(entry.folder)
         entry.folder.touch()
@@ -341,16 +354,32 @@ def test_an_error_that_is_ignored_stops_nobody_else(tmp_path: Path, task: Task, 
     assert open_case(accepted, tmp_path, SPACING_MM, task, NAMES).labels.any()
 
 
-def test_another_scale_or_trust_makes_an_entry_stale(case: Case, tmp_path: Path, task: Task) -> None:
+def test_another_scale_or_trust_has_an_entry_of_its_own(case: Case, tmp_path: Path, task: Task) -> None:
     entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
     before = np.median(entry.image_hu[entry.labels > 0])
     brighter = replace(case, hu=HuScale(offset=10.0))
     assert not is_current(brighter, tmp_path, SPACING_MM, task, NAMES)
     after = prepare_case(brighter, tmp_path, SPACING_MM, task, NAMES)
     assert np.median(after.image_hu[after.labels > 0]) == before + 10
-    assert not is_current(case, tmp_path, SPACING_MM, task, NAMES)
+    assert np.median(entry.image_hu[entry.labels > 0]) == before, "a run that uses it keeps its scale"
     assert not is_current(replace(brighter, trust={"left_lung": "absent"}), tmp_path, SPACING_MM, task, NAMES)
     assert is_current(replace(brighter, trust={"left_lung": "approximate"}), tmp_path, SPACING_MM, task, NAMES)
+
+
+def test_an_entry_that_is_rebuilt_while_it_is_used_is_not_mixed_with_the_old_one(
+    tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
+    image, labels = blocks()
+    case = write_case("a", image, labels)
+    used = pickle.loads(pickle.dumps(prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)))
+    assert used.labels.any()
+    write_case("a", image[:, ::-1], labels[:, ::-1])
+    rebuilt = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    assert rebuilt.folder == used.folder
+    for name in ("images", "labels"):
+        with pytest.raises(UserError, match="built anew by another process while this one used it, so the case 'a' has changed"):
+            getattr(used, name)
+    assert rebuilt.labels.any()
 
 
 def test_several_spacings_read_the_files_once(case: Case, tmp_path: Path, task: Task) -> None:
@@ -400,6 +429,25 @@ def test_a_disk_that_fills_up_leaves_the_entry_as_it_was(
     )
     assert {path: path.read_bytes() for path in entry.folder.iterdir()} == before
     assert list(entry.folder.parent.iterdir()) == [entry.folder], "nothing half-written is left"
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(
+    case: Case, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could leave files of the right size with empty pages."""
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    renamed: list[set[int]] = []
+    rename = Path.rename
+
+    def named(path: Path, target: Path) -> Path:
+        renamed.append({file.stat().st_ino for file in path.iterdir()} - synced)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", named)
+    prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert len(synced) == 3
+    assert renamed[-1] == set()
 
 
 def test_training_from_the_cache_needs_no_reader(case: Case, tmp_path: Path, task: Task) -> None:
