@@ -18,6 +18,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
 from medseg.io.read import read_image
+from medseg.io.text import read_json
 from medseg.metrics.scores import score_region
 from medseg.pictures.overlay import overlay_montage
 from medseg.pictures.plots import score_plot
@@ -230,11 +231,11 @@ def _further_scores(
 def read_cost(prediction: Path) -> dict[str, float]:
     """Read the `COSTS` of a prediction from the report beside its label map; empty where there is no such report."""
     try:
-        report = json.loads((prediction.parent / f"{case_name(prediction)}.json").read_text(encoding="utf-8"))
-        costs = (float(report["durations_s"]["total"]), float(report["memory_gb_s"]), report["peak_resident_bytes"] / 1e9)
-        return dict(zip(COSTS, costs, strict=True))
-    except (OSError, ValueError, KeyError, TypeError):
+        report = read_json(prediction.parent / f"{case_name(prediction)}.json")
+        costs = [float(report["durations_s"]["total"]), float(report["memory_gb_s"]), report["peak_resident_bytes"] / 1e9]
+    except (UserError, ValueError, KeyError, TypeError, OverflowError):
         return {}
+    return dict(zip(COSTS, costs, strict=True)) if all(map(math.isfinite, costs)) else {}
 
 
 def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Files shared by processes: atomic writes (the old content or the whole new one) and locks, released when their holder dies."""
 
 import errno
+import fcntl
 import os
 import tempfile
 import time
@@ -138,6 +139,9 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
 
     Yields:
         Whether the lock is held; False after `wait_s`.
+
+    Raises:
+        UserError: If the file cannot be opened.
     """
     lock = FileLock(path, timeout=-1 if wait_s is None else wait_s, poll_interval=0.1, fallback_to_soft=False)
     is_held = True
@@ -147,7 +151,7 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
         is_held = False
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise
+            raise _not_written(path, error) from error
     try:
         yield is_held
     finally:
@@ -155,8 +159,15 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether anyone holds the lock of a file now."""
-    if not path.exists():
+    """Whether anyone holds the lock of a file now; the file may be another user's, and is not locked for the question."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # there is none, or nobody may hold it
         return False
-    with locked(path, wait_s=0) as is_free:
-        return not is_free
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)  # else a file system without locks
+    finally:
+        os.close(descriptor)
+    return False

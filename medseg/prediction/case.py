@@ -24,6 +24,7 @@ from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
 from medseg.io.read import read_grid
+from medseg.io.text import read_json
 from medseg.io.volume import Volume
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.metrics.intensity import label_statistics
@@ -241,6 +242,8 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, wanted: Wanted
         known = read_report(output)
         return bool(
             known["version"] == __version__
+            and isinstance(known["volume_ml"], dict)
+            and isinstance(known["warnings"], list)
             # Through JSON, which turns tuples into lists.
             and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
             and checksums(list(result_paths(output, chosen.cascade, wanted.save).values())).items() <= known["results"].items()
@@ -260,8 +263,8 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, wanted: Wanted
 def read_report(output: Path) -> dict[str, Any]:
     """Read the report beside a label map; empty where there is none that can be read."""
     try:
-        report = json.loads(report_path(output).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        report = read_json(report_path(output))
+    except UserError:
         report = None
     return report if isinstance(report, dict) else {}
 

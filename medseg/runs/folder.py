@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,8 +128,11 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     """
     settle(config)
     wanted, own = signature(plain(config)), Path(config.run_dir).absolute()
-    paths = [path for path in own.parent.glob(f"*/{CONFIG_FILE}") if path.is_file()]
-    for path in sorted(paths, key=lambda path: (path.parent == own, path.stat().st_mtime), reverse=True):
+    times = {}
+    for path in own.parent.glob(f"*/{CONFIG_FILE}"):
+        with suppress(FileNotFoundError):  # its run has just been removed
+            times[path] = (path.parent == own, path.stat().st_mtime)
+    for path in sorted(filter(Path.is_file, times), key=times.__getitem__, reverse=True):
         status = status_of_run(path.parent)
         may_go_on = status not in (Status.finished, Status.not_finite) or (status is Status.finished and path.parent == own)
         if may_go_on and _signature(path.parent) == wanted:

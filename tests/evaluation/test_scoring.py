@@ -126,6 +126,13 @@ def test_costs_of_predictions_are_reported(world: World) -> None:
         if seconds:
             (world.pred / f"{name}.json").write_text(json.dumps(report))
     (world.pred / "another report.json").write_text('["of another program"]')
+    for name, text in {
+        "an endless time": '{"durations_s": {"total": 1e999}, "memory_gb_s": 1, "peak_resident_bytes": 1}',
+        "a large number": f'{{"durations_s": {{"total": 1{"0" * 400}}}, "memory_gb_s": NaN, "peak_resident_bytes": 1}}',
+        "a deep report": "[" * 100_000,
+    }.items():
+        world.add(name, _labels(), _labels(), trust=("reference", "reference"))
+        (world.pred / f"{name}.json").write_text(text)
     evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=said.append)
     assert [list(row.values()) for row in world.read("costs.csv")] == [
         ["a", "2.000", "6.000", "1.500"],

@@ -102,9 +102,12 @@ def cut(name: str) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / "out" / name, (folder / "out" / name).stat().st_size // 2)
 
 
-def other_version(folder: Path) -> None:
-    report = folder / "out" / "a.json"
-    report.write_text(json.dumps({**json.loads(report.read_text()), "version": "0.0.1"}))
+def changed(**values: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        report = folder / "out" / "a.json"
+        report.write_text(json.dumps({**json.loads(report.read_text()), **values}))
+
+    return change
 
 
 DAMAGES = {
@@ -115,7 +118,9 @@ DAMAGES = {
     "no report": lambda folder: (folder / "out" / "a.json").unlink(),
     "a part of the report": cut("a.json"),
     "a report of something else": lambda folder: (folder / "out" / "a.json").write_text("[1]"),
-    "another version": other_version,
+    "another version": changed(version="0.0.1"),
+    "no volumes": changed(volume_ml=None),
+    "warnings that are no list": changed(warnings=5),
 }
 
 
@@ -128,6 +133,13 @@ def test_what_is_not_whole_or_has_another_source_is_made_anew(
     assert predicted == ["a"]
     assert predict(folder) == 0
     assert predicted == ["a"]
+
+
+def test_a_pipe_in_place_of_a_report_is_one_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "out" / "a.json").unlink()
+    os.mkfifo(folder / "out" / "a.json")
+    assert predict(folder) == 1
+    assert "a.json: cannot be written, since it is a folder or a device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -188,6 +190,31 @@ def test_a_lock_goes_with_its_holder(run_dir: Path, monkeypatch: pytest.MonkeyPa
     holder.join()
     assert not is_locked(run_dir / LOCK_FILE)
     resume(run_dir)
+
+
+def test_a_lock_of_another_user_is_seen_and_one_that_cannot_be_held_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = os.open
+
+    def read_only(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(path, flags, *mode)
+
+    path = run_dir / LOCK_FILE
+    with locked(path), monkeypatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        assert is_locked(path)
+        assert is_locked(path), "the question holds nothing"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        assert not is_locked(path)
+    path.unlink()
+    path.mkdir()
+    assert not is_locked(path)
+    with pytest.raises(UserError, match=r"\.lock: cannot be written \(Is a directory\)"), locked(path, 0):
+        pass
 
 
 def test_a_secret_of_the_logger_is_kept_as_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
