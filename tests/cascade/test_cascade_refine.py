@@ -53,6 +53,19 @@ def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tupl
         assert [bool(half.all()) for half in halves] == [low, not low]
 
 
+def test_the_disagreement_of_a_mirrored_side_lies_where_its_probabilities_do() -> None:
+    class Nothing(FineOracle):
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            return torch.cat([torch.full_like(image, 20.0), torch.zeros_like(image)], 1)
+
+    volume, _ = scan()
+    for region, is_low in zip(TASK.regions, (True, False), strict=True):
+        found = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine", others=(Nothing(),)))
+        assert found.std is not None
+        assert torch.equal(found.std > 0.25, found.probs[0] > 0.25)
+        assert bool((found.std[..., :20] > 0.25).all()) is is_low
+
+
 def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
     image_hu = np.random.default_rng(0).integers(-1200, 200, GRID.shape).astype(np.int16)
     clipped_hu = np.clip(image_hu, -1024, None)  # padding below air is none

@@ -63,10 +63,12 @@ def test_the_more_probable_region_wins_in_any_order() -> None:
         np.testing.assert_array_equal(merge(regions, GRID, LOBES), expected)
 
 
-def test_an_improbable_label_is_background() -> None:
+@pytest.mark.parametrize(("probs", "label"), [((0.35, 0.25, 0.0), 0), ((0.45, 0.4, 0.0), 3), ((0.3, 0.35, 0.3), 4)])
+def test_the_background_is_what_all_labels_of_the_region_leave_of_one(probs: tuple[float, ...], label: int) -> None:
     box = VoxelBox((2, 2, 2), (10, 10, 10))
-    probs = torch.tensor([0.35, 0.25, 0.0]).view(3, 1, 1, 1).expand(3, 8, 8, 8)
-    assert not merge([(LOBES.regions[1], probs, GRID.crop(box))], GRID, LOBES).any()
+    everywhere = torch.tensor(probs).view(3, 1, 1, 1).expand(3, 8, 8, 8)
+    result = merge([(LOBES.regions[1], everywhere, GRID.crop(box))], GRID, LOBES)
+    assert (result[box.slices()] == label).all()
 
 
 def test_nothing_to_join_is_empty() -> None:

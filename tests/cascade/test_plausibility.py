@@ -40,6 +40,15 @@ def test_a_finer_grid_is_asked_at_the_centres_of_the_coarse_voxels() -> None:
     assert agreement(coarse, coarse_grid, final, fine_grid, REGIONS) == pytest.approx(expected, abs=1e-12)
 
 
+def test_between_fine_voxels_the_nearest_is_asked() -> None:
+    coarse_grid = VoxelGrid((4, 4, 6), (2.5, 2.5, 2.5))
+    fine_grid = VoxelGrid((10, 10, 15), (1.0, 1.0, 1.0), (-0.2, -0.2, -0.2))  # centres at 0.2, 2.7, 5.2, 7.7, … fine voxels
+    coarse = np.full(coarse_grid.shape, 1, dtype=np.uint8)
+    final = np.zeros(fine_grid.shape, dtype=np.uint8)
+    final[np.ix_([0, 3, 5, 8], [0, 3, 5, 8], [0, 3, 5, 8, 10, 13])] = 1
+    assert agreement(coarse, coarse_grid, final, fine_grid, {"left_lung": (1,)}) == {"left_lung": 1.0}
+
+
 def test_only_the_given_regions_have_an_agreement() -> None:
     grid = VoxelGrid((4, 4, 4), (2.0, 2.0, 2.0))
     labels = np.zeros(grid.shape, dtype=np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -285,3 +286,27 @@ def test_threads_get_their_own_results() -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(results[number], probs) for number, probs in enumerate(expected))
+
+
+def test_networks_of_two_stages_run_one_after_the_other() -> None:
+    """The budget holds for all of them together."""
+    running, most = [0], [0]
+
+    class Slow(Sloped):
+        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            time.sleep(0.05)
+            running[0] -= 1
+            return super().forward(image, region)
+
+    small = torch.zeros(1, 8, 8, 16)
+    threads = [
+        threading.Thread(target=stage(Slow(), name).predict_probs, args=(small, 0, CascadeOptions()))
+        for name in ("coarse", "fine", "fine")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]

@@ -1,13 +1,17 @@
-"""Ranks of a run: the order in which they start."""
+"""Ranks of a run: the order in which they start, and their shares of the batch."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from medseg.config.schema import Strategy
+from medseg.errors import UserError
 from medseg.runs import ranks
 
 
@@ -29,3 +33,25 @@ def test_a_rank_chooses_its_gpu_before_its_group_begins(
     monkeypatch.setattr(dist, "init_process_group", lambda **_: done.append("group"))
     ranks.join_ranks(timedelta(seconds=1))
     assert done == expected
+
+
+@pytest.mark.parametrize(
+    ("planned", "started", "accumulate"),
+    [((2, 2, 1), (4, 2), 1), ((2, 2, 3), (4, 2), 3), ((2, 2, 1), (2, 2), 2), ((1, 2, 2), (4, 4), 1), ((2, 1, 2), (1, 1), 4), ((2, 2, 1), (3, 3), None)],
+)  # fmt: skip
+def test_the_ranks_that_were_started_share_the_micro_batches_of_all_machines(
+    planned: tuple[int, int, int], started: tuple[int, int], accumulate: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned: devices, machines, accumulation; started: ranks, and those of this machine."""
+    settings = {"TORCHELASTIC_RUN_ID": "run", "RANK": "0", "WORLD_SIZE": f"{started[0]}", "LOCAL_WORLD_SIZE": f"{started[1]}"}
+    for key, value in settings.items():
+        monkeypatch.setenv(key, value)
+    trainer: Any = SimpleNamespace(devices=planned[0], num_nodes=planned[1], strategy=Strategy.auto)
+    memory: Any = SimpleNamespace(accumulate=planned[2])
+    if accumulate is None:
+        with pytest.raises(UserError, match="3 ranks cannot share the 4 micro-batches"):
+            ranks.share_among_ranks(trainer, memory)
+        return
+    ranks.share_among_ranks(trainer, memory)
+    assert (memory.accumulate, trainer.devices, trainer.num_nodes) == (accumulate, started[1], started[0] // started[1])
+    assert trainer.strategy is (Strategy.auto if started[0] == 1 else Strategy.ddp)

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from medseg.runs.train_run import remove_parts
+import hydra
+import pytest
+
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
+from medseg.errors import UserError
+from medseg.runs import train_run
+from medseg.runs.folder import SUMMARY_FILE, open_run, status_of_run
+from medseg.runs.status import Status
+from medseg.runs.train_run import remove_parts, run_rank
+
+
+def test_while_a_run_trains_nothing_says_how_its_last_attempt_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", [f"run_dir='{tmp_path}'", "logger=none"]), TrainConfig)
+    open_run(config)
+    (tmp_path / SUMMARY_FILE).write_text(json.dumps({"status": "refused"}))
+    seen: list[object] = []
+
+    def train(_: TrainConfig) -> None:
+        seen.extend([status_of_run(tmp_path), (tmp_path / SUMMARY_FILE).exists()])
+        raise UserError("no room")
+
+    monkeypatch.setattr(train_run, "train_run", train)
+    assert run_rank(config) == 2
+    assert seen == [Status.running, False], "a kill now would leave the old status"
+    assert json.loads((tmp_path / SUMMARY_FILE).read_text()) == {"status": "refused", "message": "no room"}
 
 
 def test_half_written_files_are_removed_and_files_of_the_user_stay(tmp_path: Path) -> None:
