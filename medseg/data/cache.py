@@ -100,13 +100,12 @@ class CachedCase:
         """Map a file of the entry into memory.
 
         Raises:
-            UserError: If the entry has been built anew since it was opened: its files, grid and boxes would not fit.
+            UserError: If the entry has been built anew since it was opened: its grid and boxes may not fit.
         """
         array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
         require(
             self.stamp in (None, (self.folder / "case.json").stat().st_mtime_ns),
-            f"The cache entry {self.folder} was built anew by another process while this one used it, so the case {self.name!r} has changed; "
-            "start again, or give each of the two its own data.cache.",
+            f"The cache entry of the case {self.name!r} was built anew by another process while this one used it; start again.",
         )
         return array
 

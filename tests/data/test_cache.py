@@ -377,7 +377,7 @@ def test_an_entry_that_is_rebuilt_while_it_is_used_is_not_mixed_with_the_old_one
     rebuilt = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     assert rebuilt.folder == used.folder
     for name in ("images", "labels"):
-        with pytest.raises(UserError, match="built anew by another process while this one used it, so the case 'a' has changed"):
+        with pytest.raises(UserError, match="The cache entry of the case 'a' was built anew by another process"):
             getattr(used, name)
     assert rebuilt.labels.any()
 
