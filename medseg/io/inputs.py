@@ -45,7 +45,8 @@ def volume_files(folder: Path) -> list[Path]:
 
 def image_in(folder: Path) -> Path | None:
     """Find the image of a folder of a case, such as `s0001/ct.nii.gz`; None where there is none, or more than one."""
-    found = [path for path in volume_files(folder) if case_name(path) in CASE_IMAGES]
+    files = [path for path in volume_files(folder) if volume_suffix(path) != SEGMENTATION_SUFFIX]
+    found = [path for path in files if case_name(path) in CASE_IMAGES]
     return found[0] if len(found) == 1 else None
 
 

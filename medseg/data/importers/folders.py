@@ -13,7 +13,7 @@ from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first
 from medseg.data.importers.json_lists import guess_modality, values_in
 from medseg.data.task import Channel
 from medseg.errors import UserError, require
-from medseg.io.inputs import CASE_IMAGES, case_name, image_in, list_inputs, volume_files
+from medseg.io.inputs import CASE_IMAGES, SEGMENTATION_SUFFIX, case_name, image_in, list_inputs, volume_files, volume_suffix
 from medseg.io.text import read_text
 
 TOTALSEGMENTATOR, LUNA16, PAIRS = "totalsegmentator", "luna16", "pairs"
@@ -25,7 +25,6 @@ LUNA16_BACKGROUND: dict[str, list[int | str]] = {"trachea": [5]}
 LUNA16_WINDOW_HU = (-1000.0, 400.0)
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
 LOBE = re.compile(r"(\w+)_(?:upper|middle|lower)_lobe_(left|right)")
-SLICER_ENDING = ".seg.nrrd"
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 
 
@@ -105,8 +104,8 @@ def import_pairs(folder: Path) -> DataSet:
     images_at, labels_at = next((pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair)), (folder, folder))
     files = [path for path in volume_files(labels_at) if images_at != labels_at or is_slicer_file(path)]
     entries = [*files, *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one))]
-    images = {name: path for name, path in list_inputs(images_at) if not is_slicer_file(path)}
-    labels = {re.sub(r"\.seg(\.nrrd)?$", "", case_name(path)): path for path in entries}
+    images = dict(list_inputs(images_at))
+    labels = {case_name(path): path for path in entries}
     if not labels.keys() & images.keys():
         labels = {LABEL_ENDINGS.sub("", name): path for name, path in labels.items()}
     require(
@@ -144,7 +143,7 @@ def _segment_values(files: list[Path]) -> FileValues:
 
 def is_slicer_file(path: Path) -> bool:
     """Whether a file is a segmentation of 3D Slicer, by its name."""
-    return path.name.lower().endswith(SLICER_ENDING)
+    return volume_suffix(path) == SEGMENTATION_SUFFIX
 
 
 def is_totalsegmentator(folder: Path) -> bool:
