@@ -22,18 +22,21 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
     Pixels that touch at a corner alone may count as one part or as two; filling the outlines restores the mask either way.
 
     Args:
-        mask: Boolean (H, W).
+        mask: Boolean (H, W), not empty.
 
     Returns:
         A closed polygon for each part, (N, 2) in (row, column), the last point not repeated. Holes are joined to it by keyholes:
         the polygon runs to the hole, around it, and back along the same line.
     """
+    pixels = np.argwhere(mask)
+    low, high = pixels.min(axis=0), pixels.max(axis=0) + 1
     # A border of background closes the outlines at the edge of the slice.
-    generator = contour_generator(z=np.pad(mask, 1).astype(np.float32), name="serial", fill_type=FillType.OuterOffset)
+    box = np.pad(mask[low[0] : high[0], low[1] : high[1]], 1)
+    generator = contour_generator(z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset)
     filled: Any = generator.filled(0.5, 2.0)
     parts = []
     for points, ends in zip(*filled, strict=True):
-        rings = [points[start : stop - 1, ::-1] - 1.0 for start, stop in pairwise(ends)]
+        rings = [points[start : stop - 1, ::-1] + (low - 1) for start, stop in pairwise(ends)]
         part = rings[0]
         for hole in sorted(rings[1:], key=lambda ring: float(ring[:, 1].min())):
             gate, start = _keyhole(part, hole)
