@@ -1,14 +1,15 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
 from medseg.config.rules import FOUND_IN_DATA
-from medseg.config.schema import DataConfig, SpacingConfig, SpacingStrategy, TaskConfig
+from medseg.config.schema import DataConfig, Fill, SpacingConfig, SpacingStrategy, TaskConfig
 from medseg.console import say
 from medseg.geometry.grid_rule import GridRule
 
 
 def make_grid_rule(spacing: SpacingConfig) -> GridRule:
     """Make the rule that a spacing strategy has for the size of crops."""
-    return GridRule(spacing.size, is_cube=spacing.strategy is SpacingStrategy.fixed_resolution, range_mm=spacing.range_mm)
+    is_cube = spacing.strategy is SpacingStrategy.fixed_resolution
+    return GridRule(spacing.size, is_cube, is_padded=spacing.fill is Fill.pad, range_mm=spacing.range_mm)
 
 
 def find_spacing(spacing: SpacingConfig, data: DataConfig, task: TaskConfig) -> None:

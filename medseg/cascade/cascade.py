@@ -21,7 +21,7 @@ from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
-from medseg.preprocess.crop import resample_crop
+from medseg.preprocess.crop import erase_outside, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 
@@ -406,10 +406,15 @@ def refine(
         Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are left out and so count as background.
     """
     lattice = grid.resampled(stage.spacing_mm)
+
+    def channel(one: np.ndarray, outside: float, limits: tuple[float, float] | None) -> Tensor:
+        resampled = resample_crop(one, grid, lattice, crop, outside, stage.resampling, limits=limits)
+        return erase_outside(resampled, crop, outside)
+
     # One name for the image at all times: a second name would keep a second crop in memory while the network runs.
     image = stacked(
         [
-            normalise(resample_crop(one, grid, lattice, crop, outside, stage.resampling, limits=limits), intensity)
+            normalise(channel(one, outside, limits), intensity)
             for one, outside, limits, intensity in zip(
                 images, stage.outside, stage.limits, intensities or stage.intensities(images), strict=True
             )

@@ -22,7 +22,7 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.inference.postprocess import remove_small_components
 from medseg.inference.tiles import TilingPlan, most_probable
-from medseg.preprocess.crop import body_box, cut
+from medseg.preprocess.crop import body_box, cut, erase_outside
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.resample import resample_image
 
@@ -85,7 +85,7 @@ def predict_body(
     # No patch size: the network pads the body at its end, so the box of the body does not grow.
     crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
     seen = [
-        normalise(cut(one, lattice, crop, outside, stage.resampling), intensity)
+        normalise(erase_outside(cut(one, lattice, crop, outside, stage.resampling), crop, outside), intensity)
         for one, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
     ]
     return stage.predict_probs(stacked(seen), 0, options), crop, resampled[0], lattice

@@ -13,6 +13,7 @@ from typing import Any
 from medseg.config.schema import (
     UNET,
     Accelerator,
+    Fill,
     LrScaling,
     Modality,
     Normalise,
@@ -364,6 +365,13 @@ def _spacing_rules(key: str, spacing: SpacingConfig) -> Rules:
             f"{key}.strategy=anisotropic",
         ),
     ]
+    rules.append(
+        (
+            spacing.fill is Fill.widen or strategy is SpacingStrategy.fixed_resolution,
+            f"{key}.fill={spacing.fill.value}: only {key}.strategy=fixed_resolution makes cubes, but {key}.strategy={strategy.value}; "
+            "leave it out",
+        )
+    )
     for name, owner in OWN_SPACING_KEYS.items():
         is_given = getattr(spacing, name) is not None
         rules += [

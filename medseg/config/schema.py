@@ -53,6 +53,7 @@ SpacingStrategy = StrEnum(  # see docs/spacing.md
     ],
 )
 SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.crops`
+Fill = StrEnum("Fill", ["widen", "pad"])
 Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `medseg.preprocess.resample`
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
@@ -161,6 +162,7 @@ class SpacingConfig:
     draw: Annotated[
         SpacingDraw | None, Knob("multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped.")
     ] = None
+    fill: Annotated[Fill, Knob("fixed_resolution: what makes a crop a cube. widen: more of the scan; pad: air.")] = Fill.widen
 
 
 @dataclass

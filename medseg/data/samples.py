@@ -25,7 +25,7 @@ from medseg.data.transforms import Transforms
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop
-from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
+from medseg.preprocess.crop import body_box, crop_padded, erase_outside, pad_at_end
 from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 
@@ -89,16 +89,18 @@ class _Scan(NamedTuple):
         channels = []
         for image, channel, intensity in zip(self.images, self.task.channels, intensities, strict=True):
             if crop.lattice == self.grid:
-                part = torch.from_numpy(normalise(crop_padded(image, crop.box, channel.outside), intensity))
+                part = torch.from_numpy(crop_padded(image, crop.box, channel.outside))
             else:
                 options: dict[str, Any] = {"resampling": self.case.resampling, "slices_go_on": True}
-                part = normalise(resample_image(image, self.grid, crop.grid, channel.outside, **options), intensity)
-            channels.append(part)
+                part = resample_image(image, self.grid, crop.grid, channel.outside, **options)
+            channels.append(normalise(erase_outside(part, crop, channel.outside), intensity))
         # A view where there is one channel.
         stacked = torch.stack(channels) if len(channels) > 1 else channels[0][None]
         if crop.lattice == self.grid:
-            return stacked, torch.from_numpy(crop_padded(self.labels, crop.box, 0))
-        return stacked, resample_labels(self.labels, self.grid, crop.grid, self.task.num_values, slices_go_on=True)
+            labels = torch.from_numpy(crop_padded(self.labels, crop.box, 0))
+        else:
+            labels = resample_labels(self.labels, self.grid, crop.grid, self.task.num_values, slices_go_on=True)
+        return stacked, erase_outside(labels, crop, 0)
 
 
 class Samples(Dataset[Sample]):
@@ -278,7 +280,7 @@ class Samples(Dataset[Sample]):
             rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
             # About the centre of an axis that is shorter.
             place = [int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2 for rest in rests]
-            crop = crop._replace(box=VoxelBox.full(size).shifted(within.start).shifted(place))
+            crop = Crop(crop.lattice, VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.patch_size is not None:
             found = case.region_boxes[region.name], self.task.region_values(region)
             crop = self._cut_patch(case, crop, found, self.patch_size, rng)
@@ -318,7 +320,7 @@ class Samples(Dataset[Sample]):
         Returns:
             The voxel of the crop's lattice that holds its centre; None where none was found.
         """
-        inner = box.intersect(case.grid.box_from(*crop))
+        inner = box.intersect(case.grid.box_from(crop.lattice, crop.box))
         if inner.is_empty:
             return None
         labels, ignored = case.labels, self.task.ignore_label

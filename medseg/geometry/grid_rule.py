@@ -17,10 +17,12 @@ class Crop(NamedTuple):
     Attributes:
         lattice: Grid whose voxels the box counts; it continues beyond its ends.
         box: Crop in voxels of it; may reach outside.
+        content: Box in voxels of the lattice beyond which the network sees air; None: it sees the whole crop.
     """
 
     lattice: VoxelGrid
     box: VoxelBox
+    content: VoxelBox | None = None
 
     @property
     def grid(self) -> VoxelGrid:
@@ -35,11 +37,13 @@ class GridRule:
     Attributes:
         size: Each crop is resized to this shape, (D, H, W); None keeps the lattice.
         is_cube: Whether all axes of a crop grow to the length of the longest; for lattices of equal spacing on all axes.
+        is_padded: Whether the voxels by which a crop grows to a cube are air; else they are those of the scan.
         range_mm: Least and largest spacing of an axis that the network was trained with; None: that of the lattice alone.
     """
 
     size: tuple[int, int, int] | None = None
     is_cube: bool = False
+    is_padded: bool = False
     range_mm: tuple[float, float] | None = None
 
     def spacing_mm(self, scan_spacing_mm: tuple[float, float, float]) -> tuple[float, float, float] | None:
@@ -69,13 +73,14 @@ class GridRule:
         """
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
+        content = box if self.is_padded else None
         if self.is_cube:
             box = box.at_least([max(box.shape)] * 3)
         if patch_size is not None:
-            return Crop(lattice, box.at_least(patch_size))
+            return Crop(lattice, box.at_least(patch_size), content)
         box = box.to_multiple(divisor)
         # The deepest level of a network would have a single voxel, and an instance norm has no variance of one.
-        return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box)
+        return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box, content)
 
 
 PLAIN = GridRule()

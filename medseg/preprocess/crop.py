@@ -107,6 +107,16 @@ def resample_crop(
     return resample_image(part, lattice.crop(near), crop.grid, outside, resampling=resampling, slices_go_on=True)
 
 
+def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
+    """Set the voxels of a crop (D, H, W) beyond its content to one value; an image whose crop has none is returned as it is."""
+    if crop.content is None:
+        return image
+    inner = crop.content.intersect(crop.box).shifted([-start for start in crop.box.start]).slices()
+    erased = image.new_full(image.shape, outside)
+    erased[inner] = image[inner]
+    return erased
+
+
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
     """Fill (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice is repeated, one value fills the rest.
 

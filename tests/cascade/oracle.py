@@ -34,6 +34,7 @@ RULES: dict[str, tuple[tuple[float, float, float] | None, GridRule]] = {
     "multi-scale, from the scan's own grid": (None, GridRule(range_mm=(1.0, 2.5))),
     "multi-scale, from a lattice": ((1.0, 0.8, 0.9), GridRule(range_mm=(1.1, 1.3))),
     "fixed resolution": ((1.2, 1.2, 1.2), GridRule(is_cube=True)),
+    "fixed resolution, padded": ((1.2, 1.2, 1.2), GridRule(is_cube=True, is_padded=True)),
 }
 
 

@@ -173,10 +173,13 @@ def isotropic(cases: list[CachedCase]) -> list[CachedCase]:
     return [replace(case, grid=replace(case.grid, spacing_mm=(2.0, 2.0, 2.0))) for case in cases]
 
 
-def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(cached_cases: list[CachedCase], task: Task) -> None:
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(
+    is_padded: bool, cached_cases: list[CachedCase], task: Task
+) -> None:
     cases = isotropic(cached_cases)
     by_name = {case.name: case for case in cases}
-    crops = crops_of(GridRule(is_cube=True))
+    crops = crops_of(GridRule(is_cube=True, is_padded=is_padded))
     samples = fine(cases, task, crops, jitter=False)
     for n in range(5):
         sample = samples[n]
@@ -186,9 +189,11 @@ def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(cached_cases
         assert sample["target"].shape == (edge, edge, edge)
         assert sample["spacing_mm"] == (2.0, 2.0, 2.0)
         image = normalise_hu(np.array(case.image_hu), task.window_hu)
+        content = case.region_boxes[region.name].expanded((5, 5, 5))
         for place in np.ndindex(edge, edge, edge):
             z, y, x = np.add(box.start, place)
             is_in = 0 <= y < image.shape[1] and 0 <= x < image.shape[2]
+            is_in &= not is_padded or content.contains(VoxelBox((z, y, x), (z + 1, y + 1, x + 1)))
             assert sample["image"][(0, *place)] == (image[min(max(z, 0), len(image) - 1), y, x] if is_in else -1)
 
 
