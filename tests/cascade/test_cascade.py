@@ -11,6 +11,8 @@ from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
+from medseg.io import scratch
+from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
 
@@ -42,6 +44,22 @@ def test_two_blocks_come_back_on_the_files_own_grid(stored: Orientation, changes
     # Larger world x is the patient's left, whatever the storage order.
     centres = [volume.grid.index_to_world_xyz_mm(np.argwhere(result.labels == v)).mean(0)[0] for v in (1, 2)]
     assert centres[0] > centres[1]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tile_size": (24, 32, 24)}], ids=["whole", "tiles"])
+def test_temporary_files_instead_of_memory_change_nothing(changes: dict[str, object]) -> None:
+    volume, _ = scan(STORED[3])
+    expected = run(volume, **changes)
+    before = len(scratch._maps)
+    with scratch_above(0):
+        result = run(volume, **changes)
+    assert len(scratch._maps) > before
+    assert np.array_equal(result.labels, expected.labels)
+    assert (result.volumes_ml, result.agreements, result.warnings) == (
+        expected.volumes_ml,
+        expected.agreements,
+        expected.warnings,
+    )
 
 
 def test_boxes_say_where_the_crops_lie_in_the_world() -> None:

@@ -86,6 +86,21 @@ def test_a_trunk_of_1200_slices_stays_below_three_gigabytes(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_memory_contract_is_kept_and_changes_no_label(tmp_path: Path) -> None:
+    """Under 1 GiB the scan of 630 MB, its labels and the coarse volume wait in files, and the coarse stage runs in slabs."""
+    make_scan(tmp_path / "trunk.nii.gz", "trunk", 1200, 1.0, 8)
+    command = [*COMMAND, "predict", "input=trunk.nii.gz", "accelerator=cpu"]
+    peak = peak_bytes([*command, "output=small.nii.gz", "inference.max_ram_gib=1"], tmp_path)
+    assert peak < 2**30
+    assert peak_bytes([*command, "output=large.nii.gz"], tmp_path) > 1.1 * 2**30
+    small, large = (read_labels(tmp_path / name).array for name in ("small.nii.gz", "large.nii.gz"))
+    for value in (1, 2):
+        dice = 2 * np.count_nonzero((small == value) & (large == value)) / np.count_nonzero([small == value, large == value])
+        assert dice >= 0.9995
+    assert "in slabs" in json.loads((tmp_path / "small.json").read_text())["passes"]["localise"]
+
+
+@pytest.mark.slow
 def test_boxes_that_hold_everything_stay_below_three_gigabytes(tmp_path: Path) -> None:
     """Both sides are refined on the whole scan; overlap is left out, which costs time, not memory."""
     make_scan(tmp_path / "thorax.nii.gz", "whole", 132, 2.5, 2)
