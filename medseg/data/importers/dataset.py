@@ -2,6 +2,7 @@
 
 import os
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,7 +136,14 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
     unlabelled = sum(case.labels is None for case in data.cases)
     if unlabelled:
         notes.append(f"{unlabelled} of {len(data.cases)} cases have no labels: they are not trained on")
-    return replace(data, notes=tuple(notes))
+    # As a case table is read: programs write ü in two ways.
+    cases = tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
+    return replace(data, cases=cases, notes=tuple(notes))
+
+
+def nfc(name: str) -> str:
+    """Write letters with marks as one character; file systems may store them as two."""
+    return unicodedata.normalize("NFC", name)
 
 
 def first_of(paths: Sequence[Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.data.importers.dataset import DataSet, FileValues, channel_of, label_names, require_pairs
+from medseg.data.importers.dataset import DataSet, FileValues, channel_of, label_names, nfc, require_pairs
 from medseg.data.task import IGNORE
 from medseg.errors import UserError, require
 from medseg.io.inputs import SUFFIXES, case_name, volume_files
@@ -65,7 +65,7 @@ def import_nnunet(folder: Path) -> DataSet:
     splits = [folder / SPLITS_FILE, folder.parent.parent / "nnUNet_preprocessed" / folder.name / SPLITS_FILE]
     folds, sides = _read_splits(next((one for one in splits if one.is_file()), None), notes)
     cases = [
-        Case(name, files[0], labels[name], name, sides.get(name), fold=folds.get(name), more_images=tuple(files[1:]))
+        Case(name, files[0], labels[name], name, sides.get(nfc(name)), fold=folds.get(nfc(name)), more_images=tuple(files[1:]))
         for name, files in images.items()
     ]
     if (folder / "imagesTs").is_dir():
@@ -247,13 +247,16 @@ def _read_splits(path: Path | None, notes: list[str]) -> tuple[dict[str, int], d
     if path is None:
         return {}, {}
     content = read_json(path)
+    sides = (
+        [one.get(side) for one in content if isinstance(one, dict) for side in ("train", "val")]
+        if isinstance(content, list)
+        else []
+    )
     require(
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(one, dict) and isinstance(one.get("val"), list) for one in content),
+        bool(sides) and len(sides) == 2 * len(content) and all(isinstance(side, list) for side in sides),
         f"{path}: expected a list of folds, each with train and val; correct or remove the file.",
     )
-    validated = [(str(name), number) for number, fold in enumerate(content) for name in fold["val"]]
+    validated = [(nfc(str(name)), number) for number, fold in enumerate(content) for name in fold["val"]]
     folds = dict(validated)
     if len(folds) == len(validated):
         notes.append(
@@ -262,8 +265,8 @@ def _read_splits(path: Path | None, notes: list[str]) -> tuple[dict[str, int], d
         return folds, {}
     notes.append(f"{path} validates some cases in several folds: the column split holds its first fold alone")
     return {}, {
-        **{str(name): "train" for name in content[0].get("train") or ()},
-        **{str(name): "val" for name in content[0]["val"]},
+        **{nfc(str(name)): "train" for name in content[0]["train"]},
+        **{nfc(str(name)): "val" for name in content[0]["val"]},
     }
 
 

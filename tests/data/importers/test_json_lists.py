@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,15 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
     assert data.notes[0].endswith("validates some cases in several folds: the column split holds its first fold alone")
 
 
+def test_a_split_that_writes_letters_in_another_way_is_found(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path)
+    for path in [*folder.glob("*/chest_000*")]:
+        path.rename(path.with_name(path.name.replace("chest_000", unicodedata.normalize("NFD", "Müller"))))
+    write_json(folder / "splits_final.json", [{"train": [], "val": [unicodedata.normalize("NFC", "Müller")]}])
+    folds = {case.patient: case.fold for case in import_dataset(folder).cases}
+    assert folds == {"Müller": 0, "chest_001": None, "chest_002": None, "chest_003": None}
+
+
 MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
     (
         lambda at: (at / "imagesTr/chest_001_0001.nii.gz").unlink(),
@@ -112,6 +122,7 @@ MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda at: (at / "dataset.json").write_text("{"), "expected JSON, but the file is damaged"),
     (lambda at: (at / "dataset.json").write_text("[]"), "expected a description of a data set"),
     (lambda at: write_json(at / "splits_final.json", {}), "splits_final.json: expected a list of folds"),
+    (lambda at: write_json(at / "splits_final.json", [{"train": 3, "val": []}]), "splits_final.json: expected a list of folds"),
     (
         lambda at: change(at, dataset={"x": {"images": ["imagesTr/chest_000_0000.nii.gz"], "label": "x"}}),
         "expected 2 images of x",
