@@ -118,6 +118,17 @@ def test_scores_of_awkward_names(world: World) -> None:
     assert not list(world.output.rglob(".*"))
 
 
+def test_the_table_of_a_prediction_is_not_replaced(world: World) -> None:
+    world.add("a", _labels(), _labels())
+    table = world.pred / "summary.csv"
+    table.write_text("case,status,label,ml,warnings\n", encoding="utf-8")
+    with pytest.raises(UserError, match="summary.csv holds the volumes of a prediction; give another output than"):
+        evaluate_folder(world.pred, world.table, world.pred, TASK, VALUES, progress=_say_nothing)
+    assert table.read_text(encoding="utf-8") == "case,status,label,ml,warnings\n"
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
+
+
 def test_costs_of_predictions_are_reported(world: World) -> None:
     said: list[str] = []
     for name, seconds in (("a", 2.0), ("b", 4.0), ("without a report", 0.0), ("another report", 0.0)):
