@@ -33,6 +33,8 @@ DIFFERENCES = [Structure(name, value, colour) for value, (name, colour) in enume
 
 _FOLDER = Path(__file__).parent / "viewer"
 _PAGE_BYTES = 40_000  # page, style and words beside niivue and the volumes
+# Grey values of a CT are compressed to no less than a quarter: finer bins than for this need not be tried.
+_BEST_RATIO = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ViewerVolumes:
     def page_bytes(self) -> int:
         """Size of a page with them."""
         packed = sum(4 * math.ceil(len(volume) / 3) for volume in (self.image, self.labels, self.differences or b""))
-        return packed + len(_niivue()) + _PAGE_BYTES
+        return packed + _fixed_bytes()
 
 
 def pack_volumes(
@@ -78,7 +80,10 @@ def pack_volumes(
         max_mb: Largest size of the page in 10⁶ bytes.
     """
     low, high = CT_RANGE_HU if is_ct else grey_range(image[:: max(1, len(image) // 32)], None)
-    spacing_mm, factors = SPACING_MM, (0, 0, 0)
+    free_bytes = max(max_mb * 1e6 - _fixed_bytes(), 1e5)
+    # In base64 three bytes take four.
+    least_mm3 = math.prod(grid.shape) * math.prod(grid.spacing_mm) / (_BEST_RATIO * 0.75 * free_bytes)
+    spacing_mm, factors = max(SPACING_MM, least_mm3 ** (1 / 3)), (0, 0, 0)
     while True:
         wanted = tuple(
             min(size, max(1, round(spacing_mm / step))) for size, step in zip(grid.shape, grid.spacing_mm, strict=True)
@@ -88,8 +93,7 @@ def pack_volumes(
             volumes = _packed(image, labels, grid, reference, factors, low, high)
             if volumes.page_bytes <= max_mb * 1e6 or factors == grid.shape:
                 return volumes
-            free = max_mb * 1e6 - len(_niivue()) - _PAGE_BYTES
-            spacing_mm *= min(2.0, ((volumes.page_bytes - max_mb * 1e6 + free) / max(free, 1e5)) ** (1 / 3))
+            spacing_mm *= min(2.0, ((volumes.page_bytes - _fixed_bytes()) / free_bytes) ** (1 / 3))
         spacing_mm *= 1.03
 
 
@@ -220,3 +224,8 @@ def _niivue() -> str:
     """Script of niivue, after its licence."""
     licence = (_FOLDER / "niivue.LICENSE.txt").read_text(encoding="utf-8").replace("*/", "* /")
     return f"/*\n{licence}*/\n{(_FOLDER / 'niivue.umd.js').read_text(encoding='utf-8')}"
+
+
+def _fixed_bytes() -> int:
+    """Size of a page without volumes."""
+    return len(_niivue().encode()) + _PAGE_BYTES
