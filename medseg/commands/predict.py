@@ -34,18 +34,21 @@ def predict(config: PredictConfig) -> int:
     checkpoints = {name: (one.coarse, one.fine, one.range_mm) for name, one in (config.by_spacing or {}).items()}
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
-        bar, steps = (progress.add_task("", visible=False) for _ in range(2))
+        bar, steps = (progress.add_task("", visible=False, case="") for _ in range(2))
 
         def show_begin(name: str, num_cases: int) -> None:
             progress.update(bar, description=name, total=num_cases, visible=num_cases > 1)
 
         def show_step(name: str, step: str, number: int, num_steps: int) -> None:
             description = f"{name}: {step.replace('_', ' ')}"
-            progress.update(steps, description=description, completed=number, total=num_steps, visible=True)
+            progress.update(steps, description=description, completed=number, total=num_steps, visible=True, case=name)
 
         def show_end(case: BatchCase) -> None:
             _show(case)
             progress.advance(bar)
+            shown = progress.tasks[steps]
+            if shown.fields["case"] == case.scan.name:  # of a batch, the next case may be shown already
+                progress.update(steps, completed=shown.total)
 
         cases = predict_scans(
             [Path(path) for path in config.input] if isinstance(config.input, list) else Path(config.input),

@@ -122,7 +122,7 @@ def test_the_table_of_a_prediction_is_not_replaced(world: World) -> None:
     world.add("a", _labels(), _labels())
     table = world.pred / "summary.csv"
     table.write_text("case,status,label,ml,warnings\n", encoding="utf-8")
-    with pytest.raises(UserError, match="summary.csv holds the volumes of a prediction; give another output than"):
+    with pytest.raises(UserError, match=r"summary\.csv holds the volumes of a prediction; give another output than"):
         evaluate_folder(world.pred, world.table, world.pred, TASK, VALUES, progress=_say_nothing)
     assert table.read_text(encoding="utf-8") == "case,status,label,ml,warnings\n"
     evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
