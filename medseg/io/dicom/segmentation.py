@@ -87,6 +87,12 @@ def write_segmentation(
             plane_positions=positions,
             omit_empty_frames=not keep_empty_frames,
         )
+        own = {frame.index + 1 for frame in slices.frames}
+        for group in segmentation.PerFrameFunctionalGroupsSequence if is_multi_frame else ():
+            # highdicom refers to all frames at the position, those of other phases too.
+            for derivation in group.DerivationImageSequence:
+                images = derivation.SourceImageSequence
+                derivation.SourceImageSequence = [image for image in images if image.ReferencedFrameNumber in own]
         if kind == "labelmap":
             # Not by highdicom: it would take the encoder of GDCM where that is installed, which ends the process on odd widths.
             segmentation.compress(RLELossless, encoding_plugin="pydicom", generate_instance_uid=False)

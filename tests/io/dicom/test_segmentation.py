@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 from pathlib import Path
@@ -89,6 +90,32 @@ def test_sources_with_poor_headers(tmp_path: Path) -> None:
     for write in (write_segmentation, write_structure_set):
         write(tmp_path / "a.dcm", labels, slices, [LUNG, VESSEL])
         assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels)
+
+
+def test_a_phase_of_a_multi_frame_file_whose_frames_have_their_own_geometry(tmp_path: Path) -> None:
+    dataset = dcmread(make_series(tmp_path / "s", "multi-frame", ORIENTATIONS[7]) / "one.dcm")
+    shared = dataset.SharedFunctionalGroupsSequence[0]
+    groups = [copy.deepcopy(group) for _ in range(2) for group in dataset.PerFrameFunctionalGroupsSequence]
+    for number, group in enumerate(groups):
+        group.FrameContentSequence[0].FrameAcquisitionNumber = 1 + number // 8
+        group.PlaneOrientationSequence, group.PixelMeasuresSequence = (
+            shared.PlaneOrientationSequence,
+            shared.PixelMeasuresSequence,
+        )
+    del dataset.SharedFunctionalGroupsSequence
+    dataset.PerFrameFunctionalGroupsSequence, dataset.NumberOfFrames, dataset.PixelData = groups, 16, 2 * dataset.PixelData
+    dataset.save_as(tmp_path / "s" / "one.dcm")
+    slices = open_slices(tmp_path / "s", "4/2")
+    labels = small_labels(slices.grid.shape)
+    for write in (write_segmentation, write_structure_set):
+        write(tmp_path / "a.dcm", labels, slices, [LUNG, VESSEL])
+        assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels)
+    write_segmentation(tmp_path / "a.dcm", labels, slices, [LUNG])
+    for group in dcmread(tmp_path / "a.dcm").PerFrameFunctionalGroupsSequence:
+        (image,) = group.DerivationImageSequence[0].SourceImageSequence
+        position = groups[image.ReferencedFrameNumber - 1].PlanePositionSequence[0].ImagePositionPatient
+        assert image.ReferencedFrameNumber > 8
+        assert position == group.PlanePositionSequence[0].ImagePositionPatient
 
 
 def test_sources_that_cannot_be_referred_to_are_refused(tmp_path: Path) -> None:
