@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
 from medseg.planning.process import ProcessMemory, SampleCost, process_memory, sample_cost
 from medseg.planning.step import Shape, count_evaluation, count_memory, samples_per_rank
+from medseg.runs.plans import machine_folder
 
 # Phases of a run.
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
@@ -82,7 +82,7 @@ class Machine:
 
     def __init__(self, config: PlanConfig) -> None:
         """Prepare to measure for a configuration, with its number of threads."""
-        self.folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medseg"
+        self.folder = machine_folder()
         self.device = pick_device(config.trainer.accelerator)
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)

@@ -17,6 +17,7 @@ from medseg.memory.accounting import StepMemory
 from medseg.planning.estimate import Estimate, Machine, estimate
 from medseg.planning.fit import fit
 from medseg.planning.step import Shape, count_memory, evaluated_shape, input_shape, largest_batch, num_shares, samples_per_rank
+from medseg.runs.plans import past_errors, write_plan
 
 # Kind of memory at the peak to its row in the table.
 AT_PEAK = {
@@ -61,6 +62,9 @@ def plan(config: PlanConfig) -> int:
     print("\n".join(describe(config, shape, memory)), flush=True)
     if found is not None:
         print("\n".join(describe_estimate(config, found)), flush=True)
+        write_plan(config, {key: facts_of(memory, found)[key] for key in ("peak_resident_mib", "seconds_per_step")})
+        for sentence in past_errors():
+            say(sentence)
     budget = math.inf if budget_gib is None else int(budget_gib * 2**30)
     batch_size = None
     if config.largest_batch:

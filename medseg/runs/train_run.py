@@ -7,6 +7,7 @@ import traceback
 import warnings
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from medseg.config.schema import DebugConfig, Profiler, SpacingStrategy, StageName, TrainConfig
@@ -14,6 +15,7 @@ from medseg.console import say
 from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.io.atomic import PART_PREFIX, locked, replace_text
 from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config, read_record, write_end
+from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, num_oom_kills, status_of
 from medseg.training.preemption import STOP
@@ -123,6 +125,10 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
             raise KeyboardInterrupt from None
         raise
 
+    measured = {
+        "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
+        "seconds_per_step": median([float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")] or [0.0]),
+    }
     summary = {
         "status": "finished",
         "stage": config.stage.name.value,
@@ -130,6 +136,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         "val_dice_best": checkpoints.best_score,
         "train_s": round(history.train_s(), 1),
         "peak_gib": round(peak_bytes() / 2**30, 3),
+        **measured,
+        "plan": compare_with_plan(config, measured) if trainer.is_global_zero else {},
         "num_parameters": sum(p.numel() for p in network.parameters()),
         "checkpoint": str(best if best.is_file() else last),
         "versions": collect_versions(),

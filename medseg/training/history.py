@@ -50,6 +50,7 @@ class History(pl.Callback):
         self.num_rows = 0
         self.rows: list[dict[str, Any]] = []
         self.device = torch.device("cpu")
+        self.load = MachineLoad()
         self.earlier_s, self.start_s = 0.0, time.perf_counter()
         self.lr = 0.0
         self.last_step, self.last_time_s = 0, 0.0

@@ -1,10 +1,11 @@
 """Load of the machine: memory and processor time of this process and its loader workers, and of the GPU."""
 
-import sys
 import time
 
 import psutil
 import torch
+
+from medseg.memory.profile import peak_resident_bytes, private_bytes
 
 
 class MachineLoad:
@@ -14,6 +15,7 @@ class MachineLoad:
         self.process = psutil.Process()
         self.last_s = time.perf_counter()
         self.cpu_s: dict[int, float] = {}
+        self.worker_bytes = 0
         self.read()
 
     def read(self) -> dict[str, float]:
@@ -23,7 +25,7 @@ class MachineLoad:
             `host_gib`, resident memory of this process plus what its workers do not share with it; `cpu_percent`, 100 for each busy
             core; with a GPU `gpu_gib`, held by torch's allocator, and, where the driver answers (`medseg[gpu]`), `gpu_percent`.
         """
-        num_bytes, cpu_s = 0, {}
+        num_bytes, cpu_s, worker_bytes = 0, {}, 0
         for process in (self.process, *self.process.children(recursive=True)):
             try:
                 times, memory = process.cpu_times(), process.memory_info()
@@ -31,20 +33,26 @@ class MachineLoad:
                 continue  # a worker that has just ended
             cpu_s[process.pid] = times.user + times.system
             num_bytes += memory.rss if process == self.process else max(0, memory.rss - getattr(memory, "shared", 0))
+            worker_bytes += private_bytes(process.pid) if process != self.process else 0
         now_s = time.perf_counter()
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         load = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
-        self.cpu_s, self.last_s = cpu_s, now_s
+        self.cpu_s, self.last_s, self.worker_bytes = cpu_s, now_s, max(self.worker_bytes, worker_bytes)
         return {**load, **_gpu_load()} if torch.cuda.is_available() else load
+
+    def peak_resident_bytes(self) -> int:
+        """Largest resident memory of this process so far, with the private memory of its workers; on a GPU, what is taken of the card."""
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return int(total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved())
+        return peak_resident_bytes() + self.worker_bytes
 
 
 def peak_bytes() -> int:
     """Largest memory held so far: allocated by this process on all GPUs where there are some, else resident in it."""
     if torch.cuda.is_available():
         return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))  # a device map uses several
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_resident_bytes()
 
 
 def _gpu_load() -> dict[str, float]:
