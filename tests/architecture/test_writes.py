@@ -12,6 +12,7 @@ ALLOWED = {
     "io/nifti.py": "voxels into its temporary file",
     "io/simpleitk.py": "voxels into its temporary file; a copy of a header in a temporary folder",
     "data/cache.py": "a temporary folder, whose files reach the disk before it gets its name",
+    "planning/process.py": "a synthetic case and the log of a tiny training, in temporary folders",
     "runs/ranks.py": "lines appended to a log",
 }
 
