@@ -125,8 +125,8 @@ def count_forward(
     *,
     precision: str = "fp32",
     is_gpu: bool = False,
-) -> tuple[int, Timeline]:
-    """Count the memory of a network's evaluation, as `count_step` does that of a training step.
+) -> Timeline:
+    """Record the operations of a network's evaluation, as `count_step` does those of a training step.
 
     Args:
         make_network: See `count_step`.
@@ -136,7 +136,7 @@ def count_forward(
         is_gpu: See `count_step`.
 
     Returns:
-        Largest total of live bytes with the weights and the image, and the operations.
+        The operations, with what is live; weights and image are.
 
     Raises:
         ValueError: See `count_step`.
@@ -148,11 +148,10 @@ def count_forward(
         image = torch.zeros(image_shape)
         tracker.assign(image, INPUT)
         timeline.segments.clear()
-        tracker.restart_peak()
         tracker.now = Owner(FORWARD)
         with torch.no_grad(), torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
             call(network.eval(), image)
-        return tracker.peak_bytes, timeline
+    return timeline
 
 
 @contextlib.contextmanager

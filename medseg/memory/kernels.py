@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,6 +102,7 @@ class KernelCosts:
         """Run each operation once and find the bytes of its workspace; 0 where it fails."""
         if self.device.type == "cuda":
             return [self._cuda_workspace(call) for call in calls]
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler's library, which prints lines otherwise
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for index, call in enumerate(calls):
                 with contextlib.suppress(Exception):  # of any operation; it fails again when it is timed

@@ -150,7 +150,7 @@ class StepModel:
             constraints=LinearConstraint(np.array(rows), ub=np.array(limits)),
             integrality=[1] * len(self.blocks) + [0] * len(sets),
             bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0, "presolve": False},
         )
         if found.x is None:
             return None

@@ -22,6 +22,7 @@ from medseg.planning.step import Shape, count_memory, evaluated_shape, samples_p
 
 # The estimate of the resident memory may be too low by this part, which a chosen set must have to spare.
 MARGIN = 0.05
+FRONT_STEP = 0.01
 
 
 class Option(NamedTuple):
@@ -122,13 +123,13 @@ def fastest_option(found: Sequence[Candidate], budget: int, max_seconds: float) 
 
 
 def front(found: Sequence[Candidate]) -> list[Option]:
-    """List the sets of switches that no other one beats in peak and seconds, the fastest first."""
+    """List the sets of switches that no other one beats in peak and seconds, in steps of a hundredth of the peak, the fastest first."""
     options: list[Option] = []
     for one in found:
         option: Option | None = one.option(())
         while option is not None:
             options.append(option)
-            option = one.fastest(option.peak - 1)
+            option = one.fastest(int(option.peak * (1 - FRONT_STEP)))
     best: list[Option] = []
     for option in sorted(options, key=lambda one: (one.seconds, one.peak)):
         if not best or option.peak < best[-1].peak:

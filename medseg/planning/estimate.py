@@ -89,16 +89,27 @@ class Machine:
         self.costs = KernelCosts(self.folder, self.device)
         self.process: Callable[[], ProcessMemory] = cache(lambda: process_memory(self.folder, has_logger=bool(config.logger)))
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
+        self._evaluations: dict[str, int] = {}
 
     def measure(self, *timelines: Timeline) -> None:
         """Measure the operations of timelines that are new on this machine."""
         used = {key for timeline in timelines for segment in timeline.segments for _, _, key in segment.calls}
         self.costs.measure({key: call for timeline in timelines for key, call in timeline.calls.items() if key in used})
 
+    def evaluation(self, config: PlanConfig, shape: Shape) -> int:
+        """Find the peak bytes of the evaluation of a case, once for each network, precision and layout."""
+        switches = config.memory.precision, config.memory.channels_last
+        key = repr((config.model, config.inference.tile_size, switches, shape))
+        if key not in self._evaluations:
+            beside, timeline = count_evaluation(config, shape)
+            self.measure(timeline)
+            self._evaluations[key] = beside + max(one.start_bytes + rise(one, self.costs) for one in timeline.segments)
+        return self._evaluations[key]
+
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
         """Measure the samples of a shape once."""
         if (shape, is_training) not in self._samples:
-            self._samples[shape, is_training] = sample_cost(config, shape, is_training=is_training)
+            self._samples[shape, is_training] = sample_cost(config, shape, self.folder, is_training=is_training)
         return self._samples[shape, is_training]
 
 
@@ -135,10 +146,6 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
         machine: Measurements.
         memory: Count of the step.
     """
-    evaluation_peak, evaluation = count_evaluation(config, validation_shape)
-    machine.measure(evaluation)
-    evaluated = max(one.start_bytes + rise(one, machine.costs) for one in evaluation.segments)
-    evaluated = max(evaluated, evaluation_peak)
     lasting = memory.gradients + memory.optimizer_state  # between two steps, beside the weights
     workers = propose_workers(config) if config.data.num_workers is None else config.data.num_workers
     batch = memory.input + memory.target
@@ -148,7 +155,7 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     # A worker's batch lies in memory that processes share, which is not of torch's allocator.
     shared = batch if workers and not is_gpu else 0
-    allocator = {STEP: -shared, VALIDATION: evaluated + lasting}
+    allocator = {STEP: -shared, VALIDATION: machine.evaluation(config, validation_shape) + lasting}
     if is_gpu:
         resident = {phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes() for phase, num_bytes in allocator.items()}
     else:

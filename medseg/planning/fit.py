@@ -1,6 +1,5 @@
 """Search for the fastest switches whose peak fits into a budget: tables, picture, and the arguments of `train`."""
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ from medseg.planning.choose import (
     make_candidate,
     reasons,
 )
-from medseg.planning.estimate import Estimate, Machine, estimate
-from medseg.planning.step import Shape, evaluated_shape, largest_batch, num_shares, samples_per_rank
+from medseg.planning.estimate import STEP, Estimate, Machine, estimate
+from medseg.planning.step import Shape, evaluated_shape, num_shares, samples_per_rank
 
 MIB = 2**20
 # Times that the budget is lowered where the count of the chosen set exceeds the model's.
@@ -126,29 +125,33 @@ def print_reasons(chosen: Candidate, option: Option, found: Sequence[Candidate])
 
 
 def print_room(chosen: Candidate, option: Option, shape: Shape, budget: int, machine: Machine) -> None:
-    """Print the largest batch and the largest sample that fit with the chosen switches."""
+    """Print the largest batch and the largest patch with the chosen switches, on a line through two counted peaks of each."""
     config, divisor = chosen.config, find_divisor(chosen.config)
     config = replace(config, memory=replace(config.memory, checkpointing=option.switches["memory.checkpointing"]))
 
-    def peak(batch: int, sample: Shape) -> int:
-        changed = replace(config, stage=replace(config.stage, batch_size=batch))
-        return estimate(changed, sample, evaluated_shape(config), machine).peak_resident
+    def step_peak(samples: int, sample: Shape) -> int:
+        stage = replace(config.stage, batch_size=samples * num_shares(config))
+        return estimate(replace(config, stage=stage), sample, evaluated_shape(config), machine).resident[STEP]
 
-    shares, own = num_shares(config), samples_per_rank(config)
-    samples = largest_batch(functools.cache(lambda number: peak(number * shares, shape)), budget, own)
-    print(f"\nlargest batch with these switches: stage.batch_size={samples * shares}")
+    samples, own = samples_per_rank(config), step_peak(samples_per_rank(config), shape)
+    per_sample = (step_peak(2 * samples, shape) - own) / samples
+    most = samples + int(max(0, budget - own) / max(1.0, per_sample))
+    print(f"\nlargest batch with these switches, by two counted steps: stage.batch_size={most * num_shares(config)}")
     if config.stage.patch_size is None:
         return
-    # Patches that grow by one multiple of the divisor after the other along all axes; the peak grows with their voxels.
-    patches = [shape]
-    while math.prod(patches[-1]) < 64 * math.prod(shape):
-        depth, height, width = (
-            round(length * (1 + len(patches) / 8) / step) * step for length, step in zip(shape, divisor, strict=True)
-        )
-        patches.append((depth, height, width))
-    first, second = peak(config.stage.batch_size, patches[0]), peak(config.stage.batch_size, patches[4])
-    slope = (second - first) / (math.prod(patches[4]) - math.prod(shape))
-    fitting = [patch for patch in patches if first + slope * (math.prod(patch) - math.prod(shape)) <= budget]
-    while len(fitting) > 1 and peak(config.stage.batch_size, fitting[-1]) > budget:
-        fitting.pop()
-    print(f"largest patch of the same form with these switches: stage.patch_size={text_of(list(fitting[-1]))}")
+    # Patches that grow by eighths along all axes.
+    patches = [grown(shape, 1 + eighths / 8, divisor) for eighths in range(65)]
+    per_voxel = (step_peak(samples, patches[4]) - own) / (math.prod(patches[4]) - math.prod(shape))
+    fitting = [patch for patch in patches if own + per_voxel * (math.prod(patch) - math.prod(shape)) <= budget]
+    print(
+        f"largest patch of the same form, by two counted steps: stage.patch_size={text_of(list(fitting[-1] if fitting else shape))}"
+    )
+
+
+def grown(shape: Shape, factor: float, divisor: Shape) -> Shape:
+    """Multiply a shape (D, H, W) by a factor of at least one, rounded to multiples of the divisor, and at least by one of them."""
+    depth, height, width = (
+        length if factor == 1 else max(length + step, round(length * factor / step) * step)
+        for length, step in zip(shape, divisor, strict=True)
+    )
+    return depth, height, width

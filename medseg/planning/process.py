@@ -1,5 +1,6 @@
 """Processes of a run beside its tensors: resident memory of the libraries and of a loader worker, memory and seconds of a sample."""
 
+import hashlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from medseg.io.atomic import replace_text
 from medseg.memory.profile import peak_resident_bytes, private_bytes, resident_bytes
 from medseg.planning.step import Shape
 from medseg.preprocess.intensity import intensity_of
+from medseg.runs.signature import plain
 
 INTERVAL_S = 0.02
 # A training of the smallest size with one loader worker, a validation, its picture and its checkpoints.
@@ -75,11 +77,9 @@ def process_memory(folder: Path, *, has_logger: bool) -> ProcessMemory:
     names = ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard")
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names if _is_installed(name))
     path = folder / f"process {versions}{'' if has_logger else ' no logger'}.json"
-    try:
-        main, worker = json.loads(path.read_text(encoding="utf-8"))
-        return ProcessMemory(int(main), int(worker))
-    except (OSError, ValueError, TypeError):  # none yet, or a damaged one
-        pass
+    known = _read(path)
+    if known is not None:
+        return ProcessMemory(int(known[0]), int(known[1]))
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
         places = [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache", *([] if has_logger else ["logger=none"])]
         # The first training also makes scan and cache, which takes more memory.
@@ -112,16 +112,36 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def sample_cost(config: PlanConfig, shape: Shape, *, is_training: bool = True) -> SampleCost:
-    """Make samples of a synthetic case in a process of its own, and measure them.
+def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: bool = True) -> SampleCost:
+    """Make samples of a synthetic case in a process of its own, and measure them; read the measurement where there is one.
 
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
+        folder: Folder of the machine's measurements.
         is_training: Whether samples are patched and augmented as in training; else, as in validation.
     """
+    values = plain(config)
+    key = repr(
+        (shape, is_training, [values[group] for group in ("augment", "spacing", "stage", "task", "inference")], torch.__version__)
+    )
+    path = folder / "samples" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    known = _read(path)
+    if known is not None:
+        return SampleCost(int(known[0]), known[1])
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return SampleCost(*pool.submit(_make_samples, config, shape, is_training).result())
+        found = SampleCost(*pool.submit(_make_samples, config, shape, is_training).result())
+    replace_text(path, json.dumps(found))
+    return found
+
+
+def _read(path: Path) -> list[float] | None:
+    """Read two numbers that were measured before; None if there are none, or damaged ones."""
+    try:
+        first, second = json.loads(path.read_text(encoding="utf-8"))
+        return [float(first), float(second)]
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[int, float]:

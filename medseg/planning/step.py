@@ -22,21 +22,20 @@ from medseg.memory.tracker import Timeline
 Shape = tuple[int, int, int]
 
 
-def largest_batch(peak: Callable[[int], int], budget: int, given: int = 0) -> int:
+def largest_batch(peak: Callable[[int], int], budget: int) -> int:
     """Find the largest number of samples whose step fits: a linear estimate, then exact counts around it.
 
     Args:
         peak: Bytes of a step by number of samples; must not fall.
         budget: Bytes that the step may use.
-        given: Number that is known to fit.
 
     Returns:
         Number of samples; 0 if one does not fit.
     """
     # Growth is linear from two samples on; one sample may do without a copy that several need.
     two, three = peak(2), peak(3)
-    samples = max(1, given, 2 + (budget - two) // max(1, three - two))
-    while samples > given and peak(samples) > budget:
+    samples = max(1, 2 + (budget - two) // (three - two))
+    while samples and peak(samples) > budget:
         samples -= 1
     while peak(samples + 1) <= budget:
         samples += 1
@@ -153,7 +152,7 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         shape: Voxels of the case, (D, H, W).
 
     Returns:
-        Largest total of live bytes, and the operations of the case or of one tile.
+        Bytes beside the operations, and the operations of the case or of one tile.
     """
     region, tile_size = torch.zeros(1, dtype=torch.int64), config.inference.tile_size
     channels, divisor = len(make_task(config.task).channels), find_divisor(config)
@@ -167,11 +166,11 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
 
     seen = round_up(tile_size, divisor) if tile_size else shape
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
-    peak, timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
+    timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
     if tile_size is None:
-        return peak, timeline
+        return 0, timeline
     depth, height, width = (max(pair) for pair in zip(shape, seen, strict=True))
     classes = count_classes(config)
     # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its padded copy.
     sums, probs = classes * seen[0] * height * width * 4, classes * depth * height * width * 2
-    return peak + 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline
+    return 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline

@@ -127,7 +127,9 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
 
     measured = {
         "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
-        "seconds_per_step": median([float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")] or [0.0]),
+        "seconds_per_step": median(
+            [float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")] or [0.0]
+        ),
     }
     summary = {
         "status": "finished",

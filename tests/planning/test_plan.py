@@ -20,6 +20,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
+from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.tracker import MemoryTracker
 from medseg.planning import estimate, step
 from medseg.planning import plan as plan_app
@@ -85,6 +86,28 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(tmp_path: Path, capsys:
     assert helped["resident_mib"]["training step"] == pytest.approx(
         alone["resident_mib"]["training step"] + 2 * 60 + 4 * batch_mib, abs=0.1
     )
+
+
+@pytest.mark.parametrize("tile_size", [None, (16, 16, 16)])
+def test_an_evaluation_is_counted_as_it_runs(tile_size: tuple[int, int, int] | None) -> None:
+    config, shape = compose(*SMALL, f"inference.tile_size={list(tile_size) if tile_size else 'null'}"), (48, 32, 24)
+    beside, timeline = step.count_evaluation(config, shape)
+    counted = beside + max(after for segment in timeline.segments for after, _, _ in segment.calls)
+    network, image = make_network(config).eval(), torch.zeros(1, 1, *shape)
+    tracker = MemoryTracker()
+    with tracker:
+        for tensor in (image, *network.parameters()):
+            tracker.assign(tensor, "given")
+        probs = predict_probs(
+            lambda part: network(part, torch.zeros(1, dtype=torch.int64)),
+            image,
+            tile_size=tile_size,
+            overlap=0.5,
+            divisor=(8, 8, 8),
+        )
+        most_probable(probs)
+    # In tiles the padded copy of the image, which a case of full tiles does without, is counted too.
+    assert tracker.peak_bytes <= counted <= (1.4 if tile_size else 1.01) * tracker.peak_bytes
 
 
 def test_a_budget_to_fit_and_one_to_check_exclude_each_other() -> None:
