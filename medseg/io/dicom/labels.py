@@ -90,7 +90,7 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
         Label values (D, H, W) on `slices.grid`, with remarks on what was left out.
 
     Raises:
-        UserError: If the frames of reference differ, or the frames or contours have no position among the slices.
+        UserError: If both series and frame of reference are others, or the frames or contours have no position among the slices.
         ValueError: If a number is not in the file.
     """
     if unknown := set(values) - set(file.names):
@@ -100,7 +100,8 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
         references = [file.dataset, *(file.dataset.get("ReferencedFrameOfReferenceSequence") or [])]
         own, others = source.get("FrameOfReferenceUID"), {one.get("FrameOfReferenceUID") for one in references} - {None, ""}
         require(
-            not own or not others or own in others,
+            # Some programs that remove identities give images and labels different frames of reference.
+            not own or not others or own in others or file.series_uid == slices.frames[0].series.uid,
             f"{file.path}: expected labels in the frame of reference of {slices.path}, but they are in another one; give the series that "
             "they were drawn on.",
         )

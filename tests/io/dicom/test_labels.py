@@ -173,6 +173,10 @@ def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
     assert "expected contours in the planes of the slices of source, but those of 'part' lie across them" in refusal(path, slices)
     dataset.ReferencedFrameOfReferenceSequence[0].FrameOfReferenceUID = dataset.FrameOfReferenceUID = "1.2.3.10"
     dataset.save_as(path)
+    assert "lie across them" in refusal(path, slices)  # the series is the same
+    study = dataset.ReferencedFrameOfReferenceSequence[0].RTReferencedStudySequence[0]
+    study.RTReferencedSeriesSequence[0].SeriesInstanceUID = "1.2.3.11"
+    dataset.save_as(path)
     assert refusal(path, slices).startswith(
         "a.dcm: expected labels in the frame of reference of source, but they are in another one"
     )
