@@ -106,3 +106,13 @@ def test_training_finds_what_was_prepared_for_its_strategy(
     data.prepare_data()
     data.setup("fit")
     assert data.train_cases
+
+
+def test_a_test_case_without_labels_is_no_mistake(tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = table_of(tiny_table, tmp_path)
+    table.write_text("case,image,labels,split\na,c0.nii.gz,l0.nii.gz,train\nunlabelled,c1.nii.gz,,test\n")
+    assert run(table, tmp_path / "cache") == 0
+    assert cached(tmp_path / "cache") == ["a"]
+    assert "medseg: 1 test case without labels: only predict uses them, so they are not prepared" in capsys.readouterr().err
+    table.write_text("case,image,labels,split\na,c0.nii.gz,l0.nii.gz,train\nunlabelled,c1.nii.gz,,train\n")
+    assert run(table, tmp_path / "cache") == 1
