@@ -307,11 +307,11 @@ def _label_groups(given: Mapping[str, Any], path: Path) -> tuple[FileValues, int
         owners = sorted((name for name, values in members.items() if value in values), key=lambda name: len(members[name]))
         groups.setdefault(tuple(owners), []).append(value)
     named: FileValues = {}
-    for owners, values in groups.items():
-        name = owners[0] if set(values) == set(members[owners[0]]) else f"{owners[0]}_rest"
-        named["_and_".join(owners) if name in named else name] = values
+    for regions, group in groups.items():
+        name = regions[0] if set(group) == set(members[regions[0]]) else f"{regions[0]}_rest"
+        named["_and_".join(regions) if name in named else name] = group
     written = label_names(named)
-    return {written[name]: values for name, values in named.items()}, ignore
+    return {written[name]: group for name, group in named.items()}, ignore
 
 
 def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
