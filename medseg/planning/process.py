@@ -175,6 +175,7 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
     labels = np.zeros(size, dtype=np.uint8)
     for value, part in enumerate(np.array_split(labels[box.slices()], len(task.labels)), start=1):
         part[:] = value
+    (folder / "case.json").touch()  # a case is read as long as its record is there
     np.save(folder / "labels.npy", labels)
     intensities = []
     for number, channel in enumerate(task.channels):
