@@ -310,8 +310,9 @@ class TrainedStage:
             call = functools.partial(self._call, network, region_index=region_index, slab_bytes=slab_bytes)
             others: dict[str, Any] = {}
             if slab_bytes is not None and plan.tile_size is None:
-                arguments = {"network": network, "region_index": region_index, "slab_bytes": slab_bytes}
-                others["run_in_slabs"] = functools.partial(self._run_in_slabs, **arguments)
+                others["run_in_slabs"] = functools.partial(
+                    self._run_in_slabs, network=network, region_index=region_index, slab_bytes=slab_bytes
+                )
             if self.tile_workers is not None:
                 run = functools.partial(self.tile_workers.run, (self.name, index, region_index, slab_bytes), call)
                 others |= {"run_batches": run, "num_parallel": self.tile_workers.size}

@@ -89,7 +89,7 @@ class _Logits(nn.Module):
         self.network = network
 
     def forward(self, image: Tensor) -> Tensor | list[Tensor]:
-        return outputs_of(type(self.network).forward(self.network, image), is_training=False)  # type: ignore[misc]
+        return outputs_of(type(self.network).forward(self.network, image), is_training=False)
 
 
 class _Compiled:

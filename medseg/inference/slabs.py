@@ -8,6 +8,7 @@ budget; those that exceed it are scratch arrays. A slab of the present layer tak
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 from weakref import WeakSet
 
 import numpy as np
@@ -26,7 +27,7 @@ from medseg.models.blocks import (
     depth_to_space,
     space_to_depth,
 )
-from medseg.models.unet import RefiningHead, UNet
+from medseg.models.unet import Head, RefiningHead, UNet
 
 # Bytes that a layer takes per byte of its input and output: copies in the layout of the kernels, and sums in fp32.
 WORKSPACE = 3.0
@@ -67,14 +68,14 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
     """
     area, head = height * width, network.head
     _, high, wide = network.stem.cell
-    stem = _layer_bytes(network.stem.unit[0], area // (high * wide))
+    stem = _layer_bytes(cast(nn.Conv3d, network.stem.unit[0]), area // (high * wide))
     _, high, wide = network.cell
     # Deeper levels need less: a plane has twice the channels and a quarter of the voxels.
-    is_refined = isinstance(head, RefiningHead)
-    parts = [network.encoder[0], network.decoder[0], *([] if is_refined else [head])]
+    refined = 3 * _refined_bytes(head, area) if isinstance(head, RefiningHead) else 0.0
+    parts = [network.encoder[0], network.decoder[0], *([head] if isinstance(head, Head) else [])]
     convs = [module for part in parts for module in part.modules() if isinstance(module, nn.Conv3d)]
     layers = [sum(_layer_bytes(conv, area // (high * wide))) for conv in convs]
-    return 2 * max(sum(stem), *layers, 3 * _refined_bytes(head, area) if is_refined else 0.0)
+    return 2 * max(sum(stem), *layers, refined)
 
 
 def _layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
@@ -245,11 +246,11 @@ class _SlabPass:
         """Planes start … stop - 1 of the output of a convolution."""
         if (start, stop * conv.stride[0]) == (0, source.depth):
             return conv(source.read(0, source.depth))
-        stride, (padding, *in_plane) = conv.stride[0], conv.padding
-        first = start * stride - int(padding)
+        stride, (padding, high, wide) = conv.stride[0], cast(Shape, conv.padding)
+        first = start * stride - padding
         planes = source.read(first, first + (stop - start - 1) * stride + conv.kernel_size[0])
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
-        return F.conv3d(planes, weight, conv.bias, conv.stride, (0, *map(int, in_plane)))
+        return F.conv3d(planes, weight, conv.bias, conv.stride, (0, high, wide))
 
     def _unit(self, unit: ConvNormAct, source: "_Features | _Cells") -> _Features:
         conv, *others = unit
@@ -272,7 +273,7 @@ class _SlabPass:
             return self._unit(block, features)
         branch = features
         for unit in block.branch:
-            branch = self._unit(unit, branch)
+            branch = self._unit(cast(ConvNormAct, unit), branch)
         channels, area = branch.plane
         for start, stop in self._split(branch.depth, WORKSPACE * ITEMSIZE * channels * area, 0):
             branch.write(start, block.activation(branch.read(start, stop).add_(features.read(start, stop))))
@@ -300,7 +301,7 @@ class _SlabPass:
             first, last = (start - low) * step - reach, (stop - low) * step + reach
             size = voxels.shape[2]
             voxels = F.pad(voxels[:, :, max(first, 0) : last], (0, 0, 0, 0, max(-first, 0), max(last - size, 0)))
-            take(F.conv3d(voxels, head.conv.weight, head.conv.bias, 1, (0, *map(int, head.conv.padding[1:]))))  # type: ignore[misc]
+            take(F.conv3d(voxels, head.conv.weight, head.conv.bias, 1, (0, *map(int, head.conv.padding[1:]))))
 
 
 def _apply(functions: Iterable[Callable[[Tensor], Tensor]], planes: Tensor) -> Tensor:
