@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from oracle import TASK, dice
 
+from medseg import LungSegmenter
 from medseg.cascade.join import join
 from medseg.cascade.localise import locate_regions
 from medseg.cascade.stage import CascadeOptions
@@ -17,6 +19,20 @@ from medseg.geometry.grid_rule import region_crop
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
 from medseg.preprocess.resample import resample_labels
+
+
+@pytest.mark.slow
+def test_lungs_do_not_depend_on_the_memory(shared_ct: Path) -> None:
+    with (shared_ct / "table.csv").open(encoding="utf-8") as table:
+        images = {row["case"]: row["image"] for row in csv.DictReader(table)}
+    for name in ("acrin_001_tp1", "cip_ct64"):
+        results = {
+            gib: LungSegmenter(accelerator="cpu", options=CascadeOptions(budget_gib=gib)).segment(shared_ct / images[name])
+            for gib in (4.0, 1.0, 0.25, 0.05)
+        }
+        assert all(("slabs" in plan) == (gib < 0.1) for gib, one in results.items() for plan in one.tiling_plans.values())
+        for gib, value in itertools.product(results, (1, 2)):
+            assert dice(results[gib].labels.array == value, results[4.0].labels.array == value) >= 0.9995, (name, gib)
 
 
 @pytest.mark.slow
