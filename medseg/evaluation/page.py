@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -62,16 +62,19 @@ def compare_rows(rows: Sequence[Row], baseline: Sequence[Row]) -> list[tuple[str
     found = []
     for region in [*regions, ALL] if len(regions) > 1 else regions:
         for metric, better in RANKED.items():
-            means = []
-            for table in (rows, baseline):
-                scores: dict[str, list[float]] = {}
-                for row in table:
-                    if (row["case"], row["region"]) in common and region in (row["region"], ALL):
-                        scores.setdefault(row["case"], []).append(row[metric])
-                means.append({case: fmean(values) for case, values in scores.items()})
-            if difference := paired_difference(*means, better):
+            wanted = {pair for pair in common if region in (pair[1], ALL)}
+            if difference := paired_difference(_case_means(rows, wanted, metric), _case_means(baseline, wanted, metric), better):
                 found.append((region, metric, difference))
     return found
+
+
+def _case_means(rows: Sequence[Row], wanted: Collection[tuple[str, str]], metric: str) -> dict[str, float]:
+    """Mean score of each case over the wanted pairs of case and region."""
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        if (row["case"], row["region"]) in wanted:
+            scores.setdefault(row["case"], []).append(row[metric])
+    return {case: fmean(values) for case, values in scores.items()}
 
 
 def write_page(

@@ -45,7 +45,7 @@ def curves(comparison: Comparison) -> list[Chart]:
             # The pointer, or a finger, takes the nearest point.
             near = {"name": "near", "select": {"type": "point", "nearest": True, "on": "pointerover", "clear": "pointerout"}}
             is_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
-            layers = [
+            layers: Rows = [
                 {"mark": {"type": "line", "strokeWidth": 1.6}, "encoding": {"detail": {"field": "run"}, "strokeDash": dash}},
                 {"mark": {"type": "point", "filled": True, "size": 70}, "params": [near], "encoding": {"opacity": is_near, "tooltip": tooltip}},
             ]  # fmt: skip
@@ -94,7 +94,7 @@ def progress(comparison: Comparison, study: Study) -> list[Chart]:
     ]
     x, y = _axis("trial", rows, "x", is_count=True), _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE)
     best_so_far = {**y, "field": f"best.{y['field']}"}
-    layers = [
+    layers: Rows = [
         {"mark": {"type": "line", "interpolate": "step-after", "color": "var(--quiet)"}, "encoding": {"x": x, "y": best_so_far}},
         {"mark": _DOT, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": _tooltip(run="trial", label="setting", y=metric.title)}},
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 130, "grid": False}}
     x = {"field": "difference", "type": "quantitative", "title": title, "axis": {"tickCount": 4}}
     tooltip = _tooltip(name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases")
-    layers = [
+    layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"x": {"datum": 0}}},
         {"mark": {"type": "rule", "strokeWidth": 2.5}, "encoding": {**_SETTING_LOOK, "x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}},
         {"mark": {**_DOT, "opacity": 1}, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip}},
@@ -152,7 +152,7 @@ def dice_by_region(rows: Rows) -> Chart:
         "median": {"color": "var(--ink)"},
     }
     look = {"color": _COLOUR, "href": {"field": "link"}, "tooltip": _tooltip(case="case", region="region", y="Dice")}
-    layers = [
+    layers: Rows = [
         {"mark": box, "encoding": {"x": x, "y": y}},
         {"mark": _DOT, "encoding": {"x": x, "xOffset": offset, "y": y, **look}},
     ]
@@ -169,7 +169,7 @@ def volume_errors(rows: Rows) -> Chart:
     x, y = _axis("reference volume in ml", points, "x"), _axis("prediction minus reference in ml", points, "y")
     y["scale"] = {"zero": True}
     tooltip = _tooltip(case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml")
-    layers = [
+    layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
         {"mark": _DOT, "encoding": {"x": x, "y": y, "color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}},
     ]
@@ -191,7 +191,7 @@ def case_differences(rows: Rows) -> Chart:
     }
     y = {"field": "delta", "type": "quantitative", "title": "difference of the Dice", "axis": {"tickCount": 5}}
     tooltip = _tooltip(case="case", region="region", delta="difference", dice="Dice")
-    layers = [
+    layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
         {"mark": _DOT, "encoding": {"x": x, "y": y, "color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}},
     ]
