@@ -64,7 +64,7 @@ class Segmentation:
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
-        statistics: Label name to volume and figures in HU, see `label_statistics`; filled in by the prediction of a file.
+        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone leaves it empty.
         probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before the clean-up; only if asked for.
         disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
             in the order of `labels`; else None.

@@ -44,7 +44,7 @@ def nifti_extension(structures: Sequence[Structure]) -> bytes:
     for one in structures:
         channels = (f"{channel / 255:.6g}" for channel in one.rgb)
         colour = dict(zip(("Red", "Green", "Blue"), channels, strict=True))
-        ElementTree.SubElement(labels, "Label", Key=str(one.value), **colour, Alpha="1").text = one.name
+        ElementTree.SubElement(labels, "Label", {"Key": str(one.value), **colour, "Alpha": "1"}).text = one.name
     ElementTree.SubElement(information, "StudyMetaDataLinkSet")
     ElementTree.SubElement(information, "VolumeType").text = "Label"
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)

@@ -61,8 +61,8 @@ def cut_slices(image: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, f
     for plane, axis in PLANES.items():
         index = int(areas[axis].argmax()) if areas[axis].any() else labels.shape[axis] // 2
         rows_mm, columns_mm = np.delete(np.multiply(labels.shape, spacing_mm), axis).tolist()
-        cut = (np.ascontiguousarray(array.take(index, axis)) for array in (image, labels))
-        slices.append(PreviewSlice(plane, index, labels.shape[axis], *cut, (rows_mm, columns_mm)))
+        values, own = (np.ascontiguousarray(array.take(index, axis)) for array in (image, labels))
+        slices.append(PreviewSlice(plane, index, labels.shape[axis], values, own, (rows_mm, columns_mm)))
     return slices
 
 

@@ -38,7 +38,6 @@ ENDINGS = {
 }
 # The same for kinds with a file for each label.
 LABEL_ENDINGS = {"masks": ".nii.gz", "probabilities": ".probability.nii.gz"}
-
 # Kinds that are written on the slices of a DICOM series.
 DICOM_KINDS = ("dicom_seg", "rtstruct")
 
@@ -210,6 +209,7 @@ def write_results(
         if kind == "labels":
             write_labels(path, result.labels, grid, header, structures)
         elif kind == "uncertainty":
+            assert result.disagreement is not None, "averaged views have one"
             write_labels(path, result.disagreement, grid, header)
         elif kind == "masks":
             mask = new_array(grid.shape, np.uint8)
