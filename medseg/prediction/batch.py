@@ -102,7 +102,7 @@ def predict_scans(
         source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         output: File or folder of the label maps.
         checkpoints: Checkpoints of each spacing range, by its name in `by_spacing`; one with an empty name is used for all scans.
-        inference: `tile_size`, `half_weights`, `backend` and `max_ram_gib`, and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
+        inference: `tile_size`, `half_weights`, and where they are wanted `backend` and `max_ram_gib`; and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
         split: Only this split of a case table.
         series: Which DICOM series the input is.
         hu: HU scale of the cases that have none of their own in a table.
@@ -149,7 +149,7 @@ def predict_scans(
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
-    shares = share_memory(inference["max_ram_gib"])  # of what the loaded weights leave
+    shares = share_memory(inference.get("max_ram_gib"))  # of what the loaded weights leave
     cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
     batch = Batch(cascades, shares.array_bytes, overwrite, wanted, len(cases), on_begin, on_step, on_end)
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
@@ -214,7 +214,7 @@ def load_cascades(
         torch.set_num_threads(threads)
     if is_under_torchrun() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    loading = {key: inference[key] for key in ("tile_size", "half_weights", "backend")}
+    loading = {"backend": inference.get("backend"), **{key: inference[key] for key in ("tile_size", "half_weights")}}
     options = CascadeOptions(**{key: inference[key] for key in ("overlap", "budget_gib", "tta")})
     loaded = []
     for name, (coarse, fine, range_mm) in checkpoints.items():
