@@ -109,13 +109,7 @@ def evaluate_folder(
     predictions = find_predictions(pred_dir)
     references, elsewhere = find_references(ref, labels_column, split)
     labelled = {key: reference for key, reference in references.items() if reference.labels is not None}
-    common = [key for key in labelled if key in predictions]
-    require(
-        bool(common),
-        f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
-        f"(predictions: {some_of(list(predictions))}; references: {some_of(list(references))}); "
-        "name each prediction after its case.",
-    )
+    common = _common_keys(labelled, references, predictions, pred_dir, ref)
     check_writable(output)
     refuse_table(
         output / "summary.csv", ("case", "status", "label"), f"the volumes of a prediction; give another output than {output}"
@@ -148,6 +142,28 @@ def evaluate_folder(
             f"have no prediction: {some_of(summary.without_prediction)}"
         )
     return summary
+
+
+def _common_keys(
+    labelled: Mapping[str, Reference],
+    references: Mapping[str, Reference],
+    predictions: Mapping[str, Any],
+    pred_dir: Path,
+    ref: Path,
+) -> list[str]:
+    """Keys of the references that have a prediction.
+
+    Raises:
+        UserError: If there is none.
+    """
+    common = [key for key in labelled if key in predictions]
+    require(
+        bool(common),
+        f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
+        f"(predictions: {some_of(list(predictions))}; references: {some_of(list(references))}); "
+        "name each prediction after its case.",
+    )
+    return common
 
 
 def scored_regions(task: Task) -> tuple[Region, ...]:

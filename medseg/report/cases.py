@@ -70,20 +70,7 @@ def render_cases(
     regions = list(dict.fromkeys(row["region"] for row in rows))
     ordered = sorted(rows, key=lambda row: (row["dice"], -row["hd95_mm"]))
     cases = {case: f"case-{number}" for number, case in enumerate(dict.fromkeys(row["case"] for row in ordered))}
-    shown = [
-        {
-            **row,
-            "row": number,
-            "link": f"#{cases[row['case']]}",
-            "colour": f"var(--hue-{regions.index(row['region']) % _NUM_HUES})",
-            "error_ml": row["volume_pred_ml"] - row["volume_ref_ml"],
-            "delta": round(row["dice"] - baseline_dices[key], 6)
-            if (key := (row["case"], row["region"])) in baseline_dices
-            else None,
-            **_errors(row),
-        }
-        for number, row in enumerate(ordered)
-    ]
+    shown = _shown_rows(ordered, regions, cases, baseline_dices)
     names = [*_TITLES, *(name for name in rows[0] if name not in ("case", "region", "trust", *_TITLES))]
     points = [{key: row[key] for key in _POINT_KEYS} for row in shown]
     pairs = [point for point in points if point["delta"] is not None]
@@ -115,16 +102,7 @@ def render_cases(
         trusts=sorted({row["trust"] for row in rows} - {""}),
         titles={name: _TITLES.get(name, name) for name in names},
         rows=shown,
-        cases=[
-            {
-                "name": case,
-                "id": identity,
-                "uri": uris.get(case, ""),
-                "files": files[case],
-                "rows": [row for row in shown if row["case"] == case],
-            }
-            for case, identity in cases.items()
-        ],
+        cases=[(case, cases[case], uris.get(case, ""), files[case]) for case in cases],
         statistics=[one for one in statistics if one["mean"] is not None],
         notes={heading: lines for heading, lines in notes.items() if lines},
         baseline=baseline,
@@ -134,6 +112,26 @@ def render_cases(
         write_score=_write_score,
         write_difference=write_difference,
     )
+
+
+def _shown_rows(
+    rows: Sequence[Row], regions: Sequence[str], cases: Mapping[str, str], baseline_dices: Mapping[tuple[str, str], float]
+) -> list[dict[str, Any]]:
+    """Add number, link, colour, difference to the baseline and volumes of errors to each row."""
+    return [
+        {
+            **row,
+            "row": number,
+            "link": f"#{cases[row['case']]}",
+            "colour": f"var(--hue-{regions.index(row['region']) % _NUM_HUES})",
+            "error_ml": row["volume_pred_ml"] - row["volume_ref_ml"],
+            "delta": round(row["dice"] - baseline_dices[key], 6)
+            if (key := (row["case"], row["region"])) in baseline_dices
+            else None,
+            **_errors(row),
+        }
+        for number, row in enumerate(rows)
+    ]
 
 
 _POINT_KEYS = ("case", "region", "dice", "volume_ref_ml", "error_ml", "delta", "row", "link", "colour")

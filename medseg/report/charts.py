@@ -111,12 +111,13 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     """
     if not rows:
         return []
+    has_intervals = any(row["ci95_low"] is not None for row in rows)
     y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 130, "grid": False}}
     x = {"field": "difference", "type": "quantitative", "title": title, "axis": {"tickCount": 4}}
     tooltip = _tooltip(name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases")
     layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"x": {"datum": 0}}},
-        {"mark": {"type": "rule", "strokeWidth": 2.5}, "encoding": {**_SETTING_LOOK, "x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}},
+        *([{"mark": {"type": "rule", "strokeWidth": 2.5}, "encoding": {**_SETTING_LOOK, "x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}}] if has_intervals else []),
         {"mark": {**_DOT, "opacity": 1}, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip}},
     ]  # fmt: skip
     return [_chart(title, f"{title} of {len(rows)} rows, with 95 % intervals", rows, layers, height=30 * len(rows) + 20)]

@@ -93,7 +93,7 @@ def render(
         num_hidden_settings=len(case_settings[_MAX_CASE_SETTINGS:]),
         case_rows=_case_rows(case_settings[:_MAX_CASE_SETTINGS], pictures),
         differences=baseline_rows,
-        baseline_run=None if comparison.baseline is None else settings[comparison.baseline].label,
+        baseline_label=None if comparison.baseline is None else settings[comparison.baseline].label,
         method=METHOD,
         failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
         pictures=pictures,

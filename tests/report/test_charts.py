@@ -151,6 +151,21 @@ def test_charts_of_cases_lead_to_the_cases_and_follow_the_filters() -> None:
     assert [row["delta"] for row in rows(case_differences(results))] == [-0.2, 0.0, 0.1]
     assert len({row["offset"] for row in rows(dice_by_region(results))}) == 3
     assert differences([], "t") == []
+    row = {
+        "name": "lr 1",
+        "difference": -0.1,
+        "ci95_low": None,
+        "ci95_high": None,
+        "setting": 0,
+        "colour": "var(--s0)",
+        "cases": 1,
+    }
+    marks = [
+        [layer["mark"]["type"] for layer in chart.spec["layer"]]
+        for one in (row, row | {"ci95_low": -0.2, "ci95_high": 0.0})
+        for chart in differences([one], "t")
+    ]
+    assert marks == [["rule", "point"], ["rule", "rule", "point"]], "a single case has no interval"
 
 
 def test_bundled_scripts_are_the_published_ones() -> None:
