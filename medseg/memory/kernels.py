@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
+from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.memory.tracker import Call, Operand
 
@@ -89,7 +90,8 @@ class KernelCosts:
                     self.costs[key] = NOTHING
                 else:
                     self.costs[key] = Cost(continued(found), seconds / some[-1][0])
-        replace_text(self.path, json.dumps(self._read() | self.costs))
+        with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
+            replace_text(self.path, json.dumps(self._read() | self.costs))
 
     def _read(self) -> dict[str, Cost]:
         try:

@@ -85,7 +85,8 @@ def process_memory(folder: Path, *, has_logger: bool) -> ProcessMemory:
         # The first training also makes scan and cache, which takes more memory.
         for number in range(2):
             found = _watched_training([*REHEARSAL, *places, f"hydra.run.dir={name}/run{number}"], Path(name) / "log")
-    replace_text(path, json.dumps(found))
+    with suppress(UserError):  # a folder that cannot be written: measured again the next time
+        replace_text(path, json.dumps(found))
     return found
 
 
@@ -131,7 +132,8 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
         return SampleCost(int(known[0]), known[1])
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         found = SampleCost(*pool.submit(_make_samples, config, shape, is_training).result())
-    replace_text(path, json.dumps(found))
+    with suppress(UserError):  # a folder that cannot be written: measured again the next time
+        replace_text(path, json.dumps(found))
     return found
 
 

@@ -32,8 +32,9 @@ def machine_folder() -> Path:
 
 
 def write_plan(config: TrainConfig, numbers: Numbers) -> None:
-    """Keep the predicted numbers of a configuration for its runs."""
-    replace_text(_plan_path(config), json.dumps(numbers))
+    """Keep the predicted numbers of a configuration for its runs, where the folder can be written."""
+    with suppress(UserError):
+        replace_text(_plan_path(config), json.dumps(numbers))
 
 
 def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[str, float]]:

@@ -97,6 +97,11 @@ def test_what_was_measured_is_read_again_and_a_damaged_file_is_replaced(tmp_path
     assert measured(tmp_path, small=convolution(12))["small"].workspace == first["small"].workspace
 
 
+def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert measured(tmp_path / "file", small=convolution(12))["small"].workspace > 0
+
+
 def test_an_operation_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
     wrong: Any = Call(aten.add.Tensor, (operand(3, 5), operand(4, 7)), {})
     costs = measured(tmp_path, wrong=wrong)
