@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
+# One thread per worker: more would wait for each other. Neighbours share a worker, and with it their fixtures.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help setup demo lint test test-slow test-all attack matrix gpu clean
 
@@ -25,13 +27,13 @@ lint: setup      ## ruff, mypy
 	$(BIN)/mypy
 
 test: lint       ## the default tests (no GPU, no network, no data beside the repository)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup ## only the slow tests: training to a score, two ranks, the wheel, the commands of the README
-	$(BIN)/python -m pytest -m "slow and not gpu and not attack" -n 2 --durations=15
+	$(PYTEST) -m "slow and not gpu and not attack" --durations=15
 
 attack: setup    ## hostile files, kills, signals, races and full disks (about an hour)
-	$(BIN)/python -m pytest -m attack -n 2 --durations=15
+	$(PYTEST) -m attack --durations=15
 
 test-all: test test-slow   ## both
 

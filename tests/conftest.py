@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -11,10 +12,16 @@ from typing import Any
 import pytest
 
 # Tests are imported by path, not as packages: makers of volumes and networks with known answers are found here.
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("cascade", "data", "io", "matrix")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "cascade", "data", "io", "matrix")]
 
 # A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports made out of every later garbage collection: some million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +69,12 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         return module
 
     return run
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validations draw nothing: their pictures take longer than the steps of a tiny run."""
+    monkeypatch.setattr("medseg.training.callbacks.overlay_montage", lambda *_, **__: [])
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,10 @@ ALSO = {
     ("loss", "batch_dice_ce"): ["stage.batch_size=2"],
     ("loss", "sum"): ["loss.terms=[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}]"],
     ("memory", "lean"): ["stage=fine"],
+    **{
+        ("experiment", name): ["stage.patch_size=[32,48,48]"]
+        for name in ("ct_fine", "ct_fine_affine", "ct_fine_channel", "finetune_fine", "phantom_fine")
+    },
     ("model", "dynunet"): ["model.filters=[4,8,8,8,8,8]"],
     ("model", "swin_unetr"): ["model.feature_size=12"],
     ("model", "unetr"): [
@@ -48,7 +52,9 @@ EXPERIMENT = [
 
 
 @pytest.mark.parametrize(("group", "name"), FILES, ids=lambda value: value)
-def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path) -> None:
+def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if group not in ("data", "logger", "spacing", "stage", "task"):  # those change or read the pictures
+        request.getfixturevalue("without_pictures")
     overrides = [
         f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "steps=2",
         "model.width=4", "spacing.target_spacing_mm=[4.0,4.0,4.0]", "trainer.accelerator=cpu", f"{group}={name}",

@@ -46,6 +46,7 @@ def others(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("number", range(len(SLOW_ROWS)))
 def test_a_row_trains_resumes_and_predicts(number: int, tiny_table: Path, tmp_path: Path, others: dict[str, Path]) -> None:
     run_row(tiny_table, SLOW_ROWS[number], tmp_path, others)

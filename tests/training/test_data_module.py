@@ -65,7 +65,7 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Pa
     assert len(set_up(first, first, tmp_path).val_cases) == 1, "a case may be watched while it is learnt"
 
 
-@pytest.mark.parametrize(("is_coarse", "method"), [(True, "spawn"), (False, "spawn"), (False, "forkserver")])
+@pytest.mark.parametrize(("is_coarse", "method"), [(True, "forkserver"), (False, "spawn")])
 def test_loader_workers_make_the_same_batches_however_they_start(
     is_coarse: bool, method: str, tiny_table: Path, tmp_path: Path
 ) -> None:
