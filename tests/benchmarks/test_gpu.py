@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import hydra
 import pytest
 import torch
@@ -22,7 +22,7 @@ fp32,memory.precision=fp32,288.8,1000.0,5.0,0.5,a GPU,1010.0,,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_is_said_in_one_sentence(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, app.__file__], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    done = forked.run([sys.executable, app.__file__], cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "medseg: make gpu: torch sees no NVIDIA GPU on this machine; run it on a machine with one, with a CUDA build of torch"

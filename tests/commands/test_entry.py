@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from medseg.config.overrides import quote_paths
 from medseg.errors import EXIT_UNREAD
 
-ROOT = Path(__file__).resolve().parents[2]
+MEDSEG = [sys.executable, "-m", "medseg.commands.cli"]
+ENVIRONMENT = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
 
 @pytest.mark.parametrize(
@@ -59,12 +61,12 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments: list[str], tmp
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "medseg.commands.cli", *arguments],
+        [*MEDSEG, *arguments],
         cwd=tmp_path,
         stdout=writer,
         stderr=subprocess.PIPE,
         encoding="utf-8",
-        env={"PATH": "/usr/bin", "PYTHONPATH": str(ROOT)},
+        env=ENVIRONMENT,
         check=False,
     )
     os.close(writer)
@@ -91,21 +93,11 @@ entry.run("predict", job)
 @pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
 def test_threads_that_wait_sleep_unless_the_user_has_chosen(given: dict[str, str], policy: str, tmp_path: Path) -> None:
     """OpenMP reads the variable once, when torch is loaded, and says what it has read."""
-    environment = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "TRUE", **given}
+    environment = {**ENVIRONMENT, "OMP_DISPLAY_ENV": "TRUE", **given}
     done = subprocess.run(
         [sys.executable, "-c", WITH_TORCH], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True
     )
     assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
-
-
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        encoding="utf-8",
-        env={"PATH": "/usr/bin", "PYTHONPATH": str(ROOT)},
-    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +125,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ],
 )  # fmt: skip
 def test_a_mistake_ends_with_code_2_and_no_traceback(arguments: list[str], said: str, tmp_path: Path) -> None:
-    result = run("-m", "medseg.commands.cli", *arguments, cwd=tmp_path)
+    result = forked.run([*MEDSEG, *arguments], cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert said in result.stderr
     assert "Traceback" not in result.stderr
@@ -156,7 +148,7 @@ def test_a_mistake_ends_with_code_2_and_no_traceback(arguments: list[str], said:
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"kept")
     (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii,b.nii\n")
-    result = run("-m", "medseg.commands.cli", *arguments, cwd=tmp_path)
+    result = forked.run([*MEDSEG, *arguments], cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     (said,) = result.stderr.splitlines()
     assert said.startswith(("medseg: file/", f"medseg: {tmp_path}/file/"))
@@ -166,6 +158,8 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(argument
 
 def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: Path) -> None:
     for command in ("train", "prepare", "predict", "evaluate", "report", "phantom", "demo"):
-        result = run("-m", "medseg.commands.cli", command, "--cfg", "job", cwd=tmp_path)
+        result = subprocess.run(
+            [*MEDSEG, command, "--cfg", "job"], cwd=tmp_path, capture_output=True, encoding="utf-8", env=ENVIRONMENT
+        )
         assert result.returncode == 0, result.stderr
         assert ":" in result.stdout

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 from rich.console import Console
 
@@ -110,6 +110,6 @@ def test_the_newest_run_of_a_folder_is_shown_and_a_folder_without_runs_is_refuse
 
 def test_the_folder_may_be_given_without_its_key(run_dir: Path) -> None:
     command = [sys.executable, "-m", "medseg.commands.cli", "watch", str(run_dir)]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=run_dir)
+    done = forked.run(command, cwd=run_dir)
     assert done.returncode == 0, done.stderr
     assert "step 20 of 50" in done.stdout

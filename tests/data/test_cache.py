@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 
@@ -264,8 +265,8 @@ def test_other_configurations_have_other_entries(case: Case, tmp_path: Path, tas
 
 
 def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(case: Case, tmp_path: Path, task: Task) -> None:
-    # Spawned: a fork of a process whose torch threads have run may wait for them for ever.
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    # No fork of this process: where torch threads have run, it may wait for them for ever.
+    with forked.served(), multiprocessing.get_context("forkserver").Pool(3) as pool:
         for turn in range(3):
             entries = pool.starmap(prepare_case, [(case, tmp_path / "cache", SPACING_MM, task, NAMES)] * 6)
             assert len({int(entry.labels.sum()) for entry in entries}) == 1

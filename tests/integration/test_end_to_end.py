@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import SimpleITK
@@ -27,9 +28,7 @@ from .conftest import COARSE, FINE, train
 
 
 def medseg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "medseg.commands.cli", *arguments], cwd=cwd, capture_output=True, encoding="utf-8"
-    )
+    return forked.run([sys.executable, "-m", "medseg.commands.cli", *arguments], cwd=cwd)
 
 
 def dices(labels: np.ndarray, reference: np.ndarray) -> list[float]:

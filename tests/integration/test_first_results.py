@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 from layouts import make_dicom, make_luna16, make_msd, make_nnunet, make_slicer, make_totalsegmentator
 
@@ -49,14 +48,10 @@ def test_the_page_has_a_section_for_each_start() -> None:
 def test_each_start_leads_to_a_first_result(tmp_path: Path, section: str) -> None:
     place, make, results = STARTS[section]
     make(tmp_path / place)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for command in commands(section):
         small = {"train": SMALL, "predict": ["accelerator=cpu"], "evaluate": ["pictures=false"]}.get(command[0], [])
         if "stage=single" in command:
             small = [*small, "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"]
-        done = subprocess.run(
-            [sys.executable, "-m", "medseg.commands.cli", *command, *small],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = forked.run([sys.executable, "-m", "medseg.commands.cli", *command, *small], cwd=tmp_path)
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]} {done.stderr[-2000:]}"
     assert all((tmp_path / result).is_file() for result in results)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,7 @@ SETTINGS = ["steps=5", "stage.batch_size=2", "data.num_workers=0", "checkpoint_e
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(command, cwd=cwd, capture_output=True, encoding="utf-8", timeout=900, check=False)
+    result = forked.run(command, cwd=cwd, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
@@ -168,7 +169,7 @@ def test_a_volume_that_two_processes_share_gets_the_labels_of_one(
         "accelerator=cpu", "threads=1", "inference.tile_size=[32,32,32]", "inference.tta=true",
     ]  # fmt: skip
     run([sys.executable, "-m", *arguments, f"output={tmp_path / 'one.nii.gz'}"], tmp_path)
-    run([*TORCHRUN, *arguments, f"output={tmp_path / 'two.nii.gz'}"], tmp_path)
+    subprocess.run([*TORCHRUN, *arguments, f"output={tmp_path / 'two.nii.gz'}"], cwd=tmp_path, check=True)
     one, two = (read_image(tmp_path / f"{name}.nii.gz").array for name in ("one", "two"))
     assert set(np.unique(one)) == {0, 1, 2}
     assert np.array_equal(one, two)

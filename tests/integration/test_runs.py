@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -94,7 +95,7 @@ def test_a_killed_run_goes_on_bit_by_bit(tiny_table: Path, tmp_path: Path) -> No
     train(whole, tiny_table, *settings)
     run_dir.mkdir()
     shutil.copy(whole / "config.yaml", run_dir)  # the same run, not begun
-    killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(run_dir), "5"], check=False)
+    killed = forked.run([sys.executable, "-c", KILLED_RUN, str(run_dir), "5"])
     assert killed.returncode == -signal.SIGKILL
     assert torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
     moved = run_dir.rename(tmp_path / "moved")
@@ -168,7 +169,7 @@ def test_a_run_that_is_killed_twenty_times_ends_alike(settings: list[str], tiny_
     settings = [
         *SMALL,
         "steps=140",
-        "stage.validate_every=7",
+        "stage.validate_every=14",
         "checkpoint_every=2",
         "stage.patience=100",
         "logger=csv",
@@ -179,7 +180,7 @@ def test_a_run_that_is_killed_twenty_times_ends_alike(settings: list[str], tiny_
     killed.mkdir()
     (killed / "config.yaml").write_text((whole / "config.yaml").read_text().replace(str(whole), str(killed)))
     script = [sys.executable, str(Path(__file__).with_name("killed_runs.py")), str(killed), "20", "1"]
-    result = subprocess.run(script, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8")
+    result = forked.run(script, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stdout + result.stderr
     states = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (whole, killed)]
     for key in ("optimizer_states", RAW_WEIGHTS):
@@ -200,17 +201,15 @@ def test_a_run_is_resumed_from_another_folder(tiny_table: Path, tmp_path: Path) 
     elsewhere.mkdir()
     first = command(tiny_table, tmp_path / "run", "steps=1", "data.num_workers=0")
     relative = ["data.cases=table.csv" if part.startswith("data.cases=") else part for part in first]
-    subprocess.run(relative, cwd=tiny_table.parent, check=True)
+    forked.run(relative, cwd=tiny_table.parent, check=True)
     (tmp_path / "run" / "summary.json").unlink()
     again = [sys.executable, "-m", "medseg.commands.cli", "train", f"resume={tmp_path / 'run'}"]
-    subprocess.run(again, cwd=elsewhere, check=True)
+    forked.run(again, cwd=elsewhere, check=True)
     assert (tmp_path / "run" / "summary.json").is_file()
     assert not list(elsewhere.rglob("20*")), "no empty run folder is left"
     # The same table by another name is no other configuration; the same name in another folder is.
-    subprocess.run([*first, f"resume={tmp_path / 'run'}"], cwd=tiny_table.parent, check=True)
-    other = subprocess.run(
-        [*relative, f"resume={tmp_path / 'run'}"], cwd=elsewhere, capture_output=True, encoding="utf-8", check=False
-    )
+    forked.run([*first, f"resume={tmp_path / 'run'}"], cwd=tiny_table.parent, check=True)
+    other = forked.run([*relative, f"resume={tmp_path / 'run'}"], cwd=elsewhere)
     assert other.returncode == 2
     assert "data.cases" in other.stderr
 
@@ -219,7 +218,7 @@ def test_a_run_is_resumed_from_another_folder(tiny_table: Path, tmp_path: Path) 
 def test_a_job_that_fails_ends_no_multirun_and_is_listed(tiny_table: Path, tmp_path: Path) -> None:
     settings = ["steps=1", "data.num_workers=0", "stage.batch_size=1", "memory.accumulate=2,1"]
     sweep = command(tiny_table, tmp_path, *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}", "-m")
-    result = subprocess.run(sweep, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    result = forked.run(sweep, cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     with (tmp_path / "sweep" / "comparison.csv").open() as file:
         refused, finished = csv.DictReader(file)
@@ -234,13 +233,7 @@ def test_a_job_that_fails_ends_no_multirun_and_is_listed(tiny_table: Path, tmp_p
 def test_an_interrupt_ends_the_multirun(tiny_table: Path, tmp_path: Path) -> None:
     settings = ["steps=100000", "data.num_workers=0", "seed=1,2"]
     sweep = command(tiny_table, tmp_path, *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}", "-m")
-    process = subprocess.Popen(
-        sweep,
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+    process = subprocess.Popen(sweep, cwd=tmp_path, stderr=subprocess.PIPE, encoding="utf-8", start_new_session=True)
     last = tmp_path / "sweep" / "0" / "checkpoints" / "last.ckpt"
     deadline_s = time.monotonic() + 300
     while not last.is_file() and process.poll() is None and time.monotonic() < deadline_s:

@@ -125,9 +125,9 @@ def test_nothing_in_the_working_folder_is_imported(tiny_table: Path, tmp_path: P
         (tmp_path / f"{name}.py").write_text(f"open('imported_{name}', 'w')\nraise SystemExit(99)\n")
     root = Path(medseg.__file__).parents[1]
     script = [sys.executable, str(root / "train.py")]
-    for number, also in enumerate(([], ["trainer=ddp", "stage.batch_size=2"], ["seed=1,2"])):
+    for number, also in enumerate(([], ["trainer=ddp", "stage.batch_size=2"], ["seed=1"])):
         _, _, _, _, *arguments = command(tiny_table, tmp_path / str(number), "steps=1", "data.num_workers=1", *also)
-        if "seed=1,2" in also:
+        if "seed=1" in also:
             arguments += [f"hydra.sweep.dir={tmp_path / str(number)}", "-m"]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         result = subprocess.run([*script, *arguments], cwd=tmp_path, capture_output=True, encoding="utf-8", env=environment)

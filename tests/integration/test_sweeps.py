@@ -9,6 +9,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import forked
 import pytest
 
 from medseg.runs.sweeps import read_jobs
@@ -49,7 +50,7 @@ def test_a_sweep_that_is_killed_goes_on_and_runs_no_job_twice(tiny_table: Path, 
     process.communicate()
     assert statuses(sweep_dir) == ["finished"] * 2 + ["out_of_memory", "finished", "not_finite", "running"]
 
-    again = subprocess.run(sweep, cwd=tmp_path, stderr=subprocess.PIPE, encoding="utf-8", check=False)
+    again = forked.run(sweep, cwd=tmp_path)
     assert again.returncode == 1, again.stderr
     assert "3 of 12 jobs failed" in again.stderr
     expected = [FAILURES[number][0] if number in FAILURES else "finished" for number in range(12)]
@@ -85,7 +86,7 @@ def test_other_launchers_bring_back_what_became_of_their_jobs(
     )
     sweep[sweep.index("optimizer.lr=0.01")] = "optimizer.lr=0.01,1e30"
     sweep += [f"hydra/launcher={launcher}", f"hydra.sweep.dir={sweep_dir}", "-m"]
-    result = subprocess.run(sweep, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    result = forked.run(sweep, cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     assert "1 of 2 jobs failed" in result.stderr
     assert statuses(sweep_dir) == ["finished", "not_finite"]

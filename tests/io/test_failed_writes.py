@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import nibabel as nib
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from medseg.io.read import read_labels
 from medseg.io.write import write_labels
 
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -154,9 +153,10 @@ def test_a_process_that_is_ended_while_it_writes(tmp_path: Path, number: signal.
     path = tmp_path / "a.nii.gz"
     write_labels(path, make_labels(), make_grid(np.eye(3)))
     before = contents(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", WRITE_SLOWLY, str(path)], stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"writing\n"
+    process = forked.Popen([sys.executable, "-c", WRITE_SLOWLY, str(path)])
+    while process.files[0].read_text(encoding="utf-8") != "writing\n":
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == {signal.SIGTERM: 143}.get(number, -number)

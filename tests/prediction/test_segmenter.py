@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import SimpleITK
@@ -143,7 +144,7 @@ def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
         )
         write_image(tmp_path / "scans" / f"{index}.nii.gz", phantom.image_hu, phantom.grid)
     command = [sys.executable, "-m", "medseg.commands.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
+    done = forked.run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     script = """
 import sys, medseg

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import hydra
 import pytest
 
@@ -178,10 +179,11 @@ def hold(path: Path, is_held: object) -> None:
 
 def test_a_lock_goes_with_its_holder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medseg.runs.folder.LOCK_WAIT_S", 0.2)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     is_held = context.Event()
     holder = context.Process(target=hold, args=(run_dir / LOCK_FILE, is_held))
-    holder.start()
+    with forked.served():
+        holder.start()
     assert is_held.wait(60)
     assert is_locked(run_dir / LOCK_FILE)
     with pytest.raises(UserError, match="another process is running it"):

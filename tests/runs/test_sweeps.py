@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from omegaconf import OmegaConf
 
@@ -42,7 +42,7 @@ def test_the_table_has_a_line_per_job_in_order(tmp_path: Path) -> None:
 
 def test_a_sweep_over_what_names_its_folder_stays_in_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "medseg.commands.cli", "train", "-m", "stage=coarse,fine", "data.cases=none.csv"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    result = forked.run(command, cwd=tmp_path)
     assert result.returncode == 1
     (sweep_dir,) = (tmp_path / "runs").glob("*/*")
     assert [job.status for job in read_jobs(sweep_dir).values()] == [Status.refused] * 2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import hydra
 import pytest
 
@@ -99,7 +99,7 @@ def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept
         "native: {coarse: ['spacing=isotropic_4mm'], fine: ['spacing=native']}}",
     ]  # fmt: skip
     for attempt in range(2):
-        result = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path)
+        result = forked.run(command, cwd=tmp_path)
         assert result.returncode == 1, result.stderr
         assert "row 2 of 2: native" in result.stdout
         assert result.stdout.count("finished before, skipped") == attempt

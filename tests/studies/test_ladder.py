@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import hydra
 import pytest
 from PIL import Image
@@ -107,7 +107,7 @@ def test_climbs_trains_and_keeps_what_is_done(tiny_table: Path, tmp_path: Path) 
         "+rows={first row: ['model.width=4'], half: ['memory.precision=bf16']}",
     ]  # fmt: skip
     for attempt in range(2):
-        result = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path)
+        result = forked.run(command, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         assert ("measuring" in result.stdout) == (attempt == 0)
         assert ("medseg train" in result.stdout) == (attempt == 0)

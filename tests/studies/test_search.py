@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import hydra
 import pytest
+import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from torch.multiprocessing import start_processes
 
 from medseg.commands.entry import run_command
 from medseg.config.check import to_config
@@ -55,7 +58,7 @@ def entry(_, config):
         print("step,val_dice,seconds_per_step", file=file)
         for step in (10, 20, 30):
             print(f"{step},{dice * step / 30},0.1", file=file, flush=True)
-            time.sleep(3 if is_slow else 0)
+            time.sleep(0.7 if is_slow else 0)
     (run_dir / "summary.json").write_text(json.dumps({"status": "finished", "val_dice_best": dice, "peak_gib": 1.0}))
 """
 
@@ -75,12 +78,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     (conf / "mine.yaml").write_text(space())
     monkeypatch.setattr(processes, "_job", importlib.import_module("fake_job").entry)
     monkeypatch.setattr(processes, "LOOK_S", 0.05)
+    # Jobs without the imports of a new process.
+    monkeypatch.setattr(torch.multiprocessing, "spawn", partial(start_processes, start_method="forkserver"))
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> int:
         given = ["sweep=mine", f"hydra.run.dir={tmp_path / 'a search (1)'}", *arguments]
         monkeypatch.setattr(sys, "argv", ["medseg search", "--config-dir", str(tmp_path / "conf"), *given])
-        with pytest.raises(SystemExit) as end:
+        with forked.served(), pytest.raises(SystemExit) as end:
             run_command("search")
         return int(end.value.code or 0)
 
@@ -387,23 +392,23 @@ def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(trials: Trial
     seed = seed_that_draws(["1e+30", "0.01", "1e-09"], trials.config(4, **drawn).sweep, tmp_path)
     arguments = [
         "--config-dir", str(tmp_path / "conf"), "sweep=mine", "sweep.num_trials=4", "sweep.sampler=random", f"sweep.seed={seed}",
-        "sweep.prune_after_trials=1", "sweep.prune_after_steps=20", "steps=200", "stage.validate_every=10", "spacing=isotropic_4mm",
+        "sweep.prune_after_trials=1", "sweep.prune_after_steps=20", "steps=120", "stage.validate_every=20", "spacing=isotropic_4mm",
         "model.width=4", "augment=none", "schedule=constant", "optimizer.lr=0.01", f"data.cases={tiny_table}",
         f"data.cache={tiny_table.parent / 'cache'}", "data.num_workers=0", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1",
         f"hydra.run.dir={folder}",
     ]  # fmt: skip
-    killed = subprocess.run([sys.executable, "-c", KILLED_SEARCH, *arguments], cwd=tmp_path, check=False)
+    killed = forked.run([sys.executable, "-c", KILLED_SEARCH, *arguments], cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL
     assert [job["status"] for job in records(folder)] == ["finished", "not_finite", "running"]
     command = [sys.executable, "-m", "medseg.commands.cli", "search", *arguments]
-    subprocess.run(command, cwd=tmp_path, check=True)
+    forked.run(command, cwd=tmp_path, check=True)
     jobs = records(folder)
     assert [job["status"] for job in jobs] == ["finished", "not_finite", "finished", "pruned"]
     starts = [len(json.loads((folder / str(job["number"]) / "versions.json").read_text())) for job in jobs]
     assert starts == [1, 1, 2, 1]
     assert study_of(folder)["best"] == [0, 2], "the same values end alike, killed or not"
     assert len((folder / "report.csv").read_text().splitlines()) == 5
-    subprocess.run(command, cwd=tmp_path, check=True)
+    forked.run(command, cwd=tmp_path, check=True)
     assert [len(json.loads((folder / str(job["number"]) / "versions.json").read_text())) for job in jobs] == starts
 
 
@@ -420,7 +425,7 @@ def test_two_searches_in_one_folder_share_its_trials(run: Callable[..., int], tm
     ]  # fmt: skip
     folder.mkdir()
     (folder / "slow").touch()
-    both = [subprocess.Popen(command, cwd=tmp_path) for _ in range(2)]
+    both = [forked.Popen(command, cwd=tmp_path) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert sorted((folder / "started.txt").read_text().split()) == ["0", "1", "2", "3", "4", "5"]
     assert [job["status"] for job in records(folder)] == ["finished"] * 6

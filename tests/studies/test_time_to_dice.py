@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked
 import hydra
 import pytest
 
@@ -98,7 +98,7 @@ def command(table: Path, folder: Path, *arguments: str) -> list[str]:
     return [
         sys.executable, "-m", "medseg.commands.cli", "time_to_dice", f"output={folder / 't'}", "stage=coarse", f"data.cases={table}",
         f"data.cache={folder / 'cache'}", "logger=none", "data.num_workers=0", "trainer.accelerator=cpu", "trainer.threads=1",
-        "spacing=isotropic_4mm", "augment=none", "schedule=constant", "steps=60", "stage.validate_every=10", "~rows",
+        "spacing=isotropic_4mm", "augment=none", "schedule=constant", "steps=2000", "stage.validate_every=10", "~rows",
         "+rows={learns: ['model.width=16', 'optimizer.lr=0.01'], idle: ['model.width=4', 'optimizer.lr=1e-9']}", *arguments,
     ]  # fmt: skip
 
@@ -106,15 +106,13 @@ def command(table: Path, folder: Path, *arguments: str) -> list[str]:
 @pytest.mark.slow
 def test_a_study_reaches_stops_and_continues(tiny_table: Path, tmp_path: Path) -> None:
     arguments = command(tiny_table, tmp_path, "target_dice=0.3", "metric=val_dice", "max_ratio=0.5")
-    killed = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, encoding="utf-8")
-    assert killed.stdout is not None
-    for line in killed.stdout:
-        if "step 10:" in line:
-            os.kill(killed.pid, signal.SIGTERM)
-            break
-    killed.stdout.close()
+    killed = forked.Popen(arguments, cwd=tmp_path)
+    while "step 10:" not in killed.files[0].read_text(encoding="utf-8"):
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.02)
+    killed.terminate()
     assert killed.wait() in (EXIT_RESUME, 0)
-    result = subprocess.run(arguments, capture_output=True, encoding="utf-8", cwd=tmp_path)
+    result = forked.run(arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     with (tmp_path / "t" / "time_to_dice.csv").open(encoding="utf-8", newline="") as file:
         learns, idle = csv.DictReader(file)
@@ -122,12 +120,12 @@ def test_a_study_reaches_stops_and_continues(tiny_table: Path, tmp_path: Path) -
     assert float(learns["dice"]) >= 0.3 > float(idle["dice"])
     assert float(idle["cpu_minutes"]) >= 0.5 * float(learns["cpu_minutes"]) > 0
     assert "| learns | model.width=16 optimizer.lr=0.01 | reached |" in (tmp_path / "t" / "time_to_dice.md").read_text()
-    again = subprocess.run(arguments, capture_output=True, encoding="utf-8", cwd=tmp_path)
+    again = forked.run(arguments, cwd=tmp_path)
     assert "step " not in again.stdout, "nothing is repeated"
 
 
 def test_equal_names_are_refused(tiny_table: Path, tmp_path: Path) -> None:
-    result = subprocess.run(command(tiny_table, tmp_path, "+rows={a b: [], a/b: []}"), capture_output=True, encoding="utf-8")
+    result = forked.run(command(tiny_table, tmp_path, "+rows={a b: [], a/b: []}"))
     assert result.returncode == 2
     assert "differ in more than punctuation" in result.stderr
     assert not (tmp_path / "t").exists()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
         f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "spacing.target_spacing_mm=[4.0,4.0,4.0]",
         "trainer.accelerator=cpu", "stage.batch_size=4", "memory.accumulate=2", "lr_scaling=sqrt",
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path)
+    result = forked.run(command, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     given = float(result.stdout.partition("optimizer.lr=")[2].split()[0])
     with (tmp_path / "f" / "find_lr.csv").open(newline="") as file:
