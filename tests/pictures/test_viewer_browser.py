@@ -40,10 +40,10 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels[10:50, 20:50, 45:70], labels[10:50, 20:50, 10:35] = 1, 2
     image[labels > 0] = -850
     reference = labels.copy()
-    reference[40:56, 10:60, 10:35] = 2
+    reference[40:56, 10:60, 6:35] = 2
     words = ViewerWords(
         "Doe, John (ü)", "warnings", ["look at it"], ["ml", "mean HU"], {1: ["12", "-850"], 2: ["13", "-851"]},
-        {"left_lung": 0.98, "right_lung": 0.71}, 0.85, {"most differences": GRID.index_to_world_xyz_mm([48, 35, 22]).tolist()},
+        {"left_lung": 0.98, "right_lung": 0.71}, 0.85, {"most differences": GRID.index_to_world_xyz_mm([48, 35, 8]).tolist()},
     )  # fmt: skip
     path = tmp_path_factory.mktemp("a viewer (1)") / "case ü.html"
     write_viewer(path, pack_volumes(image, labels, GRID, reference), words, TABLE, (-1000.0, 400.0))
@@ -126,6 +126,7 @@ def test_keys_change_what_is_shown(chromium: Any) -> None:
     before = chromium.execute_script("return document.getElementById('place').textContent")
     press(chromium, "ArrowUp")
     assert chromium.execute_script("return document.getElementById('place').textContent") != before
+    assert lean(shown(chromium), BLUE).sum() > 500
     press(chromium, "h")
     assert lean(shown(chromium), BLUE).sum() == 0
     press(chromium, "h")

@@ -8,7 +8,7 @@
 
   const viewer = new niivue.Niivue({
     logLevel: "error", dragAndDropEnabled: false, isRadiologicalConvention: true, isCornerOrientationText: true, crosshairWidth: 0.5,
-    crosshairColor: [0.4, 0.8, 1, 0.6], fontColor: [0.85, 0.88, 0.9, 1], fontMinPx: 11, multiplanarShowRender: 0, tileMargin: 2,
+    crosshairColor: [0.9, 0.9, 0.9, 0.6], fontColor: [0.85, 0.88, 0.9, 1], fontMinPx: 11, multiplanarShowRender: 0, tileMargin: 2,
     loadingText: "", atlasOutline: 1, clipPlaneHotKey: "", cycleClipPlaneHotKey: "", viewModeHotKey: "", scrollRequiresFocus: false,
   });
   const names = { 0: "" };
