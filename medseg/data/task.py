@@ -142,7 +142,7 @@ class Task:
             dict(data["labels"]),
             regions,
             tuple(Channel(**{**channel, "window_hu": _pair(channel["window_hu"])}) for channel in channels),
-            data.get("least_hu"),
+            None if data.get("least_hu") is None else float(data["least_hu"]),
             data.get("ignore_label"),
             {name: _pair(range_ml) for name, range_ml in data.get("volume_ml", {}).items()},
             {name: tuple(code) for name, code in data.get("codes", {}).items()},

@@ -64,6 +64,10 @@ def _parse(path: Path, block: bytes) -> Nifti1Header:
         f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is {mark!r}; convert an ANALYZE or "
         ".hdr/.img pair first.",
     )
+    require(
+        header_type is not Nifti2Header or header["eol_check"].tolist() in ([13, 10, 26, 10], [0, 0, 0, 0]),
+        f"{path}: the line ends of the NIfTI-2 header were changed, as by a transfer in text mode, and so were its voxels; copy it again.",
+    )
     return header
 
 

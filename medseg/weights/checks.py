@@ -18,6 +18,7 @@ MAX_VALUES = 100_000
 MAX_DEPTH = 20
 MAX_TEXT = 1_000_000
 MAX_INTEGER = 2**63
+MAX_AXES = 8
 DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
 })  # fmt: skip
@@ -83,6 +84,7 @@ def check_tensors(given: str, weights: Mapping[str, Any], num_bytes: int) -> Non
         kind = type(value).__name__
         require(isinstance(value, Tensor), f"{given}: its weights {shown} are no tensor, but a {kind}; take another copy")
         is_dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested and value.dtype in DTYPES
+        is_dense = is_dense and value.ndim <= MAX_AXES
         total += value.numel() * value.element_size() if is_dense else 0
         require(
             is_dense and total <= MAX_NAMES * num_bytes,

@@ -162,4 +162,13 @@ def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
     if not isinstance(state, dict):
         return None, {}
     weights = {name.removeprefix(PREFIX): value for name, value in state.items() if str(name).startswith(PREFIX)}
+    with zipfile.ZipFile(path) as archive:
+        sizes = {part.file_size for part in archive.infolist()}
+    is_whole = all(value.untyped_storage().nbytes() in sizes for value in weights.values() if _is_strided(value))
+    # Torch would take the bytes that follow in the file for the end of a short part.
+    require(is_whole, f"{given}: its weights have other sizes than their parts of the file; take another copy")
     return checkpoint.get("medseg"), weights
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested

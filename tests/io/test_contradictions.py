@@ -62,10 +62,18 @@ def test_pixels_that_are_filled_up_are_read(tmp_path: Path) -> None:
     assert np.array_equal(read_image(path).array, make_hu())
 
 
-@pytest.mark.parametrize("field", ["RescaleSlope", "RescaleIntercept"])
-def test_a_rescale_that_no_scanner_has(tmp_path: Path, field: str) -> None:
-    assert said(scan(tmp_path, **{field: "1e16"})).endswith(
-        "expected a rescale slope and intercept to HU, but the slices have the number 1e+16 in them; choose or export a series in HU."
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("RescaleSlope", "1e16", "a slope of 1e+16"),
+        ("RescaleSlope", "0", "a slope of 0"),
+        ("RescaleSlope", "-1", "a slope of -1"),
+        ("RescaleIntercept", "1e16", "an intercept of 1e+16"),
+    ],
+)
+def test_a_rescale_that_no_scanner_has(tmp_path: Path, field: str, value: str, what: str) -> None:
+    assert said(scan(tmp_path, **{field: value})).endswith(
+        f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from io_volumes import DIRECTIONS, load_itk, make_grid, make_hu, make_labels, save_itk
 
+from medseg.errors import UserError
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_labels
 
@@ -95,6 +96,16 @@ def test_nifti_of_either_version_and_byte_order(tmp_path: Path, kind: type, endi
     for field in ("pixdim", "qform_code", "sform_code", "quatern_b", "qoffset_x", "srow_x", "srow_z", "xyzt_units"):
         assert new.header[field].tobytes() == old.header[field].tobytes(), field
     assert np.array_equal(np.asarray(new.dataobj).T, make_labels())
+
+
+def test_a_nifti_2_file_that_was_copied_as_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "scan.nii"
+    save_nifti(path, make_hu(), q=(TURNED, 1), s=(LIFTED, 2), kind=nib.Nifti2Image)
+    data = path.read_bytes()
+    assert data[4:12] == b"n+2\0\r\n\x1a\n"
+    path.write_bytes(data[:8] + b"\n\x1a\n\0" + data[12:])
+    with pytest.raises(UserError, match="the line ends of the NIfTI-2 header were changed, as by a transfer in text mode"):
+        read_image(path)
 
 
 def test_one_frame_is_squeezed(tmp_path: Path) -> None:

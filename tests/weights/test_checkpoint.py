@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,18 @@ def test_a_flipped_bit_among_the_weights_is_found(checkpoint: Checkpoint, tmp_pa
     assert told(path).endswith("' is wrong); copy it again")
 
 
+def test_a_part_that_is_too_short_takes_no_bytes_of_the_next(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save(checkpoint, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    largest = max(parts, key=lambda name: len(parts[name]) * ("/data/" in name))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content[:-4] if name == largest else content)
+    assert told(path) == "coarse=a.ckpt: its weights have other sizes than their parts of the file; take another copy"
+
+
 def test_the_wrong_stage_and_another_format(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save(checkpoint, path)
@@ -173,6 +186,14 @@ def test_damaged_metadata(checkpoint: Checkpoint, tmp_path: Path, key: str, valu
     else:
         assert sentence.startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
         assert sentence.endswith("); take another copy")
+
+
+@pytest.mark.parametrize("value", ["x", {}, [1]])
+def test_damaged_values_of_the_task(checkpoint: Checkpoint, tmp_path: Path, value: Any) -> None:
+    damaged = copy.deepcopy(checkpoint)
+    damaged["medseg"]["task"]["least_hu"] = value
+    torch.save(damaged, tmp_path / "a.ckpt")
+    assert told(tmp_path / "a.ckpt").startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
 
 
 def fuzz(checkpoint: Checkpoint, folder: Path, count: int, seed: int) -> int:

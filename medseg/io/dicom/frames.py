@@ -356,11 +356,11 @@ def _slice(
     )
     slope, intercept = (read_numbers(places, keyword, 1) for keyword in ("RescaleSlope", "RescaleIntercept"))
     rescale_type = _text(field_of(places, "RescaleType"))
-    # US means unspecified.
-    what = "a slope of 0" if slope == (0,) else "" if rescale_type.upper() in ("", "HU", "HU_MOD", "US") else plain(rescale_type)
-    too_large = next((one for one in (*(slope or ()), *(intercept or ())) if abs(one) > MAX_RESCALE), None)
-    what = f"the number {too_large:g} in them" if too_large else what
-    what = "a table of values" if header.get("ModalityLUTSequence") else what if is_hu or slope == (0,) or too_large else ""
+    # A negative slope would exchange air and bone. US means unspecified.
+    wrong = [f"a slope of {one:g}" for one in slope or () if not 0 < one <= MAX_RESCALE]
+    wrong += [f"an intercept of {one:g}" for one in intercept or () if abs(one) > MAX_RESCALE]
+    what = "" if not is_hu or rescale_type.upper() in ("", "HU", "HU_MOD", "US") else plain(rescale_type)
+    what = "a table of values" if header.get("ModalityLUTSequence") else wrong[0] if wrong else what
     require(
         not what, f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
     )
