@@ -1,9 +1,9 @@
 /* Peak of the bytes that a process holds from posix_memalign, from which torch takes the memory of all CPU tensors.
  *
  *     cc -O2 -shared -fPIC allocations.c -o allocations.so -ldl
- *     ALLOCATIONS=<file> LD_PRELOAD=./allocations.so python train.py …
+ *     ALLOCATIONS=<prefix> LD_PRELOAD=./allocations.so python train.py …
  *
- * The process that began writes the peak in bytes to the file at its end; processes that it forks write nothing. */
+ * Each program writes its peak in bytes to <prefix>.<process> at its end; processes that it forks write nothing. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -30,8 +30,11 @@ __attribute__((constructor)) static void begin(void) {
 }
 
 __attribute__((destructor)) static void end(void) {
-    const char *path = getenv("ALLOCATIONS");
-    FILE *file = path && getpid() == first ? fopen(path, "w") : NULL;
+    const char *prefix = getenv("ALLOCATIONS");
+    char path[4096];
+    if (!prefix || getpid() != first) return;
+    snprintf(path, sizeof path, "%s.%d", prefix, (int)first);
+    FILE *file = fopen(path, "w");
     if (file) {
         fprintf(file, "%zu\n", peak);
         fclose(file);
@@ -41,7 +44,7 @@ __attribute__((destructor)) static void end(void) {
 int posix_memalign(void **out, size_t alignment, size_t size) {
     if (!real_memalign) begin();
     int code = real_memalign(out, alignment, size);
-    /* An odd address marks a slot whose entry was removed. */
+    /* The address 1 marks a slot whose entry was removed. */
     if (code == 0 && size) {
         pthread_mutex_lock(&lock);
         uint32_t slot = slot_of((uintptr_t)*out);
