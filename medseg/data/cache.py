@@ -104,7 +104,7 @@ class CachedCase:
         """
         array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
         require(
-            self.stamp in (None, (self.folder / "case.json").stat().st_mtime_ns),
+            self.stamp is None or self.stamp == (self.folder / "case.json").stat().st_mtime_ns,
             f"The cache entry of the case {self.name!r} was built anew by another process while this one used it; start again.",
         )
         return array
