@@ -41,17 +41,22 @@ def count(make_network: Any, **arguments: Any) -> StepMemory:
 
 
 def test_one_convolution_by_hand() -> None:
-    memory = count(
-        lambda: nn.Sequential(nn.Conv3d(1, 4, 1)), image_shape=(2, 1, 4, 4, 4), loss=SumLoss(), make_optimizer=Momentum
-    )
     weights, voxels = (4 + 4) * 4, 2 * 4**3
-    assert (memory.parameters, memory.gradients, memory.optimizer_state) == (weights, weights, weights)
-    assert (memory.voxels, memory.input, memory.target) == (voxels, voxels * 4, voxels)
-    assert memory.saved == {"loss": 4}  # the convolution keeps the input and its weight, which are there anyway
+    one, two = (
+        count(lambda: nn.Sequential(nn.Conv3d(1, 4, 1)), image_shape=shape, loss=SumLoss(), make_optimizer=Momentum)
+        for shape in ((1, 1, 8, 4, 4), (2, 1, 4, 4, 4))
+    )
+    for memory in (one, two):
+        assert (memory.parameters, memory.gradients, memory.optimizer_state) == (weights, weights, weights)
+        assert (memory.voxels, memory.input, memory.target) == (voxels, voxels * 4, voxels)
+        assert memory.saved == {"loss": 4}  # the convolution keeps the input and its weight, which are there anyway
+        assert sum(memory.peak_live.values()) == memory.peak
     # Just after the sum: its argument (4 channels) is still there, and no gradient yet.
-    assert memory.peak == weights * 2 + voxels * (4 + 1 + 4 * 4) + 4
-    assert memory.peak_at == "forward loss"
-    assert sum(memory.peak_live.values()) == memory.peak
+    assert one.peak == weights * 2 + voxels * (4 + 1 + 4 * 4) + 4
+    assert one.peak_at == "forward loss"
+    # Two samples have a loss each. In the backward pass their gradients are joined to one of 4 channels, which is still there when the
+    # gradients of the weights are made; the loss and its own gradient are numbers.
+    assert two.peak == weights * 3 + voxels * (4 + 1 + 4 * 4) + 4 + 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
