@@ -9,6 +9,7 @@ import torch
 
 from medseg.build.device import pick_device, pick_device_type, propose_workers
 from medseg.config.schema import PlanConfig
+from medseg.config.targets import TARGET
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
@@ -87,7 +88,8 @@ class Machine:
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
-        self.process: Callable[[], ProcessMemory] = cache(lambda: process_memory(self.folder, has_logger=bool(config.logger)))
+        libraries = {"has_logger": bool(config.logger), "has_monai": config.model[TARGET].startswith("monai.")}
+        self.process: Callable[[], ProcessMemory] = cache(lambda: process_memory(self.folder, **libraries))
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
         self._evaluations: dict[str, int] = {}
 

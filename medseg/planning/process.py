@@ -34,10 +34,13 @@ from medseg.runs.signature import plain
 INTERVAL_S = 0.02
 # A training of the smallest size with one loader worker, a validation, its picture and its checkpoints.
 REHEARSAL = [
-    "train", "stage=coarse", "steps=2", "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage.patch_size=[16,16,16]",
+    "train", "stage=coarse", "steps=2", "stage.patch_size=[16,16,16]",
     "inference.tile_size=[16,16,16]", "stage.slab_share=0", "data.phantoms.num_train=1", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
     "data.num_workers=1", "trainer.accelerator=cpu", "trainer.threads=1", "spacing=isotropic_4mm",
 ]  # fmt: skip
+# A small network of ours or of MONAI, whose libraries take more memory.
+SMALL_UNET = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
+SMALL_MONAI = ["model=segresnet", "model.init_filters=8", "model.blocks_down=[1,1,1]", "model.blocks_up=[1,1]"]
 
 
 class ProcessMemory(NamedTuple):
@@ -64,27 +67,29 @@ class SampleCost(NamedTuple):
     seconds: float
 
 
-def process_memory(folder: Path, *, has_logger: bool) -> ProcessMemory:
+def process_memory(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessMemory:
     """Measure the resident memory of a run beside its tensors by a tiny training; read it where it was measured before.
 
     Args:
         folder: Folder of the machine's measurements.
         has_logger: Whether a logger is loaded, which brings libraries of its own.
+        has_monai: Whether the network is one of MONAI's, likewise.
 
     Raises:
         UserError: If the training fails.
     """
     names = ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard")
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names if _is_installed(name))
-    path = folder / f"process {versions}{'' if has_logger else ' no logger'}.json"
+    path = folder / f"process {versions}{'' if has_logger else ' no logger'}{' MONAI network' if has_monai else ''}.json"
     known = _read(path)
     if known is not None:
         return ProcessMemory(int(known[0]), int(known[1]))
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
-        places = [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache", *([] if has_logger else ["logger=none"])]
+        parts = [*(SMALL_MONAI if has_monai else SMALL_UNET), *([] if has_logger else ["logger=none"])]
+        parts += [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache"]
         # The first training also makes scan and cache, which takes more memory.
         for number in range(2):
-            found = _watched_training([*REHEARSAL, *places, f"hydra.run.dir={name}/run{number}"], Path(name) / "log")
+            found = _watched_training([*REHEARSAL, *parts, f"hydra.run.dir={name}/run{number}"], Path(name) / "log")
     with suppress(UserError):  # a folder that cannot be written: measured again the next time
         replace_text(path, json.dumps(found))
     return found
