@@ -30,6 +30,8 @@ from medseg.planning.estimate import STEP, Estimate, Machine, estimate
 from medseg.planning.step import Shape, evaluated_shape, num_shares, samples_per_rank
 
 MIB = 2**20
+# Part of the peak by which a row of the printed front is below the one before; the file has all.
+STEP_DOWN = 0.05
 # Times that the budget is lowered where the count of the chosen set exceeds the model's.
 TRIES = 3
 
@@ -109,7 +111,11 @@ def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int)
 def print_front(options: Sequence[Option], config: PlanConfig) -> None:
     """Print the sets of switches that no other one beats in peak and seconds; draw them beside the output file."""
     print(f"{'no other switches have a lower peak in less time':52s}{'MiB':>10s}{'s/step':>10s}")
-    for option in options:
+    shown = list(options[:1])
+    for option in options[1:]:
+        if option is options[-1] or option.peak <= (1 - STEP_DOWN) * shown[-1].peak:
+            shown.append(option)
+    for option in shown:
         print(f"{option.peak / MIB:62.1f}{option.seconds:10.3f}  {choose_line(option, {})}")
     if config.output is not None:
         path = Path(config.output).with_suffix(".png")
