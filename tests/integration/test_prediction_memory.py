@@ -44,14 +44,22 @@ run_command("predict")
 """
 
 
+# A process counts the memory of the one that started it, so a small one starts it.
+STARTER = """
+import os, sys
+process = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
+_, status, usage = os.wait4(process, 0)
+print("", usage.ru_maxrss, sep="\\n")
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 def peak_bytes(command: Sequence[str], folder: Path) -> int:
     """Run a command to its end; the most memory that it held resident."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    starter = [sys.executable, "-c", STARTER, *command]
+    result = subprocess.run(starter, cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    return int(result.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
 
 
 def make_scan(path: Path, view: str, num_slices: int, slice_mm: float, repeats: int) -> None:
