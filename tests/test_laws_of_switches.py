@@ -166,6 +166,7 @@ def test_a_fused_optimizer_takes_the_steps_of_the_plain_one_with_clipping(
             "image": torch.randn(1, 1, 8, 8, 12, generator=generator),
             "target": torch.randint(3, (1, 8, 8, 12), generator=generator),
             "region": torch.zeros(1, dtype=torch.int64),
+            "number": [0],
         }
         for _ in range(2)
     ]
@@ -188,6 +189,7 @@ def samples(kind: str) -> list[Sample]:
             "inside": torch.tensor([(0, size) for size in shape]),
             "region": n % 2,
             "case": str(n),
+            "number": n,
             "spacing_mm": (1.0, 1.0, 1.0),
         }
         for n, shape in enumerate(SHAPES[kind])

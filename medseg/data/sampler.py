@@ -34,12 +34,12 @@ def sample_rng(seed: int, n: int, stream: int = SAMPLES) -> np.random.Generator:
 
 
 def torch_seed(seed: int, step: int, part: int = 0) -> int:
-    """Derive the seed for torch's own generators (dropout) at one micro-batch of one step.
+    """Derive the seed for torch's own generators (dropout) at one sample of one step.
 
     Args:
         seed: Seed of the run.
         step: Optimiser step.
-        part: Index of the micro-batch among those of all ranks; it must not depend on the number of ranks.
+        part: Number of the sample, or of the first one of a stack.
 
     Returns:
         A seed, 0 ≤ seed < 2**63.

@@ -47,6 +47,7 @@ Sample = dict[str, Any]
 * `region`: number of the region in the task; 0 for the coarse stage.
 * `case`: name of the case.
 * `spacing_mm`: voxel spacing of the sample, (z, y, x).
+* `number`: number of the sample in the run.
 """
 
 
@@ -210,7 +211,8 @@ class Samples(Dataset[Sample]):
                 image, target = warp.apply(image, target, shape)
             if self.augmentation is not None:
                 image, target = self.augmentation.alter(image, target, rng, spacing_mm)
-        return {"image": image, "target": target, "inside": inside, "region": number, "case": case.name, "spacing_mm": spacing_mm}
+        named = {"region": number, "case": case.name, "spacing_mm": spacing_mm, "number": n}
+        return {"image": image, "target": target, "inside": inside, **named}
 
     def _draw_intensities(self, case: CachedCase, rng: np.random.Generator) -> list[Intensity]:
         """Make the map of each channel: of its window, which the augmentation moves, or that of the case."""
@@ -375,7 +377,7 @@ def collate(
         is_stacked: Whether all samples of the run have one shape, and make one stack.
 
     Returns:
-        Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region (n,) int64; lists of n: case, spacing_mm.
+        Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region (n,) int64; lists of n: case, spacing_mm, number.
     """
     if not is_stacked:
         return [part for sample in samples for part in collate([sample], multiple)]
@@ -388,6 +390,7 @@ def collate(
             "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
             "case": [sample["case"] for sample in samples],
             "spacing_mm": [sample["spacing_mm"] for sample in samples],
+            "number": [sample["number"] for sample in samples],
         }
     ]
 

@@ -88,22 +88,17 @@ class SegmentationModule(pl.LightningModule):
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"}}
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Seed torch by the place of the micro-batch in the run."""
-        part = (batch_idx % self.accumulate) * self.trainer.world_size + self.global_rank
-        torch.manual_seed(torch_seed(self.seed, self.global_step, part))
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the mean loss of the samples of one micro-batch; Lightning divides it by the number of micro-batches.
 
         Each sample has its own loss at its own shape, and each counts the same: the gradient of a step does not depend on how its samples
         are divided among micro-batches and ranks. A loss of a whole batch (batch Dice) is computed for each stack.
         """
-        losses = [
-            found
-            for stack in batch
-            for found in sample_losses(self.loss, self.network(stack["image"], stack["region"]), stack["target"])
-        ]
+        losses: list[tuple[Tensor, int]] = []
+        for stack in batch:
+            # Dropout follows the sample, whichever micro-batch and rank computes it.
+            torch.manual_seed(torch_seed(self.seed, self.global_step, stack["number"][0]))
+            losses += sample_losses(self.loss, self.network(stack["image"], stack["region"]), stack["target"])
         loss = mean_of_samples(losses)
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()

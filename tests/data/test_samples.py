@@ -284,6 +284,7 @@ def test_collation_fills_at_the_end_as_prediction_does() -> None:
             "spacing_mm": (1.0, 1.0, 1.0),
             "region": n,
             "case": f"c{n}",
+            "number": n,
         }
         for n, shape in enumerate([(3, 9, 4), (5, 2, 4)])
     ]

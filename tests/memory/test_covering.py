@@ -128,6 +128,7 @@ def batch(numbers: range) -> dict[str, Tensor]:
         "image": torch.stack([image for image, _ in samples]),
         "target": torch.stack([target for _, target in samples]),
         "region": torch.tensor([number % 2 for number in numbers]),
+        "number": list(numbers),
     }
 
 

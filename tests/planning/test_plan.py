@@ -234,6 +234,7 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     batch = {
         "image": torch.zeros(1, 1, 32, 32, 48), "target": torch.zeros(1, 32, 32, 48, dtype=torch.uint8),
         "region": torch.zeros(1, dtype=torch.int64),
+        "number": [0],
     }  # fmt: skip
     tracker = MemoryTracker()
     peaks = Peaks(tracker)

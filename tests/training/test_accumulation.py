@@ -23,14 +23,15 @@ SMALL = [
 ]  # fmt: skip
 
 
-def make_batch(numbers: range) -> dict[str, Tensor]:
+def make_batch(numbers: range) -> dict[str, Any]:
     """Samples by number, in fp64."""
     images, targets = [], []
     for number in numbers:
         generator = torch.Generator().manual_seed(number)
         images.append(torch.randn(1, 12, 16, 20, generator=generator, dtype=torch.float64))
         targets.append(torch.randint(2, (12, 16, 20), generator=generator))
-    return {"image": torch.stack(images), "target": torch.stack(targets), "region": torch.tensor([n % 2 for n in numbers])}
+    regions = torch.tensor([n % 2 for n in numbers])
+    return {"image": torch.stack(images), "target": torch.stack(targets), "region": regions, "number": list(numbers)}
 
 
 class Rates(pl.Callback):

@@ -53,6 +53,7 @@ def test_anomaly_detection_stops_at_the_operation_that_made_a_nan(fit: Callable[
         "image": torch.randn(1, 1, 8, 8, 8),
         "target": torch.zeros(1, 8, 8, 8, dtype=torch.uint8),
         "region": torch.zeros(1, dtype=torch.int64),
+        "number": [0],
     }
 
     def change(module: Any) -> None:

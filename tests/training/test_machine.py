@@ -27,6 +27,7 @@ def make_batch(seed: int) -> dict[str, Any]:
         "image": torch.randn(1, 1, 8, 8, 12, generator=generator),
         "target": torch.randint(2, (1, 8, 8, 12), generator=generator),
         "region": torch.zeros(1, dtype=torch.int64),
+        "number": [0],
     }
 
 

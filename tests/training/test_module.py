@@ -89,22 +89,42 @@ def test_a_distance_to_a_label_that_was_not_found_leaves_no_mean(scores: tuple[f
     assert logged == {"val/hd95": pytest.approx(mean, nan_ok=True)}
 
 
-def test_dropout_is_a_function_of_seed_step_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dropped(seed: int, step: int, batch_idx: int, rank: int = 0, num_ranks: int = 1) -> tuple[float, ...]:
-        module = make_module(nn.Dropout(0.5), seed, accumulate=2 // num_ranks)
-        module.trainer = SimpleNamespace(world_size=num_ranks)  # type: ignore[assignment]
-        monkeypatch.setattr(SegmentationModule, "global_step", step)
-        monkeypatch.setattr(SegmentationModule, "global_rank", rank)
-        torch.rand(step + batch_idx)  # whatever was drawn before
-        module.on_train_batch_start({}, batch_idx)
-        return tuple(module.network(torch.ones(64)).tolist())
+class Dropped(nn.Module):
+    """Network that keeps what dropout left of each image."""
 
-    first = dropped(1, 3, 6)
-    assert dropped(1, 3, 6) == first
-    assert dropped(1, 3, 8) == first, "only the place among the micro-batches of the step counts"
-    assert dropped(1, 3, 3, rank=0, num_ranks=2) == first, "two ranks share what one accumulates"
-    assert dropped(1, 3, 3, rank=1, num_ranks=2) == dropped(1, 3, 7)
-    assert len({first, dropped(1, 3, 7), dropped(1, 4, 6), dropped(2, 3, 6)}) == 4
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, ...]] = []
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(image)
+        self.seen.append(tuple(dropped.flatten().tolist()))
+        return dropped
+
+
+class LogitsSum(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return logits.sum()
+
+
+def test_dropout_is_a_function_of_seed_step_and_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dropped(seed: int, step: int, *numbers: int) -> list[tuple[float, ...]]:
+        """What dropout leaves of the samples of a micro-batch."""
+        network = Dropped()
+        module = make_module(network, seed)
+        module.loss = LogitsSum()
+        module.log = lambda *_, **__: None  # type: ignore[method-assign]
+        monkeypatch.setattr(SegmentationModule, "global_step", step)
+        torch.rand(step + len(numbers))  # whatever was drawn before
+        image, target = torch.ones(1, 1, 4, 4, 4), torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
+        module.training_step(
+            [{"image": image, "target": target, "region": torch.tensor([0]), "number": [number]} for number in numbers], 0
+        )
+        return network.seen
+
+    together = dropped(1, 3, 6, 7)
+    assert dropped(1, 3, 7) + dropped(1, 3, 6) == together[::-1], "whichever micro-batch or rank computes a sample"
+    assert len({*together, *dropped(1, 4, 6), *dropped(2, 3, 6)}) == 4
 
 
 class Run:

@@ -120,6 +120,7 @@ def make_batch(seed: int, num_samples: int = 1) -> dict[str, Any]:
         "image": torch.randn(num_samples, 1, 8, 8, 12, generator=generator),
         "target": torch.randint(3, (num_samples, 8, 8, 12), generator=generator),
         "region": torch.zeros(num_samples, dtype=torch.int64),
+        "number": list(range(num_samples)),
     }
 
 
