@@ -52,13 +52,16 @@ def test_only_larger_arrays_of_this_thread_are_files() -> None:
     assert num_files() == before
 
 
-def test_released_pages_leave_the_memory_and_keep_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "RELEASE_INTERVAL_S", 1000.0)
+def test_released_pages_leave_the_memory_and_keep_their_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bytes_held() -> int:
+        return sum(area.rss for area in psutil.Process().memory_maps() if area.path.startswith(str(folder)))
+
+    monkeypatch.setattr(scratch, "_release_repeatedly", lambda: None)
     array = scratch_array((64, 2**20), np.uint8)
     array[...] = np.arange(64, dtype=np.uint8)[:, None]
-    held = psutil.Process().memory_info().rss
+    assert bytes_held() == 64 * 2**20
     release_pages()
-    assert held - psutil.Process().memory_info().rss > 60 * 2**20
+    assert bytes_held() == 0
     assert (array[:, ::4096] == np.arange(64)[:, None]).all()
 
 
