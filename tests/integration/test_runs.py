@@ -155,6 +155,7 @@ def logged(run_dir: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "settings",
     [
