@@ -25,6 +25,7 @@ from medseg.inference.tile_workers import TileWorkers
 from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs, round_up
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
+from medseg.metrics.scores import USUAL_AGREEMENT
 from medseg.models.blocks import InstanceNorm
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
@@ -61,7 +62,7 @@ class CascadeOptions:
     min_region_ml: float = 5.0
     min_region_share: float = 0.01
     min_agreement: float = 0.1
-    usual_agreement: float = 0.85
+    usual_agreement: float = USUAL_AGREEMENT
     max_volume_ratio: float = 8.0
     overlap: float = 0.5
     budget_gib: float = 1.0

@@ -31,6 +31,7 @@ def evaluate(config: EvaluateConfig) -> int:
         config.pictures,
         metrics=metrics,
         num_pictures=config.num_pictures,
+        num_viewers=config.num_viewers,
         baseline=Path(config.baseline) if config.baseline else None,
     )
     return EXIT_FAILED if summary.failed else 0

@@ -735,10 +735,18 @@ class EvaluateConfig:
     ref: Annotated[str, Knob("Case table, or folder of label maps.")]
     output: Annotated[str, Knob("Folder of the scores.")]
     split: Annotated[Text, Knob("With a case table: this part only (train, val, test).")]
-    pictures: Annotated[bool, Knob("Draw overlays.")]
+    pictures: Annotated[bool, Knob("Draw overlays and viewers.")]
     num_pictures: Annotated[
         int,
         Knob("Overlays in report.html, the worst cases first; it links to the others.", "[0, inf)", "pictures of about 0.1 MB"),
+    ]
+    num_viewers: Annotated[
+        int,
+        Knob(
+            "Viewers with the reference (viewers/), the worst cases first; report.html links to them.",
+            "[0, inf)",
+            "files of up to 12 MB",
+        ),
     ]
     baseline: Annotated[
         Text, Knob("Folder of scores of another evaluation: report.html has the differences on the same cases; null: none.")

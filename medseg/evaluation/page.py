@@ -80,7 +80,8 @@ def _case_means(rows: Sequence[Row], wanted: Collection[tuple[str, str]], metric
 def write_page(
     rows: Sequence[Row],
     statistics: Sequence[Row],
-    predictions: Mapping[str, Path],
+    viewers: Mapping[str, Path],
+    prediction_viewers: Mapping[str, Path],
     output: Path,
     num_pictures: int,
     progress: Callable[[str], None],
@@ -96,7 +97,8 @@ def write_page(
     Args:
         rows: Scores, at least one row.
         statistics: Statistics over all trusts.
-        predictions: Case to the stem of its files beside the prediction.
+        viewers: Case to its viewer with the reference.
+        prediction_viewers: Case to the viewer that `predict` wrote beside the label map.
         output: Folder to write to.
         num_pictures: Largest number of overlays inside the page.
         progress: Takes each line for the console.
@@ -118,11 +120,11 @@ def write_page(
                     f"{region}: Dice {write_difference(one)} to the baseline, {one.cases} cases ({one.better} better, {one.worse} worse)"
                 )
     files = {}
-    for case, stem in predictions.items():
+    for case in {row["case"]: None for row in rows}:
         picture = overlays / f"{case}.png" if overlays else None
         picture = picture if picture and picture.is_file() else None
-        viewer = stem.with_name(f"{stem.name}.html")
-        files[case] = Files(picture, _link(picture, output) if picture else "", _link(viewer, output) if viewer.is_file() else "")
+        linked = picture, viewers.get(case), prediction_viewers.get(case)
+        files[case] = Files(picture, *(_link(path, output) if path else "" for path in linked))
     page = render_cases(
         rows,
         statistics,

@@ -9,20 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from medseg.data.case_table import Case
 from medseg.data.task import LabelValues, Region, Task
 from medseg.errors import UserError, require
-from medseg.evaluation.matching import Reference, check_grid, find_predictions, find_references, read_pair, some_of
+from medseg.evaluation.case_viewer import SUFFIX
+from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair, some_of
 from medseg.evaluation.page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
-from medseg.geometry.grid import VoxelGrid
+from medseg.evaluation.pictures import draw_overlay, write_viewers
+from medseg.evaluation.reports import COSTS, beside, read_cost, scan_of
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
-from medseg.io.read import read_image
-from medseg.io.text import read_json
 from medseg.metrics.scores import score_region
-from medseg.pictures.overlay import overlay_montage
 from medseg.pictures.plots import score_plot
-from medseg.preprocess.orient import orient
 from medseg.report.tables import refuse_table, table_lines, write_csv
 
 METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
@@ -34,9 +31,6 @@ _HEADINGS = {
     "nsd_2mm": "NSD 2mm", "hd95_mm": "HD95 mm", "infinite": "inf", "worst_case": "worst case",
 }  # fmt: skip
 MAX_FILE_VALUE = 65535
-# Costs of a prediction: seconds from file to file, area under its memory over time, most memory of its process.
-COSTS = ("total_s", "memory_gb_s", "peak_gb")
-
 Row = Mapping[str, Any]
 
 
@@ -75,9 +69,10 @@ def evaluate_folder(
     progress: Callable[[str], None] = print,
     metrics: Mapping[str, RegionMetric] | None = None,
     num_pictures: int = 24,
+    num_viewers: int = 10,
     baseline: Path | None = None,
 ) -> EvaluationSummary:
-    """Score the label maps of a folder; write `report.html`, `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json`, pictures.
+    """Score the label maps of a folder; write `report.html`, `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json`, pictures, viewers.
 
     A failing case is reported and does not affect the others. A region whose labels the references do not name
     (`label_values`) is left out.
@@ -90,10 +85,12 @@ def evaluate_folder(
         label_values: Value in the reference files to name of the label; names unknown to the task are background.
         labels_column: Column of the case table with the label maps.
         split: Part of the case table to score; None scores every case.
-        pictures: Whether to draw `scores.png`, and `overlays/<case>.png` where the image is known.
+        pictures: Whether to draw `scores.png` and, where the image is known, `overlays/<case>.png` and `viewers/<case>.html`. The case table
+            names the image, or else the report of the prediction.
         progress: Takes each line for the console.
         metrics: Further metrics by name.
         num_pictures: Largest number of overlays inside `report.html`, the worst cases first.
+        num_viewers: Largest number of viewers, the worst cases first.
         baseline: Output folder of another evaluation; `differences.csv` gets the differences on the same cases.
 
     Returns:
@@ -124,6 +121,10 @@ def evaluate_folder(
         ],
     )
     overlays = output / "overlays" if pictures else None
+    for name in (reference.name for reference in labelled.values()):  # of an earlier evaluation
+        (output / "viewers" / f"{name}{SUFFIX}").unlink(missing_ok=True)
+        if overlays:
+            (overlays / f"{name}.png").unlink(missing_ok=True)
     for number, key in enumerate(common, start=1):
         line = _score_case(summary, predictions[key], references[key], regions, task, label_values, overlays, metrics or {})
         progress(f"[{number}/{len(common)}] {references[key].name}: {line}")
@@ -132,9 +133,13 @@ def evaluate_folder(
     if pictures and summary.rows:
         score_plot(summary.rows, output / "scores.png")
     _report(summary, progress)
-    stems = {references[key].name: predictions[key][0].with_name(case_name(predictions[key][0])) for key in common}
     if summary.rows:
-        _write_page(summary, stems, output, overlays, num_pictures, baseline, baseline_rows, progress)
+        pairs = {references[key].name: (predictions[key], references[key]) for key in common}
+        viewers = {}
+        if overlays:
+            viewers = write_viewers(summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers)
+        found = {name: path for name, (files, _) in pairs.items() if (path := beside(files[0], SUFFIX)).is_file()}
+        _write_page(summary, viewers, found, output, overlays, num_pictures, baseline, baseline_rows, progress)
     progress(f"written to {output}")
     if summary.without_prediction:
         progress(
@@ -224,10 +229,9 @@ def _score_case(
         dices.append(f"{region.name} {scores['dice']:.4f}")
     if cost := read_cost(pred_files[0]):
         summary.costs[reference.name] = cost
-    if overlays is not None and case is not None:
-        (overlays / f"{case.name}.png").unlink(missing_ok=True)  # of an earlier evaluation
+    if overlays is not None and (scan := scan_of(reference, pred_files[0], task)) is not None:
         try:
-            summary.warnings += [f"{case.name}: {remark}" for remark in _draw(case, pred, target, grid, task, overlays)]
+            summary.warnings += [f"{scan.name}: {remark}" for remark in draw_overlay(scan, pred, target, grid, task, overlays)]
         except (UserError, OSError, ValueError) as error:
             summary.warnings.append(f"{reference.name}: no picture, {error}")
     return f"Dice {', '.join(dices)}"
@@ -242,38 +246,6 @@ def _further_scores(
 
     maps = [torch.from_numpy(mask.astype(np.uint8)) for mask in masks]
     return {name: metric(maps[0], maps[1], spacing_mm) for name, metric in metrics.items()}
-
-
-def read_cost(prediction: Path) -> dict[str, float]:
-    """Read the `COSTS` of a prediction from the report beside its label map; empty where there is no such report."""
-    try:
-        report = read_json(prediction.parent / f"{case_name(prediction)}.json")
-        costs = [float(report["durations_s"]["total"]), float(report["memory_gb_s"]), report["peak_resident_bytes"] / 1e9]
-    except (UserError, ValueError, KeyError, TypeError, OverflowError):
-        return {}
-    return dict(zip(COSTS, costs, strict=True)) if all(map(math.isfinite, costs)) else {}
-
-
-def _draw(case: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path) -> tuple[str, ...]:
-    """Draw a case on its image; returns the remarks of the reader of the image.
-
-    Raises:
-        UserError: If the image cannot be read or has another grid.
-    """
-    volume = read_image(case.image, case.series, task.channels[0].modality)
-    image_hu, image_grid, _ = orient(case.hu.apply(volume.array), volume.grid)
-    check_grid("image's", image_grid, "labels'", grid)
-    overlay_montage(
-        image_hu,
-        pred,
-        target,
-        grid.spacing_mm,
-        folder / f"{case.name}.png",
-        case.name,
-        label_names={value: name for name, value in task.labels.items()},
-        window_hu=task.channels[0].window_hu,
-    )
-    return volume.remarks
 
 
 def _write(summary: EvaluationSummary, output: Path) -> None:
@@ -296,7 +268,8 @@ def _write(summary: EvaluationSummary, output: Path) -> None:
 
 def _write_page(
     summary: EvaluationSummary,
-    stems: Mapping[str, Path],
+    viewers: Mapping[str, Path],
+    prediction_viewers: Mapping[str, Path],
     output: Path,
     overlays: Path | None,
     num_pictures: int,
@@ -308,7 +281,8 @@ def _write_page(
     write_page(
         summary.rows,
         [one for one in summary.statistics if one["trust"] == ALL],
-        stems,
+        viewers,
+        prediction_viewers,
         output,
         num_pictures,
         progress,

@@ -10,10 +10,18 @@ import numpy as np
 
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.join import paste_percent
-from medseg.cascade.stage import CascadeOptions
 from medseg.data.reference import read_reference
 from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError
+from medseg.evaluation.case_viewer import (
+    SUFFIX,
+    CaseReport,
+    PackedCase,
+    pack_case,
+    structures_of,
+    write_case_viewer,
+    written_figures,
+)
 from medseg.evaluation.matching import check_grid, task_values
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, input_format
@@ -21,7 +29,6 @@ from medseg.io.label_table import Structure, itk_snap_text
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
-from medseg.pictures.overlay import colour_of
 from medseg.pictures.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
 from medseg.prediction.scans import Scan
 from medseg.preprocess.orient import orient, orientation_of, oriented_grid
@@ -31,7 +38,7 @@ UNCERTAINTY = "uncertainty"
 # What follows the name of the case in the name of a file, by its name in `save`.
 ENDINGS = {
     "preview": ".preview.png",
-    "viewer": ".html",
+    "viewer": SUFFIX,
     "dicom_seg": ".seg.dcm",
     "rtstruct": ".rtstruct.dcm",
     "itksnap": ".itksnap.txt",
@@ -67,15 +74,11 @@ class Views:
 
     Attributes:
         slices: Slices of the preview; empty without one.
-        volumes: `ViewerVolumes`; None without a viewer.
-        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS; None without a difference.
-        reference_dice: Label name to its Dice coefficient with the reference; empty without one.
+        packed: Volumes of the viewer; None without one.
     """
 
     slices: Sequence[PreviewSlice] = ()
-    volumes: Any = None
-    worst_xyz_mm: Sequence[float] | None = None
-    reference_dice: Mapping[str, float] = field(default_factory=dict)
+    packed: PackedCase | None = None
 
 
 def result_paths(output: Path, cascade: Cascade, save: Sequence[str]) -> dict[tuple[str, str], Path]:
@@ -117,14 +120,6 @@ def check_kinds(scan: Scan, save: Sequence[str]) -> None:
         )
 
 
-def structures_of(task: Task) -> list[Structure]:
-    """Describe the labels of a task; those without a colour get one of the palette."""
-    return [
-        Structure(name, value, task.colours.get(name) or colour_of(number), task.codes.get(name, ()))
-        for number, (name, value) in enumerate(task.labels.items())
-    ]
-
-
 def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, wanted: Wanted) -> Views:
     """Copy what the pictures of a case need of its voxels; a reference that cannot be used is told in the warnings of the result."""
     slices: Sequence[PreviewSlice] = ()
@@ -133,8 +128,6 @@ def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, wan
         slices = cut_slices(image, orientation.to_lps(result.labels), grid.spacing_mm)
     if "viewer" not in wanted.save:
         return Views(slices)
-    from medseg.pictures.viewer import pack_volumes  # Jinja2 takes 10 MiB
-
     reference = None
     if scan.labels is not None:
         try:
@@ -142,27 +135,7 @@ def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, wan
         except (UserError, OSError, ValueError) as error:
             result.warnings.append(f"the viewer shows no reference: {error}")
             result.status = "warnings" if result.status == "ok" else result.status
-    volumes = pack_volumes(volume.array, result.labels, volume.grid, reference, is_ct=task.is_ct, max_mb=wanted.max_mb)
-    if reference is None:
-        return Views(slices, volumes)
-    _, grid, orientation = orient(volume.array, volume.grid)
-    pred, target = orientation.to_lps(result.labels), orientation.to_lps(reference)
-    worst, most = None, 0
-    counts = np.zeros((3, 1 + max(task.labels.values())), dtype=np.int64)  # of prediction, reference and both, by value
-    for index, (found, expected) in enumerate(zip(pred, target, strict=True)):
-        is_equal = found == expected
-        for row, values in enumerate((found, expected, found[is_equal])):
-            counts[row] += np.bincount(values.ravel(), minlength=counts.shape[1])[: counts.shape[1]]
-        number = found.size - int(np.count_nonzero(is_equal))
-        if number > most:
-            y, x = (float(axis.mean()) for axis in np.nonzero(~is_equal))
-            worst, most = grid.index_to_world_xyz_mm([index, y, x]).tolist(), number
-    dice = {
-        name: 2 * int(counts[2, value]) / total
-        for name, value in task.labels.items()
-        if (total := int(counts[0, value] + counts[1, value]))
-    }
-    return Views(slices, volumes, worst, dice)
+    return Views(slices, pack_case(volume.array, result.labels, volume.grid, reference, task, wanted.max_mb))
 
 
 def _read_reference(scan: Scan, path: Path, volume: Volume, task: Task, label_values: LabelValues) -> np.ndarray:
@@ -222,7 +195,9 @@ def write_results(
         elif kind == "preview":
             _write_preview(path, result, views, task, structures)
         elif kind == "viewer":
-            _write_viewer(path, result, views, task, structures)
+            assert views.packed is not None, "a viewer takes one"
+            report = CaseReport(result.status, result.warnings, result.agreements, result.most_disputed_xyz_mm)
+            write_case_viewer(path, views.packed, result.statistics, report, task)
         elif kind == "itksnap":
             replace_text(path, itk_snap_text(structures))
         else:
@@ -238,26 +213,13 @@ def write_results(
                 write_structure_set(path, result.labels, slices, structures)
 
 
-def _figures(result: Segmentation, name: str) -> dict[str, str]:
-    """Figures of a label for readers, by heading; those in HU only where there are any."""
-    own = result.statistics.get(name, {})
-    figures = {"ml": f"{own.get('ml') or 0:.0f}"}
-    if own.get("mean_hu") is not None:
-        figures |= {
-            "mean HU": f"{own['mean_hu']:.0f}",
-            "5 … 95 % HU": f"{own['p5_hu']} … {own['p95_hu']}",
-            "< −950 HU": f"{100 * (own['share_below_minus_950_hu'] or 0):.1f} %",
-        }
-    return figures
-
-
 def _write_preview(path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]) -> None:
     # Lines with three labels have room for their volumes.
     is_short = len(task.labels) > MAX_LONG
     figures = {
         value: "   ".join(
             f"{text} {heading}" if heading == "ml" else f"{heading}: {text}"
-            for heading, text in _figures(result, name).items()
+            for heading, text in written_figures(result.statistics.get(name, {})).items()
             if heading == "ml" or not is_short
         )
         for name, value in task.labels.items()
@@ -271,24 +233,3 @@ def _write_preview(path: Path, result: Segmentation, views: Views, task: Task, s
         result.warnings,
         task.channels[0].window_hu,
     )
-
-
-def _write_viewer(path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]) -> None:
-    from medseg.pictures.viewer import ViewerWords, write_viewer
-
-    rows = {value: _figures(result, name) for name, value in task.labels.items()}
-    for name, dice in views.reference_dice.items():
-        rows[task.labels[name]]["Dice"] = f"{dice:.3f}"
-    columns = list(dict.fromkeys(heading for row in rows.values() for heading in row))
-    places = {"most differences": views.worst_xyz_mm, "stages differ most": result.most_disputed_xyz_mm}
-    words = ViewerWords(
-        path.name.removesuffix(ENDINGS["viewer"]),
-        result.status,
-        result.warnings,
-        columns,
-        {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
-        result.agreements,
-        CascadeOptions.usual_agreement,
-        {name: point for name, point in places.items() if point is not None},
-    )
-    write_viewer(path, views.volumes, words, structures, task.channels[0].window_hu, is_ct=task.is_ct)

@@ -24,12 +24,14 @@ class Files(NamedTuple):
     Attributes:
         picture: Overlay, or None.
         picture_link: Address of the overlay relative to the page.
-        viewer_link: Address of the viewer relative to the page, or "".
+        viewer_link: Address of the viewer with the reference relative to the page, or "".
+        prediction_link: Address of the viewer that the prediction wrote, or "".
     """
 
     picture: Path | None
     picture_link: str
     viewer_link: str
+    prediction_link: str = ""
 
 
 def render_cases(
@@ -68,8 +70,8 @@ def render_cases(
         HTML.
     """
     regions = list(dict.fromkeys(row["region"] for row in rows))
-    ordered = sorted(rows, key=lambda row: (row["dice"], -row["hd95_mm"]))
-    cases = {case: f"case-{number}" for number, case in enumerate(dict.fromkeys(row["case"] for row in ordered))}
+    ordered = sorted(rows, key=_rank)
+    cases = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
     shown = _shown_rows(ordered, regions, cases, baseline_dices)
     names = [*_TITLES, *(name for name in rows[0] if name not in ("case", "region", "trust", *_TITLES))]
     points = [{key: row[key] for key in _POINT_KEYS} for row in shown]
@@ -112,6 +114,15 @@ def render_cases(
         write_score=_write_score,
         write_difference=write_difference,
     )
+
+
+def worst_first(rows: Sequence[Row]) -> list[str]:
+    """Cases in the order of the page: by their lowest Dice, then by the distance of its region."""
+    return list(dict.fromkeys(row["case"] for row in sorted(rows, key=_rank)))
+
+
+def _rank(row: Row) -> tuple[float, float]:
+    return row["dice"], -row["hd95_mm"]
 
 
 def _shown_rows(

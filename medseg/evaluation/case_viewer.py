@@ -1,0 +1,135 @@
+"""Viewer of a case: its volumes, its differences to a reference, and the page with the words of its report."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from medseg.data.task import Task
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.label_table import Structure
+from medseg.metrics.scores import USUAL_AGREEMENT
+from medseg.pictures.overlay import colour_of
+from medseg.preprocess.orient import orient, orientation_of
+
+if TYPE_CHECKING:  # Jinja2 takes 10 MiB
+    from medseg.pictures.viewer import ViewerVolumes
+
+SUFFIX = ".html"
+
+
+class PackedCase(NamedTuple):
+    """What a viewer needs of the voxels of a case.
+
+    Attributes:
+        volumes: Reduced scan, labels and differences.
+        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS; None without a difference.
+        dice: Label name to its Dice coefficient with the reference; empty without one.
+    """
+
+    volumes: "ViewerVolumes"
+    worst_xyz_mm: Sequence[float] | None
+    dice: Mapping[str, float]
+
+
+class CaseReport(NamedTuple):
+    """What a viewer shows of the report of a prediction; see `Segmentation` for the fields."""
+
+    status: str = ""
+    warnings: Sequence[str] = ()
+    agreements: Mapping[str, float] = {}
+    most_disputed_xyz_mm: Sequence[float] | None = None
+
+
+def pack_case(
+    image: np.ndarray, labels: np.ndarray, grid: VoxelGrid, reference: np.ndarray | None, task: Task, max_mb: float = 12.0
+) -> PackedCase:
+    """Reduce a case to what its viewer shows, and find its differences to the reference.
+
+    Args:
+        image: First channel, (D, H, W), in any storage order.
+        labels: Predicted label values, (D, H, W).
+        grid: Grid of both.
+        reference: Reference label values, (D, H, W), or None.
+        task: Labels, and whether the values are HU.
+        max_mb: Largest size of the page in 10⁶ bytes.
+    """
+    from medseg.pictures.viewer import pack_volumes
+
+    volumes = pack_volumes(image, labels, grid, reference, is_ct=task.is_ct, max_mb=max_mb)
+    if reference is None:
+        return PackedCase(volumes, None, {})
+    orientation = orientation_of(grid)
+    pred, lps_grid, _ = orient(labels, grid)
+    worst_xyz_mm, most = None, 0
+    counts = np.zeros((3, 1 + max(task.labels.values())), dtype=np.int64)  # of prediction, reference and both, by value
+    for index, (found, expected) in enumerate(zip(pred, orientation.to_lps(reference), strict=True)):
+        is_equal = found == expected
+        for row, values in enumerate((found, expected, found[is_equal])):
+            counts[row] += np.bincount(values.ravel(), minlength=counts.shape[1])[: counts.shape[1]]
+        number = found.size - int(np.count_nonzero(is_equal))
+        if number > most:
+            y, x = (float(axis.mean()) for axis in np.nonzero(~is_equal))
+            worst_xyz_mm, most = lps_grid.index_to_world_xyz_mm([index, y, x]).tolist(), number
+    dice = {
+        name: 2 * int(counts[2, value]) / total
+        for name, value in task.labels.items()
+        if (total := int(counts[0, value] + counts[1, value]))
+    }
+    return PackedCase(volumes, worst_xyz_mm, dice)
+
+
+def write_case_viewer(
+    path: Path, packed: PackedCase, statistics: Mapping[str, Mapping[str, float | None]], report: CaseReport, task: Task
+) -> None:
+    """Write the viewer of a case; the stem of the file is its title.
+
+    Args:
+        path: HTML file.
+        packed: Volumes and differences.
+        statistics: Label name to its figures, see `label_statistics`.
+        report: Words of the prediction.
+        task: Labels and window.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    from medseg.pictures.viewer import ViewerWords, write_viewer
+
+    rows = {value: written_figures(statistics.get(name, {})) for name, value in task.labels.items()}
+    for name, dice in packed.dice.items():
+        rows[task.labels[name]]["Dice"] = f"{dice:.3f}"
+    columns = list(dict.fromkeys(heading for row in rows.values() for heading in row))
+    places = {"most differences": packed.worst_xyz_mm, "stages differ most": report.most_disputed_xyz_mm}
+    words = ViewerWords(
+        path.name.removesuffix(SUFFIX),
+        report.status,
+        report.warnings,
+        columns,
+        {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
+        report.agreements,
+        USUAL_AGREEMENT,
+        {name: point for name, point in places.items() if point is not None},
+    )
+    write_viewer(path, packed.volumes, words, structures_of(task), task.channels[0].window_hu, is_ct=task.is_ct)
+
+
+def structures_of(task: Task) -> list[Structure]:
+    """Describe the labels of a task; those without a colour get one of the palette."""
+    return [
+        Structure(name, value, task.colours.get(name) or colour_of(number), task.codes.get(name, ()))
+        for number, (name, value) in enumerate(task.labels.items())
+    ]
+
+
+def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
+    """Format the figures of a label for readers, by heading; those in HU only where there are any."""
+    written = {"ml": f"{figures.get('ml') or 0:.0f}"}
+    if figures.get("mean_hu") is not None:
+        written |= {
+            "mean HU": f"{figures['mean_hu']:.0f}",
+            "5 … 95 % HU": f"{figures['p5_hu']} … {figures['p95_hu']}",
+            "< −950 HU": f"{100 * (figures['share_below_minus_950_hu'] or 0):.1f} %",
+        }
+    return written

@@ -1,0 +1,90 @@
+"""Pictures of scored cases: an overlay for each, viewers of the worst."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medseg.data.case_table import Case
+from medseg.data.task import LabelValues, Task
+from medseg.evaluation.case_viewer import SUFFIX, pack_case, write_case_viewer
+from medseg.evaluation.matching import Reference, check_grid, read_pair
+from medseg.evaluation.reports import read_words, scan_of
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_image
+from medseg.metrics.intensity import label_statistics
+from medseg.pictures.overlay import overlay_montage
+from medseg.preprocess.orient import orient
+from medseg.report.cases import worst_first
+
+Row = Mapping[str, Any]
+
+
+def draw_overlay(scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path) -> tuple[str, ...]:
+    """Draw a case on its scan; returns the remarks of the reader of the scan.
+
+    Raises:
+        UserError: If the scan cannot be read or has another grid.
+    """
+    image, remarks = _read_image(scan, grid, task)
+    overlay_montage(
+        image,
+        pred,
+        target,
+        grid.spacing_mm,
+        folder / f"{scan.name}.png",
+        scan.name,
+        label_names={value: name for name, value in task.labels.items()},
+        window_hu=task.channels[0].window_hu,
+    )
+    return remarks
+
+
+def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Read the first channel of a scan, oriented, with the remarks of its reader.
+
+    Raises:
+        UserError: If it cannot be read or has another grid.
+    """
+    num_volumes = scan.images(len(task.channels)).count(scan.image)  # more than one in a 4D file
+    volume = read_image(scan.image, scan.series, task.channels[0].modality, 0, num_volumes)
+    image, image_grid, _ = orient(scan.hu.apply(volume.array), volume.grid)
+    check_grid("image's", image_grid, "labels'", grid)
+    return image, volume.remarks
+
+
+def write_viewers(
+    rows: Sequence[Row],
+    pairs: Mapping[str, tuple[Sequence[Path], Reference]],
+    task: Task,
+    label_values: LabelValues,
+    overlays: Path,
+    folder: Path,
+    num_viewers: int,
+) -> dict[str, Path]:
+    """Write the viewers of the worst cases; the cases are read again, because which ones these are is known last.
+
+    Args:
+        rows: Scores.
+        pairs: Case to its prediction and reference.
+        task: Labels and channels.
+        label_values: Value in the reference files to name of the label.
+        overlays: Folder of the overlays; a case without one has no image.
+        folder: Folder of the viewers.
+        num_viewers: Largest number of viewers.
+
+    Returns:
+        Case to its viewer.
+    """
+    written = {}
+    for name in [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()][:num_viewers]:
+        pred_files, reference = pairs[name]
+        scan = scan_of(reference, pred_files[0], task)
+        assert scan is not None, "its overlay was drawn"
+        pred, target, grid = read_pair(pred_files, reference, task, label_values)
+        image, _ = _read_image(scan, grid, task)
+        statistics = label_statistics(image if task.is_ct else None, pred, grid, task.labels)
+        written[name] = folder / f"{name}{SUFFIX}"
+        write_case_viewer(written[name], pack_case(image, pred, grid, target, task), statistics, read_words(pred_files[0]), task)
+    return written

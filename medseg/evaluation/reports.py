@@ -1,0 +1,60 @@
+"""Reports of predictions: costs, words and scan, read from `<case>.json` beside a label map."""
+
+import math
+from pathlib import Path
+
+from medseg.data.case_table import Case
+from medseg.data.task import Task
+from medseg.errors import UserError
+from medseg.evaluation.case_viewer import CaseReport
+from medseg.evaluation.matching import Reference
+from medseg.io.inputs import case_name
+from medseg.io.text import read_json
+from medseg.preprocess.scale import HuScale
+
+# Costs of a prediction: seconds from file to file, area under its memory over time, most memory of its process.
+COSTS = ("total_s", "memory_gb_s", "peak_gb")
+# Errors of a report that is missing, damaged, or of another program.
+_NO_REPORT = (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
+
+
+def read_cost(prediction: Path) -> dict[str, float]:
+    """Read the `COSTS` of a prediction from the report beside its label map; empty where there is no such report."""
+    try:
+        report = read_json(beside(prediction, ".json"))
+        costs = [float(report["durations_s"]["total"]), float(report["memory_gb_s"]), report["peak_resident_bytes"] / 1e9]
+    except _NO_REPORT:
+        return {}
+    return dict(zip(COSTS, costs, strict=True)) if all(map(math.isfinite, costs)) else {}
+
+
+def read_words(prediction: Path) -> CaseReport:
+    """Read what a viewer shows of the report beside a label map; empty where there is no such report."""
+    try:
+        report = read_json(beside(prediction, ".json"))
+        place = report["most_disputed_xyz_mm"]
+        return CaseReport(
+            str(report["status"]),
+            [str(text) for text in report["warnings"]],
+            {str(name): float(dice) for name, dice in report["agreements"].items()},
+            None if place is None else [float(x) for x in place],
+        )
+    except _NO_REPORT:
+        return CaseReport()
+
+
+def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
+    """Find the scan of a case: its row of the table, or with a folder of references what the report of the prediction names."""
+    if reference.case is not None or len(task.channels) > 1:
+        return reference.case
+    try:
+        report = read_json(beside(prediction, ".json"))
+        scan = Case(reference.name, Path(report["input"]), None, "", series=report["series"], hu=HuScale(**report["hu"]))
+    except _NO_REPORT:
+        return None
+    return scan if scan.image.exists() else None
+
+
+def beside(prediction: Path, ending: str) -> Path:
+    """Path of a file that `predict` writes beside a label map."""
+    return prediction.with_name(case_name(prediction) + ending)
