@@ -184,11 +184,16 @@ def _check_numbers(node: Any, path: str) -> None:
     for name, hint in typing.get_type_hints(type(node), include_extras=True).items():
         value, key = getattr(node, name), f"{path}.{name}".lstrip(".")
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        kind, *knobs = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
+        kinds = (kind, *typing.get_args(kind))
+        # OmegaConf accepts a list or a dictionary where a single value is declared.
+        is_flat = any(typing.get_origin(one) in (dict, list) and typing.get_args(one)[-1] in (int, float, str) for one in kinds)
         for child, child_key in [(value, key), *((item, f"{key}.{item_name}") for item_name, item in items)]:
             if dataclasses.is_dataclass(child):
                 _check_numbers(child, child_key)
-        kind, *knobs = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
-        tuples = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple]
+            is_single = child is value or not is_flat or not isinstance(child, (dict, list))
+            require(is_single, f"{child_key}: one value is needed, but got {child}")
+        tuples = [one for one in kinds if typing.get_origin(one) is tuple]
         if isinstance(value, list) and tuples:
             length = len(typing.get_args(tuples[0]))
             require(len(value) == length, f"{key}: {length} numbers are needed, one per axis or bound, but got {value}")

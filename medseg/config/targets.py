@@ -109,18 +109,33 @@ def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
     Args:
         values: The configuration in plain values; keys that it lacks have no nodes.
+
+    Raises:
+        UserError: If a key that holds nodes holds something else.
     """
     for point in EXTENSION_KEYS:
-        node = values.get(point) or {}
-        if TARGET in node:
+        if TARGET in (node := _part(values, point, dict)):
             yield point, point, node
     for key, point in {**EXTENSION_MAPS, "logger": "logger"}.items():
-        nodes = values.get(key) or {}
+        nodes = _part(values, key, dict)
         if TARGET not in nodes:
             yield from ((point, f"{key}.{name}", node) for name, node in nodes.items())
-    yield from (("loss", f"loss.terms[{n}]", node) for n, node in enumerate((values.get("loss") or {}).get("terms") or []))
-    transforms = (values.get("augment") or {}).get("transforms") or []
-    yield from (("transform", f"augment.transforms[{n}]", node) for n, node in enumerate(transforms) if node != "effects")
+    yield from (("loss", f"loss.terms[{n}]", node) for n, node in enumerate(_part(values, "loss.terms", list)))
+    transforms = enumerate(_part(values, "augment.transforms", list))
+    yield from (("transform", f"augment.transforms[{n}]", node) for n, node in transforms if node != "effects")
+
+
+def _part(values: dict[str, Any], key: str, kind: type[dict[str, Any]] | type[list[Any]]) -> Any:
+    """Find a part of the configuration by its dotted key; empty where it is absent or null.
+
+    Raises:
+        UserError: If it is of another kind.
+    """
+    group, _, name = key.rpartition(".")
+    node = (_part(values, group, dict) if group else values).get(name)
+    needed = "a list of classes with their arguments is" if kind is list else "keys with their values are"
+    require(node is None or isinstance(node, kind), f"{key}: {needed} needed, but got {node!r}")
+    return node or kind()
 
 
 def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[str] = ()) -> None:

@@ -112,6 +112,10 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
                 raise ValueError(f"{key}={value}, expected numbers from {low:g} to {high:g}")
         if key in ("window_hu", "range_mm") and value is not None and not value[0] < value[1]:
             raise ValueError(f"{key}={value}, expected two increasing numbers")
+    for key, length in (("size", 3), ("range_mm", 2)):
+        value = metadata.get("grid_rule", {}).get(key)  # older checkpoints have no rule
+        if value is not None and not (isinstance(value, (list, tuple)) and len(value) == length):
+            raise ValueError(f"{key}={value}, expected {length} numbers")
     labels = metadata["task"]["labels"]
     names = {name for region in metadata["task"]["regions"] or () for name in region["labels"]}
     if sorted(labels.values()) != list(range(1, len(labels) + 1)) or not labels or not names <= labels.keys():

@@ -190,10 +190,21 @@ def test_damaged_metadata(checkpoint: Checkpoint, tmp_path: Path, key: str, valu
 
 @pytest.mark.parametrize("value", ["x", {}, [1]])
 def test_damaged_values_of_the_task(checkpoint: Checkpoint, tmp_path: Path, value: Any) -> None:
+    assert_damaged(checkpoint, "task", "least_hu", value, tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("size", "x"), ("size", 1.5), ("size", [8, 8]), ("range_mm", []), ("range_mm", [1.0, 2.0, 3.0])]
+)
+def test_damaged_values_of_the_rule(checkpoint: Checkpoint, tmp_path: Path, key: str, value: Any) -> None:
+    assert_damaged(checkpoint, "grid_rule", key, value, tmp_path / "a.ckpt")
+
+
+def assert_damaged(checkpoint: Checkpoint, group: str, key: str, value: Any, path: Path) -> None:
     damaged = copy.deepcopy(checkpoint)
-    damaged["medseg"]["task"]["least_hu"] = value
-    torch.save(damaged, tmp_path / "a.ckpt")
-    assert told(tmp_path / "a.ckpt").startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
+    damaged["medseg"][group][key] = value
+    torch.save(damaged, path)
+    assert told(path).startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
 
 
 def fuzz(checkpoint: Checkpoint, folder: Path, count: int, seed: int) -> int:
