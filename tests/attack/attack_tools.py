@@ -13,6 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+# Before the fork: else each process would import the libraries of its format.
+import medseg.io.dicom.read
+import medseg.io.nifti
+import medseg.io.simpleitk  # noqa: F401
+from medseg.errors import UserError
+from medseg.io.read import read_image
+
 MAX_SECONDS = 60.0
 MAX_MEMORY_BYTES = 3 * 2**29
 MAX_SENTENCE = 3000
@@ -41,9 +48,6 @@ class Attack:
 
 
 def _read(attack: Attack, answers: Connection) -> None:
-    from medseg.errors import UserError
-    from medseg.io.read import read_image
-
     now = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
     try:
@@ -112,4 +116,11 @@ def survive(attacks: Iterable[Attack], at_least: int) -> None:
     assert num_read + num_refused >= at_least
 
 
-Maker = Callable[[Path, np.random.Generator], Attack]
+def sentence(action: Callable[[], object]) -> str:
+    """The one line in which an action is refused; empty where it is not."""
+    message = ""
+    try:
+        action()
+    except UserError as error:
+        (message,) = str(error).splitlines()
+    return message
