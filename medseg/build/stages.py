@@ -29,7 +29,7 @@ from medseg.weights.files import NATIVE, checksum, read_weights
 
 def load_stage(
     path: Path,
-    stage: str,
+    stage: str | None,
     device: torch.device,
     precision: str | None = None,
     trusted: Sequence[str] = (),
@@ -40,7 +40,7 @@ def load_stage(
 
     Args:
         path: Checkpoint, or safetensors file.
-        stage: The stage it must be, `coarse` or `fine`.
+        stage: The stage it must be, `coarse` or `fine`; None = either, given as `checkpoint`.
         device: Where it will run.
         precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
@@ -50,14 +50,14 @@ def load_stage(
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format, or the backend does not work.
     """
-    metadata, weights = read_weights(path, stage, stage)
+    key = stage or "checkpoint"
+    metadata, weights = read_weights(path, stage, key)
+    name: str = metadata["stage"]
     try:
         metadata = to_tuples(metadata)
-        check_target("model", f"{stage}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted)
+        check_target("model", f"{key}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted)
     except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{stage}={path}: its metadata are damaged or of another version ({error!r}); take another copy"
-        ) from error
+        raise UserError(f"{key}={path}: its metadata are damaged or of another version ({error!r}); take another copy") from error
     if metadata["model"].get("pretrained"):  # its weights are in the file: nothing is downloaded in order to be replaced
         metadata["model"] = {**metadata["model"], "pretrained": False}
     try:
@@ -75,7 +75,7 @@ def load_stage(
         lacks_half = lacks_half and precision not in HALF
         trained = TrainedStage(
             network=network,
-            name=stage,
+            name=name,
             task=task,
             spacing_mm=None if metadata["spacing_mm"] == NATIVE else _triple(metadata["spacing_mm"]),
             # Metadata of older checkpoints lacks `resampling` and `grid_rule`.
@@ -92,11 +92,11 @@ def load_stage(
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"{stage}={path}: its weights do not fit the network of its metadata ({first_line(error)}); take another copy"
+            f"{key}={path}: its weights do not fit the network of its metadata ({first_line(error)}); take another copy"
         ) from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError) as error:
         raise UserError(
-            f"{stage}={path}: its metadata are damaged or of another version ({type(error).__name__}: {first_line(error)}); "
+            f"{key}={path}: its metadata are damaged or of another version ({type(error).__name__}: {first_line(error)}); "
             "take another copy"
         ) from error
     network.load_state_dict(weights)
@@ -105,7 +105,7 @@ def load_stage(
     if half_weights:
         require(
             precision in HALF,
-            f"inference.half_weights=true: the {stage} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
+            f"inference.half_weights=true: the {name} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
         )
         # Autocast rounds the weights of these layers at each call, so storing them rounded changes no result. It does not round those of norms.
         for module in network.modules():
@@ -123,7 +123,7 @@ def load_stage(
             "inference.backend=openvino runs on processors only; choose accelerator=cpu, or inference.backend=torch",
         )
         require(not half_weights, "inference.half_weights=true works with inference.backend=torch only; leave one of them out")
-        use_openvino(network, precision)
+        use_openvino(network, precision, trained.checkpoints[str(path)])
     return trained
 
 

@@ -5,13 +5,18 @@ On a processor without bf16 it takes less than half of torch's time in fp32.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
+import sys
+import tempfile
 import time
 import warnings
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from medseg.errors import UserError, first_line, require
-from medseg.io.atomic import replace_text
-from medseg.models.adapter import outputs_of
-from medseg.models.regional import RegionalNetwork, input_channels
+from medseg.io.atomic import replace_bytes, replace_text
+from medseg.io.machine import machine_folder
+from medseg.models.regional import Logits, RegionalNetwork, input_channels
 
 Shape = tuple[int, int, int]
+# Packages whose code a converted network may come from: their versions and files say whether it has changed.
+KNOWN_PACKAGES = ("medseg", "monai", "torch")
+# Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
+# (openvinotoolkit/openvino#36980).
+LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 
 
 def has_openvino() -> bool:
@@ -32,71 +42,102 @@ def has_openvino() -> bool:
     return importlib.util.find_spec("openvino") is not None
 
 
-def use_openvino(network: RegionalNetwork, precision: str) -> None:
+def use_openvino(network: RegionalNetwork, precision: str, checksum: str = "") -> None:
     """Let the forward passes of a network run in OpenVINO, in place; its weights, their names and its slabs stay those of torch.
 
     Args:
         network: Network on the CPU, in evaluation mode, with weights in fp32.
         precision: `fp32` or `bf16`.
+        checksum: SHA-256 of its checkpoint, under which the converted network is kept on this machine; empty = it is not kept.
 
     Raises:
-        UserError: If OpenVINO is not installed.
+        UserError: If OpenVINO is not installed, or would end the process.
     """
     require(
         has_openvino(),
         "inference.backend=openvino: OpenVINO is not installed; run pip install 'medseg[openvino]', or choose inference.backend=torch",
     )
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        limit = os.environ.get(name, "").upper()
+        require(
+            precision != "bf16" or limit not in LIMITS_WITHOUT_BF16,
+            f"inference.backend=openvino: OpenVINO crashes in bf16 under {name}={limit}; give precision=fp32, or unset {name}",
+        )
     channels, size = input_channels(network.in_channels, network.mode), network.traits.small_size
-    for one in network.networks:
-        one.forward = _Compiled(one, channels, size, "bf16" if precision == "bf16" else "f32")
+    for index, one in enumerate(network.networks):
+        kept = _kept_path(one, f"{checksum} {index}") if checksum else None
+        one.forward = _Compiled(one, channels, size, "bf16" if precision == "bf16" else "f32", kept)
 
 
-def convert(network: nn.Module, in_channels: int, size: Shape) -> Any:
+def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     """Convert a network to an OpenVINO model with one input (N, C, D, H, W) of any size and the logits as its output.
 
     Args:
-        network: Network in evaluation mode, on the CPU, in fp32.
+        network: Network on the CPU, in fp32.
         in_channels: Channels of its input.
         size: An input size that it accepts.
 
     Returns:
-        `openvino.Model`; `openvino.save_model` writes its intermediate representation.
-
-    Raises:
-        UserError: If OpenVINO cannot represent it.
+        `openvino.Model`; see `to_ir`.
     """
     import openvino
 
+    # Autocast would write conversions into the trace that OpenVINO does not know.
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        # Checks of the input size and choices of the layout become constants; they change no value.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)  # of `torch.jit.trace`, which OpenVINO calls
+        return openvino.convert_model(network, example_input=torch.zeros(1, in_channels, *size))
+
+
+def to_ir(model: Any) -> tuple[bytes, bytes]:
+    """Write the intermediate representation of a model: the contents of its `.xml` and `.bin` file, with weights in fp32."""
+    import openvino
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.xml"
+        openvino.save_model(model, path, compress_to_fp16=False)
+        return path.read_bytes(), path.with_suffix(".bin").read_bytes()
+
+
+def _kept_path(network: nn.Module, name: str) -> Path | None:
+    """Path of the converted network; None for code of other packages, which may change unnoticed."""
+    modules = {type(module).__module__ for module in network.modules()}
+    if any(module.partition(".")[0] not in KNOWN_PACKAGES for module in modules):
+        return None
+    digest = hashlib.sha256(name.encode())
+    digest.update(" ".join(importlib.metadata.version(name) for name in ("monai", "openvino", "torch")).encode())
+    for module in sorted(modules):
+        digest.update(Path(sys.modules[module].__file__ or "").read_bytes())
+    return machine_folder() / "openvino" / f"{digest.hexdigest()[:32]}.zip"
+
+
+def _read_kept(path: Path) -> Any:
+    """Read a converted network; None where there is none, or its file is damaged."""
+    import openvino
+
     try:
-        # Autocast would write conversions into the trace that OpenVINO does not know.
-        with torch.inference_mode(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-            # Checks of the input size and choices of the layout become constants; they change no value.
-            warnings.simplefilter("ignore", torch.jit.TracerWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)  # of `torch.jit.trace`, which OpenVINO calls
-            return openvino.convert_model(_Logits(network).eval(), example_input=torch.zeros(1, in_channels, *size))
-    except Exception as error:  # of many classes
-        raise UserError(
-            f"inference.backend=openvino: {type(network).__name__} cannot be converted ({first_line(error)}); choose "
-            "inference.backend=torch"
-        ) from error
+        with zipfile.ZipFile(path) as archive:  # which compares the checksums of its parts
+            return openvino.Core().read_model(archive.read("model.xml"), archive.read("model.bin"))
+    except (OSError, KeyError, zipfile.BadZipFile, RuntimeError):
+        return None
 
 
-class _Logits(nn.Module):
-    """A network without its further outputs, by the forward pass of its class."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
-        return outputs_of(type(self.network).forward(self.network, image), is_training=False)
+def _keep(path: Path, model: Any) -> None:
+    """Keep a converted network, in one file so that its parts belong together, where the folder can be written."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, part in zip(("model.xml", "model.bin"), to_ir(model), strict=True):
+            archive.writestr(name, part)
+    with suppress(OSError, UserError):
+        replace_bytes(path, content.getvalue())
 
 
 class _Compiled:
-    """Forward pass in OpenVINO: converted at the first call, compiled for one input size at a time."""
+    """Forward pass in OpenVINO: read or converted at the first call, compiled for one input size at a time."""
 
-    def __init__(self, network: nn.Module, in_channels: int, size: Shape, precision: str) -> None:
-        self._network, self._in_channels, self._size, self._precision = network, in_channels, size, precision
+    def __init__(self, network: nn.Module, in_channels: int, size: Shape, precision: str, kept: Path | None = None) -> None:
+        self._network, self._in_channels, self._size, self._precision, self._kept = network, in_channels, size, precision, kept
         self._model: Any = None
         self._request: Any = None
         self._shape: tuple[int, ...] = ()
@@ -105,7 +146,7 @@ class _Compiled:
         import openvino
 
         if self._model is None:
-            self._model = convert(self._network, self._in_channels, self._size)
+            self._model = self._load()
         if self._shape != tuple(image.shape):
             self._request = None  # its memory, before that of the next size is taken
             self._model.reshape(openvino.PartialShape(list(image.shape)))
@@ -113,6 +154,21 @@ class _Compiled:
             self._request = openvino.Core().compile_model(self._model, "CPU", options).create_infer_request()
             self._shape = tuple(image.shape)
         return torch.from_numpy(self._request.infer([image.contiguous().numpy()], share_inputs=True)[0])
+
+    def _load(self) -> Any:
+        """Read the converted network that is kept, or convert it and keep it."""
+        model = None if self._kept is None else _read_kept(self._kept)
+        if model is None:
+            try:
+                model = convert(Logits(self._network), self._in_channels, self._size)
+            except Exception as error:  # of many classes
+                raise UserError(
+                    f"inference.backend=openvino: {type(self._network).__name__} cannot be converted ({first_line(error)}); choose "
+                    "inference.backend=torch"
+                ) from error
+            if self._kept is not None:
+                _keep(self._kept, model)
+        return model
 
 
 def quickest_backend(network: RegionalNetwork) -> str:
@@ -124,7 +180,7 @@ def quickest_backend(network: RegionalNetwork) -> str:
     Returns:
         `torch` or `openvino`.
     """
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medseg" / "backends.json"
+    path = machine_folder() / "backends.json"
     machine = (
         f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
         f"openvino {importlib.metadata.version('openvino')}"
@@ -143,7 +199,6 @@ def quickest_backend(network: RegionalNetwork) -> str:
         except UserError:  # it cannot be converted
             return "torch"
         with suppress(OSError, UserError):
-            path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, json.dumps(known, indent=1))
     return str(known[machine])
 

@@ -119,6 +119,34 @@ class RegionalNetwork(nn.Module):
     def _run(self, index: int, image: Tensor) -> Tensor | list[Tensor]:
         return outputs_of(self.networks[index](image), self.training)
 
+    def logits_of(self, region_index: int) -> "Logits":
+        """The part of the network that predicts one region, by its index, as a network of the image alone."""
+        sides = torch.linspace(-1.0, 1.0, self.num_regions) if self.mode == "side_input" else None
+        return Logits(self.network_of(region_index), None if sides is None else float(sides[region_index]))
+
+
+class Logits(nn.Module):
+    """Network from an image (N, C, D, H, W) to logits (N, K, D, H, W) alone, which other programs can represent.
+
+    It uses the forward pass of the network's class: one of the object may run in another backend.
+    """
+
+    def __init__(self, network: nn.Module, side: float | None = None) -> None:
+        """Wrap a network.
+
+        Args:
+            network: One network of a `RegionalNetwork`.
+            side: Number of the region in the mode `side_input`; None in the others.
+        """
+        super().__init__()
+        self.network, self.side = network, side
+        self.eval()
+
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        """Predict logits, without the further outputs of deep supervision."""
+        seen = image if self.side is None else torch.cat([image, image * self.side], dim=1)
+        return outputs_of(type(self.network).forward(self.network, seen), is_training=False)
+
 
 def input_channels(in_channels: int, mode: str) -> int:
     """Channels that a network sees: those of the image, twice with `side_input`."""

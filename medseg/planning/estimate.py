@@ -10,13 +10,13 @@ import torch
 from medseg.build.device import pick_device, pick_device_type, propose_workers
 from medseg.config.schema import PlanConfig
 from medseg.config.targets import TARGET
+from medseg.io.machine import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
 from medseg.planning.process import ProcessMemory, SampleCost, process_memory, sample_cost
 from medseg.planning.step import Shape, count_evaluation, count_memory, samples_per_rank
-from medseg.runs.plans import machine_folder
 
 # Phases of a run.
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.io.machine import machine_folder
 from medseg.runs.signature import plain
 
 # Groups and keys that decide memory and seconds of a run.
@@ -24,11 +24,6 @@ TOLD_ERROR = 0.1
 
 Numbers = dict[str, float]
 """`peak_resident_mib` and `seconds_per_step`."""
-
-
-def machine_folder() -> Path:
-    """Folder of what was measured on this machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medseg"
 
 
 def write_plan(config: TrainConfig, numbers: Numbers) -> None:

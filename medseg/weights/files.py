@@ -97,12 +97,12 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read metadata and weights; nothing in the file is executed.
 
     Args:
         path: Checkpoint of a run, or safetensors file.
-        stage: The stage it must be, `coarse` or `fine`.
+        stage: The stage it must be, `coarse` or `fine`; None = either.
         key: The key that gave the path, for messages.
 
     Returns:
@@ -117,13 +117,14 @@ def read_weights(path: Path, stage: str, key: str) -> tuple[dict[str, Any], dict
     metadata, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
     check_plain(given, metadata)
     is_ours = isinstance(metadata, dict) and "format" in metadata
-    require(is_ours, f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage}`")
+    require(is_ours, f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage or 'coarse'}`")
     require(
         metadata["format"] == METADATA_FORMAT,
         f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it",
     )
     found = metadata.get("stage") if metadata.get("stage") in ("coarse", "fine") else "unknown"
-    require(found == stage, f"{given}: this is a checkpoint of the {found} stage; a {stage} one is needed")
+    is_wanted = found == stage or (stage is None and found != "unknown")
+    require(is_wanted, f"{given}: this is a checkpoint of the {found} stage; a {stage or 'coarse or fine'} one is needed")
     check_tensors(given, weights, path.stat().st_size)
     return metadata, weights
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,6 +42,55 @@ def test_logits_are_those_of_torch_at_every_size(norm: str, mode: str) -> None:
         found = [network(image, region) for image in images]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@needs_openvino
+def test_a_converted_network_is_kept_for_its_checkpoint_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from openvino import Model, PartialShape, opset13
+
+    factors = [2.0, 3.0, 4.0, 5.0]
+
+    def convert(*_: Any) -> Any:
+        image = opset13.parameter(PartialShape([1, 1, -1, -1, -1]), dtype=np.float32)
+        return Model([opset13.multiply(image, opset13.constant([factors.pop(0)] * 16, dtype=np.float32))], [image])
+
+    def run(checksum: str) -> float:
+        network = make()
+        use_openvino(network, "fp32", checksum)
+        return float(network(torch.ones(1, 1, 4, 4, 16), torch.tensor([0])).mean())
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(backend, "convert", convert)
+    assert [run("a"), run("a")] == [2.0, 2.0]
+    (kept,) = tmp_path.rglob("*.zip")
+    assert [run("b"), run("a")] == [3.0, 2.0]  # another checkpoint
+    content = bytearray(kept.read_bytes())
+    content[len(content) // 2] ^= 1
+    kept.write_bytes(content)
+    assert [run("a"), run("a")] == [4.0, 4.0]  # a damaged file is made again
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+    assert run("") == 5.0
+
+
+class Other(UNet):
+    pass
+
+
+@needs_openvino
+def test_networks_of_other_packages_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert backend._kept_path(make().networks[0], "a") is not None
+    assert backend._kept_path(Other(1, 2, width=4, depth=1), "a") is None
+
+
+@needs_openvino
+def test_a_limit_that_openvino_does_not_know_is_refused_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    with pytest.raises(
+        UserError, match="crashes in bf16 under ONEDNN_MAX_CPU_ISA=AVX2; give precision=fp32, or unset ONEDNN_MAX_CPU_ISA"
+    ):
+        use_openvino(make(), "bf16")
+    use_openvino(make(), "fp32")
 
 
 @needs_openvino

@@ -10,7 +10,8 @@ import pytest
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig, TrainConfig
-from medseg.runs.plans import compare_with_plan, machine_folder, past_errors, write_plan
+from medseg.io.machine import machine_folder
+from medseg.runs.plans import compare_with_plan, past_errors, write_plan
 
 
 @pytest.fixture(autouse=True)
