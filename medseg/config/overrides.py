@@ -14,6 +14,7 @@ from medseg.errors import UserError, require
 PATH_KEYS = frozenset(
     {
         "cases",
+        "checkpoint",
         "coarse",
         "data.cache",
         "data.cases",

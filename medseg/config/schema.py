@@ -728,6 +728,18 @@ class PredictConfig:
 
 
 @dataclass
+class ExportConfig:
+    """Keys of `export`."""
+
+    checkpoint: Annotated[str, Knob("Checkpoint or .safetensors of one stage.")]
+    output: Annotated[str, Knob("model.onnx, model.xml (OpenVINO), or the folder of a MONAI bundle.")]
+    region: Annotated[Text, Knob("Region that the network is for; with stage.region_mode=separate or side_input only.")]
+    trusted_targets: Annotated[
+        list[str], Knob("Prefixes of classes beyond the white list that the checkpoint may name ([my_package.]).")
+    ]
+
+
+@dataclass
 class EvaluateConfig:
     """Keys of `evaluate`."""
 

@@ -1,0 +1,32 @@
+"""The `export` command: writes the network of a checkpoint as ONNX, OpenVINO IR or MONAI bundle."""
+
+import shlex
+from pathlib import Path
+
+import torch
+
+from medseg.build.stages import load_stage
+from medseg.config.schema import ExportConfig
+from medseg.prediction.bundle import COMMAND
+from medseg.prediction.export import export_stage
+
+
+def export(config: ExportConfig) -> int:
+    """Write the network, and print what its input must be.
+
+    Raises:
+        UserError: If the checkpoint or the output is not usable, or the network cannot be converted.
+    """
+    stage = load_stage(Path(config.checkpoint), None, torch.device("cpu"), "fp32", config.trusted_targets, backend="torch")
+    output = Path(config.output)
+    exported = export_stage(stage, output, config.region)
+    size = (
+        f"any size in multiples of {'×'.join(map(str, stage.divisor))} voxels (z, y, x)"
+        if exported.fixed_size is None
+        else f"{'×'.join(map(str, exported.fixed_size))} voxels (z, y, x) only"
+    )
+    print(f"{output}: {exported.form}; input of {size}; logits within {exported.difference:.1e} of torch")
+    print("the preprocessing is in its metadata, see docs/export.md")
+    if not output.is_file():
+        print(f"next: cd {shlex.quote(str(output))} && {COMMAND}")
+    return 0

@@ -1,0 +1,216 @@
+"""Export of a network to ONNX, OpenVINO and TorchScript: conversion, comparison with torch, and files with metadata."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from medseg.errors import UserError, first_line, is_out_of_memory
+from medseg.inference.openvino import convert as convert_to_openvino
+from medseg.inference.openvino import to_ir
+from medseg.models.regional import Logits
+
+Shape = tuple[int, int, int]
+Run = Callable[[Tensor], Tensor]
+# Largest difference of the logits to those of torch, as a share of the largest logit.
+TOLERANCE = 1e-3
+# Multiples of the divisor, different on each axis, of the size that a conversion has not seen.
+OTHER_MULTIPLES = (2, 3, 4)
+INPUT, OUTPUT = "image", "logits"
+METADATA_KEY = "medseg"
+
+
+class Exported(NamedTuple):
+    """A converted network.
+
+    Attributes:
+        files: Content of each file, by its suffix.
+        fixed_size: The only input size, (z, y, x), of the converted network; None = every multiple of the divisor.
+        difference: Largest difference of the logits to those of torch, as a share of the largest logit.
+        form: Name and version of the format.
+    """
+
+    files: dict[str, bytes]
+    fixed_size: Shape | None
+    difference: float
+    form: str
+
+
+class Format(NamedTuple):
+    """Conversion to one format.
+
+    Attributes:
+        name: Name of the format.
+        extra: Extra of medseg that installs its libraries.
+        modules: These libraries.
+        convert: Converts a network with an example image (1, C, D, H, W), for any size or for that of the example alone.
+        load: Makes a function that runs a converted network.
+        describe: Names format and version of a converted network.
+        write: Turns a converted network and its metadata, a JSON text, into the content of files by suffix.
+    """
+
+    name: str
+    extra: str
+    modules: tuple[str, ...]
+    convert: Callable[[Logits, Tensor, bool], Any]
+    load: Callable[[Any], Run]
+    describe: Callable[[Any], str]
+    write: Callable[[Any, str], dict[str, bytes]]
+
+
+def export_network(
+    network: Logits,
+    in_channels: int,
+    divisor: Shape,
+    small_size: Shape,
+    fixed_size: Shape | None,
+    suffix: str,
+    describe: Callable[[Shape | None], dict[str, Any]],
+) -> Exported:
+    """Convert a network, for inputs of any size where the format can represent that, and compare its logits with torch.
+
+    Args:
+        network: Network on the CPU, in fp32.
+        in_channels: Channels of its input.
+        divisor: Required multiple of its input size, (z, y, x).
+        small_size: A small input size, (z, y, x).
+        fixed_size: Input size, (z, y, x), to which the converted network may be limited; None = it may not.
+        suffix: Key of `FORMATS`.
+        describe: Function of the only input size, or of None, that makes the metadata.
+
+    Raises:
+        UserError: If a library is missing, or the network cannot be converted, or computes something else than in torch.
+    """
+    form, name = FORMATS[suffix], type(network.network).__name__
+    for module in form.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'") from error
+    other_size = tuple(step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True))
+    # A network that reads its input size in Python is converted for that size alone.
+    trials = [(small_size, True, (small_size, other_size))] if small_size != fixed_size else []
+    trials += [(fixed_size, False, (fixed_size,))] if fixed_size is not None else []
+    reason = ""
+    for size, is_dynamic, compared in trials:
+        try:
+            converted = form.convert(network, torch.zeros(1, in_channels, *size), is_dynamic)
+            run = form.load(converted)
+            difference = max(_difference(network, run, in_channels, shape) for shape in compared)
+            found = f"its logits differ by {difference:.2g} of the largest"
+        except Exception as error:  # converters and runtimes raise errors of many classes
+            if is_out_of_memory(error):
+                raise
+            difference, found = math.inf, first_line(error) or type(error).__name__
+        if difference <= TOLERANCE:
+            only = None if is_dynamic else size
+            return Exported(form.write(converted, json.dumps(describe(only))), only, difference, form.describe(converted))
+        reason = reason or found[:300]
+    raise UserError(
+        f"{name} cannot be converted to {form.name}, neither for inputs of any size nor for tiles of {fixed_size} ({reason}); choose another format: "
+        "model.onnx, model.xml, or a folder for a MONAI bundle"
+    )
+
+
+def _difference(network: Logits, run: Run, in_channels: int, size: Shape) -> float:
+    """Largest difference of the logits on noise, as a share of the largest logit; infinite for another shape or NaN."""
+    image = torch.randn(1, in_channels, *size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected, found = network(image), run(image)
+    if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+        return math.inf
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
+    """Convert to an `onnx.ModelProto`; the batch has one image."""
+    sizes = (dict.fromkeys((2, 3, 4), torch.export.Dim.AUTO),) if is_dynamic else None
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter about itself
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            network, (example,), dynamo=True, dynamic_shapes=sizes, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+        )
+    assert program is not None, "dynamo=True returns a program"
+    return program.model_proto
+
+
+def _load_onnx(model: Any) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return lambda image: torch.from_numpy(session.run([OUTPUT], {INPUT: image.numpy()})[0])
+
+
+def _write_onnx(model: Any, metadata: str) -> dict[str, bytes]:
+    import onnx
+
+    onnx.helper.set_model_props(model, {METADATA_KEY: metadata})
+    onnx.checker.check_model(model)
+    return {".onnx": model.SerializeToString()}
+
+
+def _describe_onnx(model: Any) -> str:
+    return f"ONNX, opset {next(one.version for one in model.opset_import if one.domain in ('', 'ai.onnx'))}"
+
+
+def _to_openvino(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
+    depth, height, width = example.shape[2:]
+    model = convert_to_openvino(network, example.shape[1], (depth, height, width))
+    model.reshape([1, example.shape[1], *([-1, -1, -1] if is_dynamic else example.shape[2:])])
+    model.inputs[0].get_tensor().set_names({INPUT})
+    model.outputs[0].get_tensor().set_names({OUTPUT})
+    return model
+
+
+def _load_openvino(model: Any) -> Run:
+    import openvino
+
+    compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda image: torch.from_numpy(compiled([image.numpy()])[0])
+
+
+def _write_openvino(model: Any, metadata: str) -> dict[str, bytes]:
+    model.set_rt_info(metadata, [METADATA_KEY])
+    return dict(zip((".xml", ".bin"), to_ir(model), strict=True))
+
+
+def _describe_openvino(_: Any) -> str:
+    import openvino
+
+    return f"OpenVINO IR of {openvino.__version__.split('-')[0]}"
+
+
+def _to_torchscript(network: Logits, example: Tensor, _: bool) -> Any:
+    with torch.no_grad(), warnings.catch_warnings():
+        # Checks of the input size become constants; TorchScript is what MONAI bundles hold.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(network, example, check_trace=False)
+
+
+def _write_torchscript(model: Any, metadata: str) -> dict[str, bytes]:
+    content = io.BytesIO()
+    torch.jit.save(model, content, _extra_files={f"{METADATA_KEY}.json": metadata})
+    return {".ts": content.getvalue()}
+
+
+FORMATS = {
+    ".onnx": Format("ONNX", "export", ("onnx", "onnxscript", "onnxruntime"), _to_onnx, _load_onnx, _describe_onnx, _write_onnx),
+    ".xml": Format("OpenVINO", "openvino", ("openvino",), _to_openvino, _load_openvino, _describe_openvino, _write_openvino),
+    ".ts": Format(
+        "TorchScript", "", (), _to_torchscript, lambda model: model, lambda _: "MONAI bundle with TorchScript", _write_torchscript
+    ),
+}

@@ -1,0 +1,138 @@
+"""Export of a trained stage for other programs: ONNX, OpenVINO or a MONAI bundle, with the steps around the network as metadata."""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from medseg import __version__
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.errors import require
+from medseg.inference.export import INPUT, OUTPUT, Exported, export_network
+from medseg.inference.tiles import round_up
+from medseg.io.atomic import check_writable, replace_bytes
+from medseg.models.regional import RegionalNetwork
+from medseg.prediction.bundle import check_bundle, write_bundle
+from medseg.preprocess.crop import BODY_MARGIN_MM
+from medseg.preprocess.intensity import AIR
+
+# Modes of a regional network that compute something else for each region.
+MODES_BY_REGION = ("separate", "side_input")
+
+
+def export_stage(stage: TrainedStage, output: Path, region: str | None) -> Exported:
+    """Write the network of a stage in the format of a suffix, `.onnx` or `.xml`, or as a MONAI bundle into a folder.
+
+    Args:
+        stage: The stage, on the CPU in fp32.
+        output: File, or folder of a bundle.
+        region: Name of the region, for a network that computes something else for each.
+
+    Raises:
+        UserError: If the output is no place for it, the region does not fit, or the network cannot be converted.
+    """
+    suffix = output.suffix.lower()
+    is_bundle = suffix == "" and not output.is_file()
+    require(
+        is_bundle or (suffix in (".onnx", ".xml") and not output.is_dir()),
+        f"output={output}: expected a file that ends in .onnx or .xml, or a folder without a dot in its name for a MONAI bundle",
+    )
+    if is_bundle:
+        check_bundle(stage, output)
+    check_writable(output if is_bundle else output.parent)
+    network: RegionalNetwork = stage.network  # type: ignore[assignment]
+    describe = partial(describe_stage, stage, region)
+    exported = export_network(
+        network.logits_of(region_index(stage, region)),
+        network.in_channels,
+        stage.divisor,
+        network.traits.small_size,
+        round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        ".ts" if is_bundle else suffix,
+        describe,
+    )
+    if is_bundle:
+        write_bundle(output, describe(exported.fixed_size), exported.files[".ts"])
+    else:
+        for part, content in sorted(exported.files.items()):  # weights before the file that needs them
+            replace_bytes(output.with_suffix(part), content)
+    return exported
+
+
+def region_index(stage: TrainedStage, region: str | None) -> int:
+    """Find the index of the region that a network is exported for; 0 where it computes the same for all.
+
+    Raises:
+        UserError: If the region is missing, unknown or has no effect.
+    """
+    names = [one.name for one in stage.task.regions]
+    if stage.region_mode not in MODES_BY_REGION:
+        require(region is None, f"region={region}: the network of this checkpoint is the same for all regions; leave region out")
+        return 0
+    require(
+        region in names,
+        f"region={region}: the network of this checkpoint (region_mode={stage.region_mode}) differs between regions; give one of "
+        f"{', '.join(names)}",
+    )
+    return names.index(str(region))
+
+
+def describe_stage(stage: TrainedStage, region: str | None, fixed_size: tuple[int, int, int] | None) -> dict[str, Any]:
+    """Describe what a program must do before and after the network, in plain types.
+
+    Args:
+        stage: The stage.
+        region: Region that the network is exported for; None = all of them, or none.
+        fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of the divisor.
+    """
+    task, is_whole = stage.task, stage.region_mode == "whole"
+    classes = (
+        {"all": ["background", *task.labels]}
+        if is_whole
+        else {one.name: ["background", *one.labels] for one in task.regions if region in (None, one.name)}
+    )
+    num_classes = task.num_classes if is_whole else task.num_region_classes
+    return {
+        "medseg": __version__,
+        "checkpoints": sorted(stage.checkpoints.values()),
+        "task": task.name,
+        "stage": stage.name,
+        "input": {
+            "name": INPUT,
+            "shape": [1, len(task.channels), *(fixed_size or ("D", "H", "W"))],
+            "multiple_of": list(stage.divisor),
+            "axes": "z, y, x towards superior, posterior, left",
+        },
+        "output": {
+            "name": OUTPUT,
+            "shape": [1, num_classes, *(fixed_size or ("D", "H", "W"))],
+            "activation": "softmax over classes",
+        },
+        "classes": classes,
+        "label_values": task.labels,
+        "spacing_mm": "native" if stage.spacing_mm is None else list(stage.spacing_mm),
+        "resampling": stage.resampling,
+        "grid_rule": asdict(stage.rule),
+        "channels": [
+            {
+                "modality": channel.modality,
+                "clip": limits,
+                "normalise": channel.normalise,
+                "window_hu": channel.window_hu,
+                "outside": outside,
+            }
+            for channel, limits, outside in zip(task.channels, stage.limits, stage.outside, strict=True)
+        ],
+        "crop": (
+            {
+                "of": "body: values above -500.5 HU in the first channel (other than 0 where it is no CT)",
+                "margin_mm": BODY_MARGIN_MM,
+            }
+            if is_whole
+            else {"of": "region: box of its coarse labels", "margin_mm": stage.region_margin_mm}
+        ),
+        "flipped_x": [one.name for one in task.regions if stage.region_mode == "mirrored" and one.side == "right"],
+        "padding": {"where": "at the end of each axis", "z": "the last slice is repeated", "y, x": AIR},
+        "tile_size": round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        "overlap": CascadeOptions.overlap,
+    }

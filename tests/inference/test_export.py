@@ -1,0 +1,113 @@
+"""A converted network computes what torch computes, at every size it claims, and says where it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medseg.errors import UserError
+from medseg.inference import export
+from medseg.inference.export import FORMATS, export_network
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+
+
+class OneSize(UNet):
+    """Reads its input size in Python, which a trace turns into constants."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return super().forward(image) + torch.zeros([1, 1, *(int(size) for size in image.shape[2:])]).cumsum(2)
+
+
+def make(norm: str = "instance", mode: str = "mirrored", kind: type[UNet] = UNet) -> RegionalNetwork:
+    torch.manual_seed(0)
+    network = RegionalNetwork(
+        lambda channels: kind(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm), num_regions=2, mode=mode
+    )
+    for parameter in network.parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return network.eval()
+
+
+def convert(network: RegionalNetwork, suffix: str, region: int = 0, fixed: Any = None) -> export.Exported:
+    traits = network.traits
+    return export_network(
+        network.logits_of(region),
+        network.in_channels,
+        traits.divisor,
+        traits.small_size,
+        fixed,
+        suffix,
+        lambda size: {"size": size},
+    )
+
+
+@pytest.mark.parametrize(("norm", "mode"), [("instance", "mirrored"), ("affine", "separate"), ("channel", "side_input")])
+def test_torchscript_has_the_logits_of_each_region_and_its_metadata(norm: str, mode: str) -> None:
+    network, image = make(norm, mode), torch.randn(1, 1, 24, 8, 16)
+    extra = {"medseg.json": ""}
+    for region in (0, 1):
+        exported = convert(network, ".ts", region)
+        loaded = torch.jit.load(io.BytesIO(exported.files[".ts"]), _extra_files=extra)
+        with torch.inference_mode():
+            torch.testing.assert_close(loaded(image), network(image, torch.tensor([region])))
+        assert exported.fixed_size is None
+        assert json.loads(extra["medseg.json"]) == {"size": None}
+
+
+def test_a_network_of_one_size_is_converted_for_its_tiles_only() -> None:
+    network = make(kind=OneSize)
+    assert convert(network, ".ts", fixed=(16, 16, 24)).fixed_size == (16, 16, 24)
+    with pytest.raises(UserError, match=r"OneSize cannot be converted to TorchScript.*; choose another format: model\.onnx"):
+        convert(network, ".ts")
+
+
+def test_other_logits_than_those_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = FORMATS[".ts"]._replace(load=lambda model: lambda image: model(image) * 1.01)
+    monkeypatch.setitem(FORMATS, ".ts", wrong)
+    with pytest.raises(UserError, match=r"its logits differ by 0\.01 of the largest"):
+        convert(make(), ".ts")
+
+
+def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, ".onnx", FORMATS[".onnx"]._replace(modules=("no_such_library",)))
+    with pytest.raises(UserError, match=r"ONNX needs no_such_library: run pip install 'medseg\[export\]'"):
+        convert(make(), ".onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".onnx", ".xml"])
+def test_other_programs_run_the_files_at_every_size(suffix: str, tmp_path: Any) -> None:
+    network = make(mode="side_input")
+    exported = convert(network, suffix, 1)
+    assert exported.fixed_size is None
+    assert exported.difference < 1e-5
+    for part, content in exported.files.items():
+        (tmp_path / f"model{part}").write_bytes(content)
+    path, expected = str(tmp_path / f"model{suffix}"), {"size": None}
+    if suffix == ".onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        run = lambda image: session.run(["logits"], {"image": image})[0]  # noqa: E731
+        assert json.loads(session.get_modelmeta().custom_metadata_map["medseg"]) == expected
+        assert exported.form.startswith("ONNX, opset ")
+    else:
+        import openvino
+
+        model = openvino.Core().read_model(path)
+        compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        run = lambda image: compiled({"image": image})["logits"]  # noqa: E731
+        assert json.loads(model.get_rt_info(["medseg"]).astype(str)) == expected
+    for shape in ((8, 12, 16), (20, 12, 12)):
+        image = torch.randn(1, 1, *shape)
+        with torch.inference_mode():
+            torch.testing.assert_close(
+                torch.from_numpy(run(image.numpy())), network(image, torch.tensor([1])), rtol=1e-3, atol=1e-4
+            )

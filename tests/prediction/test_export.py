@@ -1,0 +1,224 @@
+"""Exports run outside of medseg and give its labels: the steps of a bundle, MONAI's command line, ONNX and OpenVINO on real scans."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from io_volumes import DIRECTIONS, make_grid
+from scipy.ndimage import gaussian_filter
+
+from medseg.build.stages import load_stage
+from medseg.cascade.cascade import Cascade
+from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.data.task import Channel, Region, Task
+from medseg.errors import UserError
+from medseg.geometry.grid_rule import GridRule
+from medseg.inference.export import FORMATS
+from medseg.io.read import read_image, read_labels
+from medseg.io.volume import Volume
+from medseg.io.write import write_image
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+from medseg.prediction.bundle import write_bundle
+from medseg.prediction.export import describe_stage, export_stage
+from medseg.weights.files import shipped_weights
+
+CPU = torch.device("cpu")
+CHANNELS = (Channel("ct", (-1000.0, 400.0)), Channel("mr", None, "zscore"), Channel("mr", None, "percentile"))
+LUNGS = Task(
+    "lungs", {"left": 1, "right": 2}, (Region("left", ("left",), "left"), Region("right", ("right",), "right")), CHANNELS[:1]
+)
+
+
+def make_stage(task: Task, mode: str = "whole", **changes: Any) -> TrainedStage:
+    torch.manual_seed(0)
+    classes = task.num_classes if mode == "whole" else task.num_region_classes
+    network = RegionalNetwork(
+        lambda channels: UNet(channels, classes, width=4, depth=1, blocks_per_level=1),
+        in_channels=len(task.channels),
+        num_regions=1 if mode == "whole" else len(task.regions),
+        mode=mode,
+    )
+    name = "coarse" if mode == "whole" else "fine"
+    stage = TrainedStage(network.eval(), name, task, (2.0, 1.5, 1.0), None, 10.0, mode, "fp32", CPU)
+    stage.count_memory()
+    return replace(stage, **changes)
+
+
+def share_equal(ours: np.ndarray, theirs: np.ndarray) -> float:
+    assert len(np.unique(ours)) > 1
+    return float((ours == theirs).mean())
+
+
+@pytest.mark.parametrize(
+    ("direction", "spacing_mm", "tile_size"),
+    [("oblique", (2.0, 1.5, 1.0), None), ("coronal", (4.0, 0.5, 2.0), (16, 24, 16)), ("feet_first", None, (8, 16, 24))],
+)
+def test_the_steps_of_a_bundle_give_the_labels_of_medseg(direction: str, spacing_mm: Any, tile_size: Any, tmp_path: Path) -> None:
+    from monai.transforms import EnsureChannelFirstd, LoadImaged, Orientationd
+
+    from medseg.prediction.bundle_stage import Prepared, Restored, TileInferer
+
+    task = Task("organs", {"one": 1, "two": 2}, (), CHANNELS)
+    stage = make_stage(task, spacing_mm=spacing_mm, tile_size=tile_size)
+    grid = make_grid(DIRECTIONS[direction], (22, 41, 37))
+    noise = np.random.default_rng(0).normal(0, 1, (3, *grid.shape))
+    images = [gaussian_filter(one, 2).astype(np.float32) for one in noise]
+    images[0] = np.where(np.abs(np.arange(37) - 18) < 14, 3000 * images[0], -1024).astype(np.float32)
+    images[1][:, :3] = 0
+    files = [tmp_path / f"{number}.nii.gz" for number in range(3)]
+    for file, image in zip(files, images, strict=True):
+        write_image(file, image, grid)
+    ours = Cascade(stage, None, CascadeOptions()).segment(Volume(images[0], grid), images[1:]).labels
+
+    described = json.loads(json.dumps(describe_stage(stage, None, None)))
+    case: Any = {"image": [str(file) for file in files]}
+    prepared = Prepared(
+        "image",
+        None if spacing_mm is None else described["spacing_mm"],
+        True,
+        described["channels"],
+        described["crop"]["margin_mm"],
+        described["input"]["multiple_of"],
+        described["tile_size"],
+        False,
+    )
+    for step in (LoadImaged("image"), EnsureChannelFirstd("image"), Orientationd("image", axcodes="SPL"), prepared):
+        case = step(case)
+    with torch.inference_mode():
+        inferer = TileInferer(described["tile_size"], described["overlap"])
+        case["pred"] = inferer(case["image"][None], stage.network.logits_of(0))[0]  # type: ignore[operator]
+    restored = Restored("pred", "image", [1, 2], False)(case)["pred"]
+    theirs = np.asarray(restored)[0].transpose(2, 1, 0)
+    assert share_equal(ours, theirs) > 0.999
+    np.testing.assert_allclose(restored.affine, nibabel.load(files[0]).affine, atol=1e-6)
+
+
+def test_the_metadata_say_all_that_another_program_needs() -> None:
+    found = describe_stage(make_stage(LUNGS, "mirrored", tile_size=(20, 18, 16)), None, None)
+    assert found["spacing_mm"] == [2.0, 1.5, 1.0]
+    assert found["channels"][0]["window_hu"] == (-1000.0, 400.0)
+    assert found["channels"][0]["clip"] == (-1024, 3071)
+    assert found["input"] == {
+        "name": "image",
+        "shape": [1, 1, "D", "H", "W"],
+        "multiple_of": [4, 4, 4],
+        "axes": "z, y, x towards superior, posterior, left",
+    }
+    assert found["classes"] == {"left": ["background", "left"], "right": ["background", "right"]}
+    assert found["flipped_x"] == ["right"]
+    assert found["tile_size"] == (20, 20, 16)
+    assert found["crop"]["margin_mm"] == 10.0
+    one = describe_stage(make_stage(LUNGS, "separate"), "right", (8, 8, 8))
+    assert list(one["classes"]) == ["right"]
+    assert one["input"]["shape"] == [1, 1, 8, 8, 8]
+    json.dumps([found, one])
+
+
+def test_the_output_and_the_region_must_fit(tmp_path: Path) -> None:
+    stage = make_stage(LUNGS)
+    (tmp_path / "notes.txt").touch()
+    for output, words in (
+        (tmp_path / "model.pt", r"ends in \.onnx or \.xml"),
+        (tmp_path, "holds other files; give a new folder"),
+    ):
+        with pytest.raises(UserError, match=words):
+            export_stage(stage, output, None)
+    with pytest.raises(UserError, match="region=left: the network of this checkpoint is the same for all regions"):
+        export_stage(stage, tmp_path / "new", "left")
+    with pytest.raises(UserError, match=r"region=None: .*region_mode=separate.* give one of left, right"):
+        export_stage(make_stage(LUNGS, "separate"), tmp_path / "new", None)
+    with pytest.raises(UserError, match=r"a MONAI bundle cannot state this strategy of spacing"):
+        export_stage(replace(stage, rule=GridRule(size=(8, 8, 8))), tmp_path / "new", None)
+
+
+def run_bundle(folder: Path, scans: Path, results: Path, *more: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "monai.bundle", "run", "--config_file", "configs/inference.json"]
+    command += ["--meta_file", "configs/metadata.json", "--dataset_dir", str(scans), "--output_dir", str(results), *more]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300, env=os.environ | {"PYTHONPATH": ""})
+
+
+@pytest.mark.slow
+def test_monai_runs_the_bundle_of_a_whole_scan_by_its_own_command(shared_ct: Path, tmp_path: Path) -> None:
+    coarse = load_stage(shipped_weights("lungs", "coarse"), None, CPU, "fp32", backend="torch")
+    exported = export_stage(coarse, tmp_path / "bundle", None)
+    assert exported.fixed_size is None
+    scans, results = tmp_path / "scans", tmp_path / "results"
+    scans.mkdir()
+    for name in ("cip_ct64", "acrin_001_tp1", "elastix_right_lung"):
+        (scans / f"{name}.nii.gz").symlink_to(shared_ct / name / "ct.nii.gz")
+    run_bundle(tmp_path / "bundle", scans, results)
+    alone = Cascade(replace(coarse, task=replace(coarse.task, regions=(), least_hu=None)), None, CascadeOptions())
+    for scan in sorted(scans.iterdir()):
+        ours = alone.segment(read_image(scan))
+        theirs = read_labels(results / scan.name)
+        assert theirs.grid.is_close(read_image(scan).grid)
+        for value in (1, 2):
+            assert dice(ours.labels == value, theirs.array == value) > 0.999
+
+
+@pytest.mark.slow
+def test_monai_runs_the_bundle_of_a_mirrored_region(tmp_path: Path) -> None:
+    stage = make_stage(LUNGS, "mirrored")
+    described = json.loads(json.dumps(describe_stage(stage, None, None)))
+    write_bundle(tmp_path / "bundle", described, FORMATS[".ts"].write(stage_script(stage), "{}")[".ts"])
+    grid = make_grid(DIRECTIONS["identity"], (20, 24, 28)).resampled((2.0, 1.5, 1.0))
+    image = gaussian_filter(np.random.default_rng(0).normal(0, 3000, grid.shape), 2).astype(np.float32)
+    (tmp_path / "scans").mkdir()
+    write_image(tmp_path / "scans" / "a.nii.gz", image, grid)
+    run_bundle(tmp_path / "bundle", tmp_path / "scans", tmp_path / "results", "--region", "right")
+    scaled = (torch.from_numpy(image).clamp(-1000, 400) + 1000) * (2 / 1400) - 1
+    depth, height, width = grid.shape
+    padded = torch.full([-(-size // 4) * 4 for size in grid.shape], -1.0)
+    padded[:depth, :height, :width] = scaled.flip(-1)
+    padded[depth:] = padded[depth - 1]
+    with torch.inference_mode():
+        labels = stage.network(padded[None, None], torch.tensor([1]))[0].argmax(0)[:depth, :height, :width].flip(-1)
+    assert share_equal(2 * labels.numpy(), read_labels(tmp_path / "results" / "a.nii.gz").array) > 0.999
+
+
+def stage_script(stage: TrainedStage) -> Any:
+    return FORMATS[".ts"].convert(stage.network.logits_of(0), torch.zeros(1, 1, 12, 12, 12), True)  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model.onnx", "model.xml"])
+def test_the_cascade_gives_the_same_labels_with_exported_networks(name: str, shared_ct: Path, tmp_path: Path) -> None:
+    """Label maps of three scans, with both networks of the cascade replaced by their exported files."""
+    stages = [load_stage(shipped_weights("lungs", one), None, CPU, "fp32", backend="torch") for one in ("coarse", "fine")]
+    cascade = Cascade(*stages, CascadeOptions())
+    scans = [read_image(shared_ct / case / "ct.nii.gz") for case in ("cip_ct64", "acrin_001_tp1", "elastix_right_lung")]
+    ours = [cascade.segment(scan).labels for scan in scans]
+    for stage in stages:
+        output = tmp_path / stage.name / name
+        assert export_stage(stage, output, None).fixed_size is None
+        stage.network.networks[0].forward = load_exported(output)  # type: ignore[index, union-attr, assignment]
+    for scan, expected in zip(scans, ours, strict=True):
+        found = cascade.segment(scan).labels
+        assert min(dice(expected == value, found == value) for value in (1, 2) if (expected == value).any()) > 0.999
+
+
+def load_exported(path: Path) -> Any:
+    if path.suffix == ".onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return lambda image: torch.from_numpy(session.run(["logits"], {"image": image.numpy()})[0])
+    import openvino
+
+    compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda image: torch.from_numpy(compiled({"image": image.numpy()})["logits"])
+
+
+def dice(one: np.ndarray, other: np.ndarray) -> float:
+    return float(2 * (one & other).sum() / max(1, one.sum() + other.sum()))
