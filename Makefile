@@ -6,14 +6,14 @@ export OMP_WAIT_POLICY := PASSIVE
 # One thread per worker: more would wait for each other. Neighbours share a worker, and with it their fixtures.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help setup demo lint test test-slow test-all attack matrix gpu clean
+.PHONY: help setup demo lint test test-slow test-all attack matrix docs gpu clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,export,loggers,openvino,optimizers,search,sweep]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,export,loggers,openvino,optimizers,search,sweep]"
 	touch $@
 
 setup: $(VENV)/.ready   ## make .venv with the tested versions
@@ -40,8 +40,11 @@ test-all: test test-slow   ## both
 matrix: setup    ## every pair of network, stage, loss, switch and ranks in small trainings -> docs/matrix.md
 	$(BIN)/python tests/matrix/matrix.py docs/matrix.md
 
+docs: setup      ## the documentation site -> site/index.html; with search: python -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 gpu: setup       ## on a machine with an NVIDIA GPU: its tests, planned against allocated memory, ladder, benchmark -> gpu/gpu.md
 	$(BIN)/python benchmarks/gpu.py gpu
 
 clean:           ## remove what the targets made (runs/ and data/ stay)
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo build dist site .pytest_cache .mypy_cache .ruff_cache

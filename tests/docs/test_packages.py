@@ -1,0 +1,81 @@
+"""What is published beside the code: container recipes, metadata of wheel and sdist."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
+def test_the_dockerfile_has_no_finding() -> None:
+    done = subprocess.run([str(HADOLINT), "Dockerfile"], cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stdout
+
+
+def test_both_container_recipes_take_the_files_that_a_build_needs() -> None:
+    docker = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    apptainer = (ROOT / "apptainer.def").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = [
+        *wheel["packages"],
+        *wheel["force-include"],
+        project["project"]["readme"],
+        "LICENSE",
+        "pyproject.toml",
+        "constraints.txt",
+    ]
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for name in needed:
+        assert (ROOT / name).exists()
+        assert any(line.startswith("COPY") and name in line.split()[1:-1] for line in docker.splitlines()), name
+        assert f"    {name} /source/{name}" in apptainer, name
+        assert f"!{name}" in ignored, name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[bq]*.yml")), ids=lambda path: path.stem)
+def test_issue_forms_have_the_fields_of_the_schema(path: Path) -> None:
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert {"name", "description", "body"} <= form.keys()
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert fields
+    assert all(field["type"] in ("textarea", "input", "dropdown") and field["attributes"]["label"] for field in fields)
+    assert len({field["id"] for field in fields}) == len(fields)
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_are_ready_for_the_index(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    files = sorted(map(str, tmp_path.iterdir()))
+    check = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, encoding="utf-8")
+    assert check.returncode == 0, check.stdout + check.stderr
+    sdist, wheel = files if files[0].endswith(".gz") else files[::-1]
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "LICENSE",
+        "Dockerfile",
+        "apptainer.def",
+        "mkdocs.yml",
+        "docs/first_lungs.md",
+        "medseg/weights/lungs_fine.safetensors",
+    } <= names
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    assert {"medseg/weights/lungs_fine.safetensors", "medseg/conf/train.yaml"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "](docs/" not in metadata, "links of a page on the index must not be relative"
