@@ -1,0 +1,124 @@
+"""Commands on the pages of the documentation: each composes, and passes the checks of its configuration."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from medseg.commands.entry import COMMANDS
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.overrides import HYDRA_OPTIONS, PATH_KEYS, POSITIONAL_KEYS, check_arguments, expand_options, quote_paths
+from medseg.config.targets import targets_first
+from medseg.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    path
+    for path in sorted(
+        [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("medseg/**/README.md"), *ROOT.glob("examples/*.py")]
+    )
+    if path.name != "CHANGELOG.md"  # its commands are those of their version
+]
+COMMAND = re.compile(
+    r"(?:medseg (?P<name>\w+)|python (?:\S*/)?scripts/(?P<script>\w+)\.py|python train\.py|torchrun .*?(?:scripts/(?P<spread>\w+)|train)\.py)"
+    r"(?:\s+(?P<arguments>.*))?$"
+)
+# Arguments that the pages show being refused.
+REFUSED = {"stage.pach_size=[96,96,96]"}
+
+
+def code_lines(page: Path) -> list[str]:
+    """Lines of the indented, fenced and inline code of a page, and of comments of a script, without trailing comments."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if re.match(r"    ", line)]
+    lines += [line for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+    lines += [line.removeprefix("# ") for line in text.splitlines() if line.startswith("#     ")]
+    lines += [inline for line in text.splitlines() for inline in re.findall(r"`([^`]+)`", line)]
+    return [re.split(r"\s#(?:\s|$)", line.strip().removeprefix("$ ").removeprefix("srun "))[0].strip() for line in lines]
+
+
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Name and arguments of each command of a page; placeholders such as `<run>` become words, and `…` is left out."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in code_lines(page):
+        match = COMMAND.match(line)
+        if match is None or match["name"] == "is":
+            continue
+        name = (match["name"] or match["script"] or match["spread"] or "train").replace("import_data", "import")
+        arguments = shlex.split(re.sub(r"<[^<>]*>|\$\w+", "given", match["arguments"] or ""))
+        kept = [
+            one
+            for one in arguments
+            if ("…" not in one or one.partition("=")[0] in PATH_KEYS) and (one != "given" or name in POSITIONAL_KEYS)
+        ]
+        if name in COMMANDS and any("=" in one or not one.startswith("-") for one in kept):
+            found[name, str(kept)] = kept
+        else:
+            assert name in COMMANDS, f"{page.name}: there is no command {name}"
+    return [(name, arguments) for (name, _), arguments in found.items()]
+
+
+def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
+    """Arguments as Hydra gets them, with an existing case table, the first value of each sweep, and without options of Hydra itself."""
+    given = expand_options(name, arguments)
+    check_arguments(given)
+    given = [f"{key}={table}" if (key := one.partition("=")[0]) in ("cases", "data.cases") else one for one in given]
+    given = targets_first(quote_paths(given))
+    overrides = []
+    for before, one in zip(["", *given], given, strict=False):
+        if one.startswith("-") or before in HYDRA_OPTIONS:
+            continue
+        parsed = OverridesParser.create().parse_override(one)
+        if parsed.is_sweep_override():
+            assert {"-m", "--multirun"} & set(given), f"{one}: a sweep without -m"
+            one = f"{one.partition('=')[0]}={next(parsed.sweep_string_iterator())}"
+        overrides.append(one)
+    return overrides
+
+
+def refusal(name: str, arguments: list[str], table: Path) -> str:
+    """Why a command is refused before it does anything; "" if it is accepted."""
+    schema = COMMANDS[name][0]
+    own = ["run_dir=none"] if "run_dir" in schema.__dataclass_fields__ else []
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        try:
+            to_config(hydra.compose(name, [*overrides_of(name, arguments, table), *own]), schema)
+        except (UserError, HydraException) as error:
+            return str(error)
+    return ""
+
+
+def test_the_pages_have_commands_to_check() -> None:
+    assert sum(len(commands(page)) for page in PAGES) > 110
+
+
+def test_every_file_and_target_that_a_command_names_exists() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for page in PAGES:
+        for line in code_lines(page):
+            if (match := re.match(r"python (\S+\.py)", line)) and not match[1].startswith("src/"):  # of another framework
+                assert any((ROOT / place / match[1]).is_file() for place in ("", "examples")), f"{page.name}: {line}"
+            if match := re.match(r"make ([a-z-]+)$", line):
+                assert match[1] in targets, f"{page.name}: {line}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_command_passes_the_checks_of_its_configuration(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "my_project"))
+    table = tmp_path / "cases.csv"
+    table.write_text("case,image,labels\n", encoding="utf-8")
+    for name, arguments in commands(page):
+        if "--config-dir" in arguments:  # a folder of the reader
+            continue
+        message = refusal(name, arguments, table)
+        assert bool(message) == bool(REFUSED & set(arguments)), f"{name} {' '.join(arguments)}: {message}"

@@ -1,0 +1,82 @@
+"""The documentation site builds without a warning, its links lead somewhere, and it loads nothing from other hosts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Attributes that a browser follows by itself.
+LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src")}
+
+
+class Links(HTMLParser):
+    """Links, loaded files and anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attributes}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        if given.get("rel") not in ("canonical", "alternate"):
+            self.loaded += [value for name, value in given.items() if (tag, name) in LOADED]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="the extra medseg[docs] is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_every_link_leads_to_a_page_and_nothing_is_loaded_from_other_hosts(site: Path) -> None:
+    pages = {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    assert len(pages) > 30
+    for path, page in pages.items():
+        for link in page.loaded:
+            assert not urlsplit(link).netloc, f"{path.name} loads {link}"
+        if path.name == "404.html":  # its links start at the root of the server
+            continue
+        for link in [*page.links, *page.loaded]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file(), f"{path.relative_to(site)}: {link}"
+            if parts.fragment and target in pages:
+                assert unquote(parts.fragment) in pages[target].anchors, f"{path.relative_to(site)}: {link}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style.name
+
+
+@pytest.mark.slow
+def test_no_markdown_is_left_in_the_pages(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        html = path.read_text(encoding="utf-8")
+        assert html.count("<code") == html.count("</code>"), path.name
+        body = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", html, flags=re.DOTALL)
+        text = re.sub(r"<[^>]+>", "", body)
+        left = re.findall(r"^\s*\|.*\|\s*$|^\s*\* .*|\]\([^)]*\)|\*\*\w[^*]*\*\*|`[^`\n]+`", text, re.MULTILINE)
+        assert not left, f"{path.relative_to(site)}: {left[:3]}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
