@@ -31,7 +31,7 @@ def test_both_container_recipes_take_the_files_that_a_build_needs() -> None:
     needed = [
         *wheel["packages"],
         *wheel["force-include"],
-        project["project"]["readme"],
+        "README.md",
         "LICENSE",
         "pyproject.toml",
         "constraints.txt",
