@@ -122,3 +122,25 @@ def test_each_command_passes_the_checks_of_its_configuration(page: Path, monkeyp
             continue
         message = refusal(name, arguments, table)
         assert bool(message) == bool(REFUSED & set(arguments)), f"{name} {' '.join(arguments)}: {message}"
+
+
+@pytest.mark.slow
+def test_each_key_for_those_who_come_from_elsewhere_is_accepted(tmp_path: Path) -> None:
+    table = tmp_path / "cases.csv"
+    table.write_text("case,image,labels\n", encoding="utf-8")
+    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    cells = [line.rstrip(" |").rpartition(" | ")[2] for line in page.splitlines() if line.startswith("| ")]
+    codes = [
+        re.sub(r"<[^<>]*>", str(table), code) for cell in cells for code in re.findall(r"`([^`]+)`", cell) if "…" not in code
+    ]
+    given = [arguments for code in codes if (arguments := shlex.split(code)) and all("=" in one for one in arguments)]
+    assert len(given) > 20
+    for arguments in given:
+        refused = [
+            refusal(command, [*arguments, *more], table)
+            for command, more in (
+                ("train", ["stage=fine"] if "stage" not in arguments[0] else []),
+                ("predict", [f"input={table}", "output=out"]),
+            )
+        ]
+        assert not all(refused), f"{arguments}: {refused}"
