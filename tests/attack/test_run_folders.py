@@ -14,16 +14,18 @@ from typing import Any
 
 import hydra
 import pytest
+from attack_tools import sentence
 from omegaconf import OmegaConf
 
+from medseg.commands.watch import view
 from medseg.config.check import resolved, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
 from medseg.data.case_table import read_case_table
-from medseg.errors import UserError
 from medseg.report.tables import read_csv
-from medseg.runs.folder import changed_config, find_run, open_run, status_of_run
+from medseg.runs.folder import changed_config, find_run, open_run, read_config, status_of_run
 from medseg.runs.results import read_study, write_report
+from medseg.runs.signature import flat
 from medseg.runs.status import Status
 from medseg.runs.sweeps import compare
 from medseg.runs.train_run import run_rank, train_run
@@ -150,16 +152,6 @@ def resume(run_dir: Path, *overrides: str) -> TrainConfig:
     return config
 
 
-def sentence(action: Callable[[], object]) -> str:
-    """The one line in which an action is refused; empty where it is not."""
-    message = ""
-    try:
-        action()
-    except UserError as error:
-        (message,) = str(error).splitlines()
-    return message
-
-
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_one_sentence_or_its_run_is_left_out(
@@ -224,6 +216,53 @@ def test_a_run_with_a_damaged_file_is_prolonged_or_ends_in_one_sentence(
     if code:
         assert json.loads((run_dir / "summary.json").read_text())["status"] == "refused"
         assert sum(line.startswith("medseg: ") for line in said.splitlines()) <= 2, said
+
+
+@pytest.mark.parametrize("content", ["empty", "a folder", "a pipe", "an endless device", "a link to nothing", "a link to itself"])
+@pytest.mark.parametrize("name", ["checkpoints", "pictures", "csv", ".lock"])
+def test_a_part_of_a_run_that_is_something_else_is_one_sentence(
+    name: str, content: str, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    if (run_dir / name).is_dir():
+        shutil.rmtree(run_dir / name)
+    (run_dir / name).touch()
+    damage(run_dir / name, CONTENTS[content])
+    view(run_dir)
+    write_report(tmp_path, tmp_path / "report", 3)
+    codes: list[int] = []
+    said = sentence(lambda: codes.append(run_rank(resume(run_dir, "steps=3"))))
+    assert bool(said) != bool(codes)
+    assert "Traceback" not in capfd.readouterr().err
+    assert codes in ([], [0], [2])
+
+
+WRONG: list[Any] = [
+    None, "", "x", -1, 0, 1e400, float("nan"), True, [], {}, [1, 2], {"a": {"b": 1}}, 2**70, "${seed}", "${oc.env:HOME}", "???"
+]  # fmt: skip
+
+
+def test_a_value_of_the_wrong_kind_in_a_configuration_is_one_sentence_or_the_run(whole: Path, tmp_path: Path) -> None:
+    """Every key of `config.yaml` in turn, with a value that belongs to another: resumed, watched and reported."""
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    plain = read_config(whole)
+    faults: list[str] = []
+    keys = list(flat(plain))
+    print(2 * len(keys), "values")
+    for number, key in enumerate(keys):
+        for wrong in (WRONG[number % len(WRONG)], WRONG[(number * 7 + 3) % len(WRONG)]):
+            changed = json.loads(json.dumps(plain))
+            *groups, name = key.split(".")
+            functools.reduce(dict.__getitem__, groups, changed)[name] = wrong
+            (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(changed)), encoding="utf-8")
+            try:
+                said = sentence(lambda: resume(run_dir))
+                assert len(said) < 3000
+                sentence(lambda: view(run_dir))
+                sentence(lambda: write_report(tmp_path, tmp_path / "report", 0))
+            except Exception as error:  # any of them is a fault
+                faults.append(f"{key}={wrong!r}: {type(error).__name__}: {error}")
+    assert not faults, "\n".join(faults)
 
 
 HEADER = "case,image,labels,patient,split\n"
