@@ -13,7 +13,7 @@ help:            ## list the targets
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,export,loggers,openvino,optimizers,search,sweep]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,export,loggers,openvino,optimizers,ray,search,sweep]"
 	touch $@
 
 setup: $(VENV)/.ready   ## make .venv with the tested versions

@@ -4,13 +4,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from medseg.build.cases import file_values
-from medseg.config.schema import PredictConfig
+from medseg.config.schema import Engine, PredictConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED
 from medseg.prediction.batch import BatchCase, predict_scans
@@ -50,29 +51,50 @@ def predict(config: PredictConfig) -> int:
             if shown.fields["case"] == case.scan.name:  # of a batch, the next case may be shown already
                 progress.update(steps, completed=shown.total)
 
+        wanted = Wanted(
+            tuple(dict.fromkeys(kind.value for kind in config.save)),
+            {**vars(config.dicom_seg), "kind": config.dicom_seg.kind.value},
+            config.viewer.max_mb,
+            config.data.labels_column,
+            file_values(config.data.label_values),
+        )
+        loading = {
+            "checkpoints": checkpoints or {"": (config.coarse, config.fine, EVERY_SPACING_MM)},
+            "inference": vars(config.inference),
+            "accelerator": config.accelerator.value,
+            "threads": config.threads,
+            "precision": config.precision.value if config.precision else None,
+            "trusted": config.trusted_targets,
+        }
+        elsewhere = None
+        if config.engine is Engine.ray:
+            from medseg.prediction.ray_engine import RayOptions, predict_on_ray
+
+            elsewhere = partial(
+                predict_on_ray,
+                options=RayOptions(**vars(config.ray)),
+                loading={**loading, "threads": config.threads or 1},
+                overwrite=config.overwrite,
+                wanted=wanted,
+                on_begin=show_begin,
+                on_end=show_end,
+            )
+            # This process only needs the task: it may lack the device of the actors.
+            plain = {**vars(config.inference), "backend": "torch", "half_weights": False}
+            loading |= {"inference": plain, "accelerator": "cpu", "precision": None}
         cases = predict_scans(
             [Path(path) for path in config.input] if isinstance(config.input, list) else Path(config.input),
             Path(config.output),
-            checkpoints or {"": (config.coarse, config.fine, EVERY_SPACING_MM)},
-            inference=vars(config.inference),
+            **loading,
             split=config.split,
             series=config.series,
             hu=HuScale(config.hu_slope, config.hu_offset),
-            accelerator=config.accelerator.value,
-            threads=config.threads,
-            precision=config.precision.value if config.precision else None,
             overwrite=config.overwrite,
-            trusted=config.trusted_targets,
-            wanted=Wanted(
-                tuple(dict.fromkeys(kind.value for kind in config.save)),
-                {**vars(config.dicom_seg), "kind": config.dicom_seg.kind.value},
-                config.viewer.max_mb,
-                config.data.labels_column,
-                file_values(config.data.label_values),
-            ),
+            wanted=wanted,
             on_begin=show_begin,
             on_step=show_step,
             on_end=show_end,
+            elsewhere=elsewhere,
         )
     if num_skipped := sum(case.is_skipped for case in cases):
         say(f"{num_skipped} of {len(cases)} cases were finished before and skipped; overwrite=true repeats them")

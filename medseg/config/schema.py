@@ -71,6 +71,7 @@ Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])  # se
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
 ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"])  # see docs/import.md
+Engine = StrEnum("Engine", ["local", "ray"])  # see `medseg.prediction.ray_engine`
 SegKind = StrEnum("SegKind", ["binary", "labelmap"])  # see `medseg.io.dicom.segmentation`
 Save = StrEnum(  # see `medseg.prediction.results`
     "Save", ["labels", "preview", "viewer", "dicom_seg", "rtstruct", "masks", "probabilities", "itksnap"]
@@ -694,6 +695,23 @@ class ViewerConfig:
 
 
 @dataclass
+class RayConfig:
+    """Cluster and actors of engine=ray."""
+
+    address: Annotated[
+        Text, Knob("Address of a running cluster (auto, host:port); null: RAY_ADDRESS, or a new cluster on this machine.")
+    ]
+    num_actors: Annotated[int | None, Knob("Processes that segment scans; null: as many as fit.", "[1, inf)", "actors")]
+    gpus: Annotated[
+        float | None, Knob("GPUs of an actor, also a part of one; null: 1 where the cluster has GPUs.", "[0, inf)", "GPUs")
+    ]
+    memory_gib: Annotated[
+        float | None, Knob("Memory that an actor reserves; null: inference.max_ram_gib, or predicted.", "(0, inf)", "GiB")
+    ]
+    retries: Annotated[int, Knob("How often a scan is given to another actor after the end of its own.", "[0, inf)", "times")]
+
+
+@dataclass
 class PredictConfig:
     """Keys of `predict`."""
 
@@ -715,7 +733,13 @@ class PredictConfig:
     hu_slope: Annotated[float, Knob("HU = hu_slope * value + hu_offset; columns of the case table override both.", "(0, inf)")]
     hu_offset: Annotated[float, Knob("See hu_slope.", "(-inf, inf)", "HU")]
     accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")]
-    threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads")]
+    engine: Annotated[
+        Engine, Knob("Where the scans of a batch are segmented; ray: on a cluster, or in several processes of this machine.")
+    ]
+    ray: RayConfig
+    threads: Annotated[
+        int | None, Knob("Torch threads on a CPU; null: all cores, with engine=ray 1 for each actor.", "[1, inf)", "threads")
+    ]
     precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")]
     overwrite: Annotated[bool, Knob("Repeat cases that are up to date (same scan, weights and settings).")]
     trusted_targets: Annotated[

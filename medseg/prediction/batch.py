@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from medseg.cascade.cascade import require_channels
+from medseg.cascade.cascade import Cascade, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.io.atomic import check_writable
@@ -93,6 +93,7 @@ def predict_scans(
     on_begin: Callable[[str, int], None],
     on_step: Callable[[str, str, int, int], None] = lambda *_: None,
     on_end: Callable[[BatchCase], None],
+    elsewhere: Callable[[Sequence[BatchCase], Cascade], None] | None = None,
 ) -> list[BatchCase]:
     """Segment every scan of an input; a failing case does not affect the others.
 
@@ -115,6 +116,7 @@ def predict_scans(
         on_begin: Called with the name of a case and the number of cases when its turn comes.
         on_step: Called with the name of a case, the name of the step that begins, its place and the number of steps.
         on_end: Called with each case when it is done, in the order of the cases.
+        elsewhere: Segments the cases in other processes and fills in their outcomes; None = here.
 
     Returns:
         The cases with their outcomes.
@@ -149,6 +151,12 @@ def predict_scans(
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
+    if elsewhere is not None:
+        require(not is_shared, "engine=ray distributes scans by itself; start the command without torchrun")
+        elsewhere(cases, cascades[0].cascade)
+        if is_batch:
+            write_summary(output, cases)
+        return cases
     shares = share_memory(inference.get("max_ram_gib"))  # of what the loaded weights leave
     cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
     batch = Batch(cascades, shares.array_bytes, overwrite, wanted, len(cases), on_begin, on_step, on_end)

@@ -1,0 +1,310 @@
+"""Cohorts on a Ray cluster: actors that load the weights once, segment cases and write their results; needs the extra `medseg[ray]`.
+
+Ray places the actors, moves the calls and notices the end of a process or node. `<case>.json` is the journal: a case that is up to date is
+never computed again, whoever asks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from medseg.cascade.cascade import Cascade
+from medseg.console import say
+from medseg.errors import EXIT_FAILED, UserError, first_line, require
+from medseg.io.read import read_grid
+from medseg.memory.profile import resident_bytes
+from medseg.prediction.batch import Batch, BatchCase, load_cascades
+from medseg.prediction.contract import OVERHEAD_BYTES, share_memory
+from medseg.prediction.results import Wanted
+from medseg.prediction.scans import Scan
+
+# Cases that an actor holds: one is computed while another one is read or written.
+CASES_PER_ACTOR = 2
+# Bytes of arrays per voxel of a scan: the scan in float32, its labels, crops and probabilities.
+BYTES_PER_VOXEL = 12
+# Scans whose headers are read for the memory of an actor; those of a cohort are alike.
+NUM_MEASURED = 20
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Cluster and resources of the actors, see `RayConfig`.
+
+    Attributes:
+        address: Address of a running cluster; None = that of RAY_ADDRESS, or a new one on this machine.
+        num_actors: Number of actors; None = as many as fit.
+        gpus: GPUs of an actor; None = one where the cluster has GPUs.
+        memory_gib: Memory that an actor reserves; None = predicted.
+        retries: How often a case is given to another actor after the end of its own.
+    """
+
+    address: str | None = None
+    num_actors: int | None = None
+    gpus: float | None = None
+    memory_gib: float | None = None
+    retries: int = 2
+
+
+class Outcome(NamedTuple):
+    """Outcome of a case in plain types; see `BatchCase`."""
+
+    messages: list[str]
+    exit_code: int
+    report: dict[str, Any] | None
+    is_skipped: bool
+
+
+class CaseActor:
+    """Process of the cluster that segments cases; its methods run in `CASES_PER_ACTOR` threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def load(self, folder: str, loading: Mapping[str, Any], overwrite: bool, wanted: Wanted, num_cases: int) -> str:
+        """Load the weights.
+
+        Args:
+            folder: Folder that relative paths begin in.
+            loading: Arguments of `load_cascades`.
+            overwrite: See `predict_scans`.
+            wanted: See `predict_scans`.
+            num_cases: Number of cases of the cohort.
+
+        Raises:
+            UserError: If a path or a checkpoint is not usable on this node.
+        """
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise UserError(
+                f"engine=ray: {os.uname().nodename} has no folder {folder}; the nodes must share their files"
+            ) from error
+        cascades = load_cascades(**loading)
+        self.threads = torch.get_num_threads()
+        shares = share_memory(loading["inference"].get("max_ram_gib"))
+        cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
+        quiet: Callable[..., None] = lambda *_: None  # noqa: E731
+        self.batch = Batch(cascades, shares.array_bytes, overwrite, wanted, max(2, num_cases), quiet, quiet, quiet)
+        return os.uname().nodename
+
+    def predict(self, scan: Scan, output: Path, is_retry: bool) -> Outcome:
+        """Segment one case and write its results; its errors are part of the outcome.
+
+        Args:
+            scan: The scan.
+            output: Path of its label map.
+            is_retry: Whether an actor that ended had the case: what that one wrote is not computed again, even with `overwrite`.
+        """
+        torch.set_num_threads(self.threads)
+        case, batch = BatchCase(scan, output), replace(self.batch, overwrite=False) if is_retry else self.batch
+        data = batch.read(case, True)
+        with self.lock:
+            if data is None:
+                data = batch.read(case, False)
+            computed = batch.compute(case, data)  # type: ignore[arg-type]
+        del data
+        batch.finish(case, computed)
+        return Outcome(case.messages, case.exit_code, case.report, case.is_skipped)
+
+
+def predict_on_ray(
+    cases: Sequence[BatchCase],
+    cascade: Cascade,
+    *,
+    options: RayOptions,
+    loading: Mapping[str, Any],
+    overwrite: bool,
+    wanted: Wanted,
+    on_begin: Callable[[str, int], None],
+    on_end: Callable[[BatchCase], None],
+) -> None:
+    """Segment cases on a Ray cluster and fill in their outcomes.
+
+    Args:
+        cases: The cases; their paths must mean the same on every node.
+        cascade: The cascade as loaded by this process, for the memory of an actor.
+        options: Cluster and resources.
+        loading: Arguments of `load_cascades` in the actors.
+        overwrite: See `predict_scans`.
+        wanted: See `predict_scans`.
+        on_begin: See `predict_scans`.
+        on_end: Called with each case when it is done, in any order.
+
+    Raises:
+        UserError: If Ray is not installed, no node has the resources, or actors cannot load the weights.
+    """
+    require(has_ray(), "engine=ray: Ray is not installed; run pip install 'medseg[ray]', or choose engine=local")
+    import ray
+
+    address = options.address or os.environ.get("RAY_ADDRESS")
+    # Patient data: nothing about the use of a cluster of ours leaves the machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address, log_to_driver=False, **({} if address else {"include_dashboard": False}))
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address") from error
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus = options.gpus
+        if gpus is None:
+            gpus = 1.0 if loading["accelerator"] != "cpu" and any(node.get("GPU", 0) for node in nodes) else 0.0
+        memory = (
+            math.ceil(2**30 * options.memory_gib) if options.memory_gib else predict_bytes(cascade, cases, loading["inference"])
+        )
+        needs = {"CPU": float(loading["threads"]), "GPU": gpus, "memory": float(memory)}
+        room = sum(min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need) for node in nodes)
+        require(
+            room > 0,
+            f"engine=ray: no node of the cluster has {loading['threads']} CPUs, {gpus:g} GPUs and {memory / 2**30:.2f} GiB for an actor; give a "
+            "smaller threads, ray.gpus or ray.memory_gib",
+        )
+        make = ray.remote(CaseActor).options(
+            num_cpus=loading["threads"], num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR
+        )
+        arguments = (os.getcwd(), loading, overwrite, wanted, len(cases))
+        num_actors = min(options.num_actors or room, math.ceil(len(cases) / CASES_PER_ACTOR))
+        _Cohort(ray, make, arguments, options.retries, lambda name: on_begin(name, len(cases)), on_end).run(cases, num_actors)
+    finally:
+        ray.shutdown()
+
+
+class _Cohort:
+    """Cases of a cohort on their way: each living actor holds a few, and those of a dead one go to the others."""
+
+    def __init__(
+        self,
+        ray: Any,
+        make: Any,
+        arguments: tuple[Any, ...],
+        retries: int,
+        on_begin: Callable[[str], None],
+        on_end: Callable[[BatchCase], None],
+    ) -> None:
+        self.ray, self.make, self.arguments, self.retries = ray, make, arguments, retries
+        self.on_begin, self.on_end = on_begin, on_end
+        self.actors: list[Any] = []  # those that have loaded the weights
+        self.starting: dict[Any, Any] = {}  # reference of `load` to its actor
+        self.running: dict[Any, tuple[Any, BatchCase]] = {}  # reference of `predict` to its actor and case
+        self.waiting: deque[BatchCase] = deque()
+        self.attempts: Counter[str] = Counter()
+        self.num_failed_starts = 0
+
+    def run(self, cases: Sequence[BatchCase], num_actors: int) -> None:
+        """Segment all cases."""
+        self.waiting.extend(cases)
+        for _ in range(num_actors):
+            self.start()
+        while self.waiting or self.running:
+            done, _ = self.ray.wait([*self.running, *self.starting], num_returns=1, timeout=WAIT_S)
+            if not done and not self.running:
+                say("engine=ray: waits until the cluster has room for an actor")
+            for reference in done:
+                if reference in self.starting:
+                    self.started(reference)
+                elif reference in self.running:
+                    self.ended(reference)
+            self.fill()
+
+    def start(self) -> None:
+        """Ask for an actor; Ray places it when a node has room."""
+        actor = self.make.remote()
+        self.starting[actor.load.remote(*self.arguments)] = actor
+
+    def started(self, reference: Any) -> None:
+        """Take an actor that has loaded the weights; ask for another where it died."""
+        actor = self.starting.pop(reference)
+        try:
+            self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from error
+            raise
+        except self.ray.exceptions.RayError as error:
+            self.num_failed_starts += 1
+            require(
+                self.num_failed_starts <= self.retries,
+                f"engine=ray: actors end while they load the weights ({first_line(error)}); give them more by ray.memory_gib",
+            )
+            self.start()
+        else:
+            self.num_failed_starts = 0
+            self.actors.append(actor)
+
+    def fill(self) -> None:
+        """Give the actors their next cases, the one with the fewest first; a case that was lost with an actor gets one of its own."""
+        while self.waiting:
+            case = self.waiting[0]
+            held = Counter(actor for actor, _ in self.running.values())
+            alone = {actor for actor, other in self.running.values() if self.attempts[other.scan.name]}
+            free = [actor for actor in self.actors if actor not in alone]
+            most = 1 if self.attempts[case.scan.name] else CASES_PER_ACTOR
+            if not free or held[actor := min(free, key=held.__getitem__)] >= most:
+                return
+            self.waiting.popleft()
+            self.on_begin(case.scan.name)
+            is_retry = self.attempts[case.scan.name] > 0
+            self.running[actor.predict.remote(case.scan, case.output, is_retry)] = (actor, case)
+
+    def ended(self, reference: Any) -> None:
+        """Note the outcome of a case, or put those of a dead actor back to the queue."""
+        actor, case = self.running.pop(reference)
+        try:
+            case.messages, case.exit_code, case.report, case.is_skipped = self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as error:  # a defect outside of the steps of a batch
+            case.exit_code, case.messages = EXIT_FAILED, [f"{type(error.cause).__name__}: {error.cause}"]
+        except self.ray.exceptions.RayError as error:
+            self.actors.remove(actor)
+            lost = [case, *(other for one, other in self.running.values() if one == actor)]
+            self.running = {key: value for key, value in self.running.items() if value[0] != actor}
+            for one in lost:
+                self.retry(one, error)
+            self.start()
+            return
+        self.on_end(case)
+
+    def retry(self, case: BatchCase, error: Exception) -> None:
+        """Put a case back to the queue, unless it was there too often."""
+        self.attempts[case.scan.name] += 1
+        if self.attempts[case.scan.name] <= self.retries:
+            self.waiting.appendleft(case)
+            return
+        case.exit_code = EXIT_FAILED
+        case.messages = [f"its actor ended {self.retries + 1} times ({first_line(error)}); give actors more by ray.memory_gib"]
+        self.on_end(case)
+
+
+def has_ray() -> bool:
+    """Whether the extra is installed."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mapping[str, Any]) -> int:
+    """Predict the memory of an actor: its bound where it has one, else libraries, weights, network and the largest of some scans.
+
+    Args:
+        cascade: The cascade as loaded by this process.
+        cases: The cases.
+        inference: Settings of the prediction.
+    """
+    if inference.get("max_ram_gib"):
+        return math.ceil(inference["max_ram_gib"] * 2**30)
+    channels = cascade.coarse.task.channels
+    sizes = [0]
+    for case in cases[:NUM_MEASURED]:
+        try:
+            sizes.append(math.prod(read_grid(case.scan.path, case.scan.series, channels[0].modality).shape))
+        except UserError:  # the actor says so
+            continue
+    arrays = BYTES_PER_VOXEL * len(channels) * max(sizes) * CASES_PER_ACTOR
+    return int(resident_bytes() + OVERHEAD_BYTES + cascade.options.budget_gib * 2**30 + arrays)

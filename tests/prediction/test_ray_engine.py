@@ -1,0 +1,183 @@
+"""Cohorts on Ray: actors, nodes and the driver die, and each case is computed once and equals `engine=local`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import numpy as np
+import pytest
+from scipy.ndimage import gaussian_filter
+
+from benchmarks import cohort
+from medseg.build.network import make_network
+from medseg.build.run import make_metadata
+from medseg.commands import predict as app
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PredictConfig, TrainConfig
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.write import write_image
+from medseg.prediction import ray_engine
+from medseg.prediction.batch import BatchCase
+from medseg.prediction.scans import Scan
+from medseg.report.tables import read_csv
+from medseg.runs.signature import plain
+from medseg.weights.files import write_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_SCANS = 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small network of one stage with random weights."""
+    path = tmp_path_factory.mktemp("weights") / "single.safetensors"
+    overrides = ["stage=single", "task=abdomen", "spacing=isotropic_2mm", "model.width=4", "run_dir=x"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", overrides), TrainConfig)
+    write_weights(path, make_metadata(config, plain(config)), make_network(config).state_dict())
+    return path
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scans")
+    grid = VoxelGrid((32, 40, 48), (3.0, 2.0, 2.0), (0.0, 0.0, 0.0), np.eye(3).tolist())
+    for number in range(NUM_SCANS):
+        image = gaussian_filter(np.random.default_rng(number).normal(0, 2000, grid.shape), 2)
+        write_image(folder / f"case{number:02d}.nii.gz", image.astype(np.float32), grid)
+    return folder
+
+
+def predict(*overrides: str) -> int:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return app.predict(to_config(hydra.compose("predict", ["precision=fp32", *overrides]), PredictConfig))
+
+
+def test_without_the_extra_one_sentence_says_how_to_get_it(
+    checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "has_ray", lambda: False)
+    with pytest.raises(
+        UserError, match=r"engine=ray: Ray is not installed; run pip install 'medseg\[ray\]', or choose engine=local"
+    ):
+        predict(f"input='{scans}'", f"output='{tmp_path / 'out'}'", f"coarse='{checkpoint}'", "engine=ray")
+
+
+def test_under_torchrun_it_is_refused(checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="engine=ray distributes scans by itself; start the command without torchrun"):
+        predict(f"input='{scans}'", f"output='{tmp_path / 'out'}'", f"coarse='{checkpoint}'", "engine=ray")
+
+
+class FakeRay:
+    """Ray's calls, of which one at a time ends, in an order that a generator of random numbers draws."""
+
+    class exceptions:  # noqa: N801
+        class RayError(Exception):
+            pass
+
+        class RayTaskError(RayError):
+            def __init__(self, cause: Exception) -> None:
+                self.cause = cause
+
+    def __init__(self, dies: Callable[[int, str], bool], load: Callable[[int], None] = lambda _: None) -> None:
+        self.dies, self.loads, self.rng = dies, load, np.random.default_rng(0)
+        self.num_actors, self.dead = 0, set[int]()
+        self.written: list[str] = []
+        self.most_held = 0
+
+    def remote(self) -> Any:
+        """Make an actor."""
+        number = self.num_actors
+        self.num_actors += 1
+        call = lambda kind: SimpleNamespace(remote=lambda *given: (kind, number, given, object()))  # noqa: E731
+        return SimpleActor(number, call("load"), call("predict"))
+
+    def wait(self, references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        assert references
+        held = Counter(number for kind, number, *_ in references if kind == "predict")
+        self.most_held = max([self.most_held, *held.values()])
+        return [references[self.rng.integers(len(references))]], []
+
+    def get(self, reference: Any) -> Any:
+        kind, number, given, _ = reference
+        if kind == "load":
+            return self.loads(number)
+        name = given[0].name
+        if number in self.dead or self.dies(number, name):
+            self.dead.add(number)
+            raise self.exceptions.RayError("The actor died.")
+        self.written.append(name)
+        return ray_engine.Outcome([], 0, {"case": name}, False)
+
+
+class SimpleActor:
+    def __init__(self, number: int, load: Any, predict: Any) -> None:
+        self.number, self.load, self.predict = number, load, predict
+
+
+def run_cohort(fake: FakeRay, num_actors: int, retries: int = 2) -> tuple[list[BatchCase], list[str]]:
+    cases = [BatchCase(Scan(f"case{number}", Path("x")), Path("y")) for number in range(NUM_SCANS)]
+    ended: list[str] = []
+    cohort = ray_engine._Cohort(fake, fake, (), retries, lambda _: None, lambda case: ended.append(case.scan.name))
+    cohort.run(cases, num_actors)
+    return cases, ended
+
+
+def test_the_cases_of_dead_actors_go_to_others_and_each_ends_once() -> None:
+    fake = FakeRay(lambda number, name: number in (0, 2) and name in ("case3", "case9", "case17"))
+    cases, ended = run_cohort(fake, 3)
+    assert sorted(ended) == sorted(fake.written) == sorted(case.scan.name for case in cases)
+    assert all(case.exit_code == 0 and case.report for case in cases)
+    assert fake.num_actors == 3 + len(fake.dead)
+    assert fake.most_held == ray_engine.CASES_PER_ACTOR
+
+
+@pytest.mark.parametrize("num_actors", [1, 3])
+def test_a_case_that_ends_every_actor_fails_alone(num_actors: int) -> None:
+    fake = FakeRay(lambda _, name: name == "case5")
+    cases, ended = run_cohort(fake, num_actors, retries=3)
+    assert len(ended) == NUM_SCANS
+    failed = [case for case in cases if case.exit_code]
+    assert [case.scan.name for case in failed] == ["case5"]
+    assert "its actor ended 4 times (The actor died.); give actors more by ray.memory_gib" in failed[0].messages
+
+
+def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
+    def mistake(_: int) -> None:
+        raise FakeRay.exceptions.RayTaskError(UserError("coarse=a.ckpt: there is no such checkpoint"))
+
+    def death(_: int) -> None:
+        raise FakeRay.exceptions.RayError("The actor died.")
+
+    with pytest.raises(UserError, match=r"^coarse=a\.ckpt: there is no such checkpoint$"):
+        run_cohort(FakeRay(lambda *_: False, mistake), 2)
+    with pytest.raises(
+        UserError, match=r"actors end while they load the weights \(The actor died\.\); give them more by ray\.memory_gib"
+    ):
+        run_cohort(FakeRay(lambda *_: False, death), 2)
+
+
+@pytest.mark.slow
+def test_actors_a_node_and_the_driver_die_and_no_case_is_computed_twice(
+    checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    given, local, output = [f"input='{scans}'", f"coarse='{checkpoint}'"], tmp_path / "local", tmp_path / "out"
+    assert predict(*given, f"output='{local}'", "threads=1") == 0
+    with cohort.SimulatedCluster(2) as cluster:
+        num_journalled, num_again = cohort.run_disturbed(cluster, [*given, "precision=fp32"], output, NUM_SCANS, num_kills=1)
+    assert NUM_SCANS // 2 <= num_journalled < NUM_SCANS
+    assert num_again == 0
+    assert cohort.num_different(local, output) == 0
+    assert len(list(local.glob("*.nii.gz"))) == NUM_SCANS
+    assert len(read_csv(output / "summary.csv")) == len(read_csv(local / "summary.csv"))
