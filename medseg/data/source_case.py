@@ -7,7 +7,8 @@ import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Severity, find
 from medseg.data.audit.image import audit_channels, hash_voxels, make_thumbnail, measure_image
-from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, audit_placement, audit_shift, map_values, measure_volumes
+from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, map_values, measure_volumes
+from medseg.data.audit.placement import audit_placement, audit_shift
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
 from medseg.data.task import LabelValues, Task
