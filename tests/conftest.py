@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,25 @@ def tiny_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_tiny_table
 
     return make_tiny_table(tmp_path_factory.mktemp("tiny cases"))
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Chromium without a window, with the driver of its own version, WebGL by software, and no way out: every name resolves to a closed port."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver_program = shutil.which("chromedriver")
+    if program is None or driver_program is None:
+        pytest.skip("no Chromium with its chromedriver here (Debian: chromium, chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for argument in (
+        "--headless=new", "--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
+        "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path_factory.mktemp('browser')}",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_program))
+    yield driver
+    driver.quit()

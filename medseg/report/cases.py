@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from medseg.report.charts import case_differences, dice_by_region, differences, volume_errors
 from medseg.report.compare import MISSING
-from medseg.report.differences import METHOD, Difference, write_difference
+from medseg.report.differences import METHOD, Difference
 from medseg.report.html import data_uri, render_page
 
 _NUM_HUES = 8
@@ -108,11 +108,19 @@ def render_cases(
         statistics=[one for one in statistics if one["mean"] is not None],
         notes={heading: lines for heading, lines in notes.items() if lines},
         baseline=baseline,
-        compared=compared,
+        differences=[
+            {
+                "name": region.replace("_", " "),
+                "metric": _TITLES[metric],
+                "setting": None,
+                "digits": 2 if metric == "hd95_mm" else 4,
+                **difference._asdict(),
+            }
+            for region, metric, difference in compared
+        ],
         method=METHOD,
         missing=MISSING,
         write_score=_write_score,
-        write_difference=write_difference,
     )
 
 

@@ -112,7 +112,10 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     if not rows:
         return []
     has_intervals = any(row["ci95_low"] is not None for row in rows)
-    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 130, "grid": False}}
+    # A line for each key of a setting: a long name in one line is cut where it differs from the others.
+    axis = {"labelLimit": 130, "labelExpr": "split(datum.label, ', ')", "grid": False}
+    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": axis}
+    row_px = 16 + 14 * max(row["name"].count(", ") + 1 for row in rows)
     x = {"field": "difference", "type": "quantitative", "title": title, "axis": {"tickCount": 4}}
     tooltip = _tooltip(name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases")
     layers: Rows = [
@@ -120,7 +123,7 @@ def differences(rows: Rows, title: str) -> list[Chart]:
         *([{"mark": {"type": "rule", "strokeWidth": 2.5}, "encoding": {**_SETTING_LOOK, "x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}}] if has_intervals else []),
         {"mark": {**_DOT, "opacity": 1}, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip}},
     ]  # fmt: skip
-    return [_chart(title, f"{title} of {len(rows)} rows, with 95 % intervals", rows, layers, height=30 * len(rows) + 20)]
+    return [_chart(title, f"{title} of {len(rows)} rows, with 95 % intervals", rows, layers, height=row_px * len(rows) + 20)]
 
 
 def dice_by_region(rows: Rows) -> Chart:
@@ -305,7 +308,7 @@ def _axis(
         axis["scale"] = {"type": "log", "domain": [low, high], "nice": False}
         axis["axis"] = {"values": [tick for tick in ticks if low <= tick <= high], "format": ".3~g", "labelOverlap": "greedy"}
     elif all(float(value).is_integer() for value in values):
-        axis["axis"] = {"tickMinStep": 1, "tickCount": 5}
+        axis["axis"] = {"tickMinStep": 1, "tickCount": 5, "format": ",~f"}
     else:
         axis["axis"] = {"tickCount": 5}
     return axis

@@ -74,12 +74,12 @@ def paired_difference(scores: Mapping[Any, float], baseline: Mapping[Any, float]
     )
 
 
-def write_difference(one: Difference, digits: int = 4) -> str:
+def write_difference(one: Difference) -> str:
     """Format a difference with its interval.
 
     Example:
         >>> write_difference(Difference(5, 0.9, 0.91, 0.01, 0.004, 0.016, 4, 1))
         '+0.0100 [+0.0040, +0.0160]'
     """
-    interval = "" if one.ci95_low is None else f" [{one.ci95_low:+.{digits}f}, {one.ci95_high:+.{digits}f}]"
-    return f"{one.difference:+.{digits}f}{interval}"
+    interval = "" if one.ci95_low is None else f" [{one.ci95_low:+.4f}, {one.ci95_high:+.4f}]"
+    return f"{one.difference:+.4f}{interval}"

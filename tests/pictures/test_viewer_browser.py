@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,6 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
 from medseg.pictures.viewer import ViewerWords, pack_volumes, write_viewer
 
-# WebGL by software, and no way out: every name resolves to a closed port.
-ARGUMENTS = (
-    "--headless=new", "--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
-    "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
 TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("right_lung", 2, "#fb923c")]
 GRID = VoxelGrid((60, 70, 80), (2.0, 2.0, 2.0), (-80.0, -70.0, 0.0))
 BLUE, ORANGE, MAGENTA = (56, 189, 248), (251, 146, 60), (255, 47, 208)
@@ -52,23 +46,14 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory, page_path: Path) -> Iterator[Any]:
-    """The page in Chromium, ready."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver_program = shutil.which("chromedriver")
-    if program is None or driver_program is None:
-        pytest.skip("no Chromium with its chromedriver here (Debian: chromium, chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_program))
-    driver.get(page_path.as_uri())
-    wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
-    yield driver
-    driver.quit()
+def viewer(chromium: Any, page_path: Path) -> Any:
+    """The page in Chromium, ready; the logs have its messages alone."""
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    for log in ("browser", "performance"):
+        chromium.get_log(log)
+    chromium.get(page_path.as_uri())
+    wait_for(lambda: chromium.execute_script("return document.body.dataset.ready"))
+    return chromium
 
 
 def wait_for(is_done: Callable[[], Any], limit_s: float = 60.0) -> None:
@@ -101,59 +86,59 @@ def press(driver: Any, key: str) -> None:
 
 
 @pytest.mark.slow
-def test_each_plane_shows_the_labels_on_their_side(chromium: Any) -> None:
+def test_each_plane_shows_the_labels_on_their_side(viewer: Any) -> None:
     for key in ("a", "c"):
-        press(chromium, key)
-        picture = shown(chromium)
+        press(viewer, key)
+        picture = shown(viewer)
         blue, orange = lean(picture, BLUE), lean(picture, ORANGE)
         assert blue.sum() > 1000
         assert orange.sum() > 1000
         assert np.nonzero(blue)[1].mean() > np.nonzero(orange)[1].mean(), "the patient's left is on the right"
         assert (picture.max(axis=-1) > 60).mean() > 0.05, "the body is seen"
-    press(chromium, "m")
-    assert lean(shown(chromium), BLUE).sum() > 500
+    press(viewer, "m")
+    assert lean(shown(viewer), BLUE).sum() > 500
 
 
 @pytest.mark.slow
-def test_keys_change_what_is_shown(chromium: Any) -> None:
-    press(chromium, "a")
-    press(chromium, "j")
-    assert "missed" in chromium.execute_script("return document.getElementById('place').textContent")
-    picture = shown(chromium)
+def test_keys_change_what_is_shown(viewer: Any) -> None:
+    press(viewer, "a")
+    press(viewer, "j")
+    assert "missed" in viewer.execute_script("return document.getElementById('place').textContent")
+    picture = shown(viewer)
     assert lean(picture, MAGENTA).sum() > 500
-    press(chromium, "d")
-    assert lean(shown(chromium), MAGENTA).sum() < 50
-    press(chromium, "d")
-    before = chromium.execute_script("return document.getElementById('place').textContent")
-    press(chromium, "ArrowUp")
-    assert chromium.execute_script("return document.getElementById('place').textContent") != before
-    assert lean(shown(chromium), BLUE).sum() > 500
-    press(chromium, "h")
-    assert lean(shown(chromium), BLUE).sum() == 0
-    press(chromium, "h")
-    bright = shown(chromium).mean()
-    press(chromium, "w")
-    assert abs(shown(chromium).mean() - bright) > 1, "another window"
+    press(viewer, "d")
+    assert lean(shown(viewer), MAGENTA).sum() < 50
+    press(viewer, "d")
+    before = viewer.execute_script("return document.getElementById('place').textContent")
+    press(viewer, "ArrowUp")
+    assert viewer.execute_script("return document.getElementById('place').textContent") != before
+    assert lean(shown(viewer), BLUE).sum() > 500
+    press(viewer, "h")
+    assert lean(shown(viewer), BLUE).sum() == 0
+    press(viewer, "h")
+    bright = shown(viewer).mean()
+    press(viewer, "w")
+    assert abs(shown(viewer).mean() - bright) > 1, "another window"
 
 
 @pytest.mark.slow
-def test_nothing_is_requested_and_nothing_is_logged(chromium: Any) -> None:
-    messages = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
+def test_nothing_is_requested_and_nothing_is_logged(viewer: Any) -> None:
+    messages = [json.loads(entry["message"])["message"] for entry in viewer.get_log("performance")]
     urls = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
     assert len([url for url in urls if url.startswith("file:")]) == 1
     # chrome: the browser's own start page, which is part of the program.
     assert [url for url in urls if not url.startswith(("file:", "data:", "blob:", "chrome:"))] == []
-    assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+    assert [entry for entry in viewer.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_narrow_and_wide(chromium: Any, width: int) -> None:
+def test_it_fits_narrow_and_wide(viewer: Any, width: int) -> None:
     metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    assert chromium.execute_script("return document.documentElement.scrollWidth") <= width
-    assert chromium.execute_script("return document.getElementById('canvas').getBoundingClientRect().height") > 300
-    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    viewer.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    assert viewer.execute_script("return document.documentElement.scrollWidth") <= width
+    assert viewer.execute_script("return document.getElementById('canvas').getBoundingClientRect().height") > 300
+    viewer.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 class Marionette:
