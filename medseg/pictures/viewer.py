@@ -81,19 +81,20 @@ def pack_volumes(
     """
     low, high = CT_RANGE_HU if is_ct else grey_range(image[:: max(1, len(image) // 32)], None)
     free_bytes = max(max_mb * 1e6 - _fixed_bytes(), 1e5)
-    # In base64 three bytes take four.
-    least_mm3 = math.prod(grid.shape) * math.prod(grid.spacing_mm) / (_BEST_RATIO * 0.75 * free_bytes)
-    spacing_mm, factors = max(SPACING_MM, least_mm3 ** (1 / 3)), (0, 0, 0)
+    bytes_per_bin = 4 / 3 / _BEST_RATIO  # in base64 three bytes take four
+    spacing_mm, factors = SPACING_MM, (0, 0, 0)
     while True:
         wanted = tuple(
             min(size, max(1, round(spacing_mm / step))) for size, step in zip(grid.shape, grid.spacing_mm, strict=True)
         )
-        if wanted != factors:
+        num_bins = math.prod(math.ceil(size / factor) for size, factor in zip(grid.shape, wanted, strict=True))
+        # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step along one axis may do.
+        if wanted != factors and (num_bins * bytes_per_bin <= free_bytes or num_bins == 1):
             factors = wanted
             volumes = _packed(image, labels, grid, reference, factors, low, high)
-            if volumes.page_bytes <= max_mb * 1e6 or factors == grid.shape:
+            if volumes.page_bytes <= max_mb * 1e6 or num_bins == 1:
                 return volumes
-            spacing_mm *= min(2.0, ((volumes.page_bytes - _fixed_bytes()) / free_bytes) ** (1 / 3))
+            bytes_per_bin = (volumes.page_bytes - _fixed_bytes()) / num_bins
         spacing_mm *= 1.03
 
 
