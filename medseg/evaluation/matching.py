@@ -66,7 +66,10 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
         for paths in found.values():
             names = " and ".join(path.name for path in paths[:2])
             require(len(paths) == 1, f"{ref} holds {names} for one case; keep one.")
-        require(bool(found), f"ref={ref} holds no label map ({', '.join(SUFFIXES)}); give a case table or their folder.")
+        require(
+            bool(found),
+            f"ref={ref} holds no label map ({', '.join(SUFFIXES)}); give a case table, a folder of label maps, or the output of `import`.",
+        )
         return {key: Reference(case_name(path), path) for key, (path,) in found.items()}, set()
     require(ref.exists(), f"ref={ref} does not exist; give a case table or a folder of label maps.")
     cases = read_case_table(ref, labels_column)

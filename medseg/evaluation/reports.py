@@ -5,7 +5,7 @@ from pathlib import Path
 
 from medseg.data.case_table import Case
 from medseg.data.task import Task
-from medseg.errors import UserError
+from medseg.errors import UserError, require
 from medseg.evaluation.case_viewer import CaseReport
 from medseg.evaluation.matching import Reference
 from medseg.io.inputs import case_name
@@ -26,6 +26,24 @@ def read_cost(prediction: Path) -> dict[str, float]:
     except _NO_REPORT:
         return {}
     return dict(zip(COSTS, costs, strict=True)) if all(map(math.isfinite, costs)) else {}
+
+
+def check_labels(prediction: Path, task: Task) -> None:
+    """Refuse a prediction of another task: its values would be scored under the names of other labels.
+
+    Raises:
+        UserError: If the report beside the label map names a label of the task at another value.
+    """
+    try:
+        names = list(map(str, read_json(beside(prediction, ".json"))["volume_ml"]))  # in the order of the values
+    except _NO_REPORT:
+        return
+    known = list(task.labels)
+    require(
+        all(names.index(name) == known.index(name) for name in set(names) & set(known)),
+        f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task {task.name} has {', '.join(known)}; give the "
+        "task of the prediction (task=<name>), or import the data set with labels=[…] of it",
+    )
 
 
 def read_words(prediction: Path) -> CaseReport:

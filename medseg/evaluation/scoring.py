@@ -15,7 +15,7 @@ from medseg.evaluation.case_viewer import SUFFIX
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair, some_of
 from medseg.evaluation.page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.evaluation.pictures import draw_overlay, write_viewers
-from medseg.evaluation.reports import COSTS, beside, read_cost, scan_of
+from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, scan_of
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
 from medseg.metrics.scores import score_region
@@ -214,6 +214,7 @@ def _score_case(
     """
     case = reference.case
     try:
+        check_labels(pred_files[0], task)
         pred, target, grid = read_pair(pred_files, reference, task, label_values)
     except (UserError, OSError, ValueError) as error:
         summary.failed[reference.name] = str(error)

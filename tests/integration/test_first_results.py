@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import forked
@@ -20,7 +21,11 @@ STARTS: dict[str, tuple[str, Callable[[Path], Path], list[str]]] = {
     "Medical Segmentation Decathlon": ("Task01_BrainTumour", make_msd, ["brain/out/BRATS_003.nii.gz"]),
     "TotalSegmentator": ("Totalsegmentator_dataset", make_totalsegmentator, ["lungs/coarse/checkpoints/last.ckpt"]),
     "LUNA16": ("LUNA16", make_luna16, ["luna/coarse/checkpoints/last.ckpt"]),
-    "DICOM": ("LCTSC", make_dicom, ["lctsc/scores/metrics.csv", "lctsc/coarse/checkpoints/last.ckpt"]),
+    "DICOM": (
+        "LCTSC",
+        partial(make_dicom, names=("Lung_L", "Lung_R", "Heart")),
+        ["lctsc/scores/metrics.csv", "lctsc/coarse/checkpoints/last.ckpt"],
+    ),
     "3D Slicer": ("slicer", make_slicer, ["mine/coarse/checkpoints/last.ckpt"]),
 }
 # A training of one step that fits these data sets.
