@@ -19,6 +19,9 @@ SUFFIXES = {
 SEGMENTATION_SUFFIX = ".seg.nrrd"
 """Suffix of segmentations of 3D Slicer, which are NRRD files."""
 
+DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX = ".seg.dcm", ".rtstruct.dcm"
+"""Suffixes of DICOM results; such files are no scans."""
+
 WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd", SEGMENTATION_SUFFIX)
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 
@@ -91,10 +94,17 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         waiting += reversed([entry for entry in entries if is_deep and entry.is_dir()])
 
 
+def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:
+    """Whether a folder holds DICOM files other than results of a prediction."""
+    return any(
+        not path.name.lower().endswith((DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX)) for path in dicom_files(folder, is_deep=is_deep)
+    )
+
+
 def _case_image(folder: Path) -> Path | None:
     """Find the scan of a subfolder: its image, or itself where it holds DICOM files; None where there is none."""
     try:
-        return image_in(folder) or (folder if any(True for _ in dicom_files(folder)) else None)
+        return image_in(folder) or (folder if _has_slices(folder) else None)
     except OSError:  # as in another user's folder
         return folder
 
@@ -134,7 +144,7 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
 
     A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself, beside which its own label map may lie. Another
     folder gives its volume files, and those of its subfolders that hold DICOM files at any depth or an image `ct.nii.gz`, one scan each,
-    sorted by name. Other files (tables, notes) and hidden ones are ignored. A subfolder that cannot be searched counts as a scan, whose
+    sorted by name. Other files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be searched counts as a scan, whose
     reading then fails.
 
     Args:
@@ -154,7 +164,7 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
         entries = _visible(path)
         # 3D Slicer keeps a segmentation beside its scan.
         found = [entry for entry in volume_files(path) if volume_suffix(entry) != SEGMENTATION_SUFFIX]
-        if any(map(is_dicomdir, entries)) or next(dicom_files(path, is_deep=False), None) is not None:
+        if any(map(is_dicomdir, entries)) or _has_slices(path, is_deep=False):
             others = [entry.name for entry in found if case_name(entry) != case_name(path)]
             require(
                 not others,
@@ -164,9 +174,11 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
             return [(case_name(path), path)]
         folders = {entry: _case_image(entry) for entry in entries if entry.is_dir()}
         found += [entry for entry, image in folders.items() if image is not None]
+        inner = [str(entry) for entry in folders if not found and volume_files(entry)]
         require(
             bool(found),
-            f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder holds none; check the path.",
+            f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder holds none; "
+            + (f"give one of {', '.join(inner[:5])}." if inner else "check the path."),
         )
         cases: dict[str, Path] = {}
         for entry in sorted(found):

@@ -24,7 +24,7 @@ from medseg.evaluation.case_viewer import (
 )
 from medseg.evaluation.matching import check_grid, task_values
 from medseg.io.atomic import replace_text
-from medseg.io.inputs import case_name, input_format
+from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
 from medseg.io.label_table import Structure, itk_snap_text
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
@@ -39,8 +39,8 @@ UNCERTAINTY = "uncertainty"
 ENDINGS = {
     "preview": ".preview.png",
     "viewer": SUFFIX,
-    "dicom_seg": ".seg.dcm",
-    "rtstruct": ".rtstruct.dcm",
+    "dicom_seg": DICOM_SEG_SUFFIX,
+    "rtstruct": RTSTRUCT_SUFFIX,
     "itksnap": ".itksnap.txt",
 }
 # The same for kinds with a file for each label.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def test_a_folder_of_dicom_files_is_one_scan_beside_its_own_label_map_only(tmp_p
     )
 
 
+def test_dicom_results_are_no_scans(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (file, *_) = save_dicom(tmp_path / name, make_hu(), make_grid(np.eye(3)))
+    (tmp_path / "out").mkdir()
+    for result in ("a.seg.dcm", "b.rtstruct.dcm", "out/a.seg.dcm"):
+        shutil.copy(file, tmp_path / result)
+    assert list_inputs(tmp_path) == [(name, tmp_path / name) for name in ("a", "b")]
+
+
 def test_nothing_to_read(tmp_path: Path) -> None:
     (tmp_path / "cases.csv").write_text("case,image\n")
     suffixes = ".nii.gz, .nii, .nrrd, .nhdr, .mha, .mhd"
@@ -132,6 +142,12 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             list_inputs(path)
         assert str(caught.value) == f"{path}: {said}"
+
+
+def test_a_level_too_high_is_answered_with_the_folders_that_hold_scans(tmp_path: Path) -> None:
+    write_image(tmp_path / "imagesTs" / "a_0000.nii.gz", make_hu(), make_grid(np.eye(3)))
+    with pytest.raises(UserError, match=r"but the folder holds none; give one of .*/imagesTs\.$"):
+        list_inputs(tmp_path)
 
 
 def test_a_folder_that_may_not_be_looked_into_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
