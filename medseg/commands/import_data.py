@@ -2,6 +2,7 @@
 
 import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -52,5 +53,14 @@ def require_unchanged(output: Path, data: DataSet, task: str) -> None:
     """Refuse to replace a case table or a task with other content: a person may have written or edited it."""
     table, file = output / TABLE_NAME, output / TASK_FILE
     cure = "remove it, or give another output"
-    require(not table.exists() or read_case_table(table) == list(data.cases), f"{table} exists and holds other cases; {cure}")
+    cases = [
+        replace(
+            case,
+            image=case.image.absolute(),
+            labels=case.labels and case.labels.absolute(),
+            more_images=tuple(path and path.absolute() for path in case.more_images),
+        )
+        for case in data.cases
+    ]
+    require(not table.exists() or read_case_table(table) == cases, f"{table} exists and holds other cases; {cure}")
     require(not file.exists() or read_text(file) == task, f"{file} exists and differs from the task of this data set; {cure}")

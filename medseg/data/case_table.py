@@ -122,6 +122,10 @@ def read_case_table(
         UserError: If the table cannot be read, a column is missing, or a value is not allowed.
     """
     path = table_at(path)
+    require(
+        volume_suffix(path) is None,
+        f"{path}: expected a case table or a data set, got a scan; list it in a table ({TABLE_NAME}).",
+    )
     rows = _rows(path)
     _, columns = next(rows, (0, []))
     if not needs_labels and labels_column not in columns:

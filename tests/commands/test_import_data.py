@@ -51,6 +51,17 @@ def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:
     assert (content["task"]["labels"], content["task"]["regions"]) == ({"lungs": 1}, None)
 
 
+def test_the_same_import_may_be_repeated_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_nnunet(tmp_path / "data", channels=("CT", "PET"))
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert run("input=data", "output=out") == 0
+    table = (tmp_path / "out" / "cases.csv").read_text(encoding="utf-8")
+    (tmp_path / "out" / "cases.csv").write_text(table.replace("chest_000", "edited"), encoding="utf-8")
+    with pytest.raises(UserError, match="holds other cases; remove it, or give another output"):
+        run("input=data", "output=out")
+
+
 @pytest.mark.parametrize("name", ["Doe, John (1)", "a=b"])
 def test_odd_names_of_folders_and_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_nnunet(tmp_path / name)

@@ -105,6 +105,8 @@ def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: str, parts: l
 def test_a_table_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_case_table(tmp_path / "gone.csv")
+    with pytest.raises(UserError, match=r"scan\.nrrd: expected a case table or a data set, got a scan"):
+        read_case_table(tmp_path / "scan.nrrd")
     with pytest.raises(UserError, match="UTF-8"):
         read_case_table(write(tmp_path, ROW.replace("a,", "ü,"), "latin-1"))
 

@@ -65,6 +65,7 @@ def _import_dicom(folder: Path) -> DataSet:
     return import_dicom(folder)
 
 
+DICOM = "dicom"
 # In the order in which they are tried: the files of an earlier one may also look like a later one.
 FORMATS = {
     NNUNET: Format("dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet),
@@ -72,7 +73,7 @@ FORMATS = {
     TOTALSEGMENTATOR: Format("<case>/ct.nii.gz with <case>/segmentations/", is_totalsegmentator, import_totalsegmentator),
     LUNA16: Format("subset<n>/*.mhd with seg-lungs-LUNA16/", is_luna16, import_luna16),
     PAIRS: Format("images/ with labels/, or <case>.nrrd with <case>.seg.nrrd", is_pairs, import_pairs),
-    "dicom": Format("DICOM series with SEG or RTSTRUCT files", _is_dicom, _import_dicom),
+    DICOM: Format("DICOM series with SEG or RTSTRUCT files", _is_dicom, _import_dicom),
 }
 
 
@@ -107,7 +108,11 @@ def find_format(path: Path) -> str:
     entries = sorted(path.iterdir()) if path.is_dir() else []
     inner = [one.name for one in entries if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())]
     if inner:
-        raise UserError(f"{path}: it holds {len(inner)} data sets: {', '.join(inner[:10])}; give one of them.")
+        several = f"{len(inner)} data sets" if len(inner) > 1 else "a data set"
+        raise UserError(f"{path}: it holds {several}: {', '.join(inner[:10])}; give one of them, such as {path / inner[0]}.")
+    whole = path.absolute().parent
+    if name := next((name for name, one in FORMATS.items() if name != DICOM and one.is_at(whole)), None):
+        raise UserError(f"{path}: expected a data set, but found a part of the {name} data set {whole}; give that folder.")
     signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
     raise UserError(f"{path}: expected a data set in one of these layouts, but found none ({signs}); give one, or a case table.")
 

@@ -57,6 +57,10 @@ def import_nnunet(folder: Path) -> DataSet:
             )
     else:
         images = _numbered(folder / "imagesTr", ending, len(channels))
+        require(
+            bool(images),
+            f"{folder / 'imagesTr'}: expected files that end in {ending} (file_ending of {path}), found none; correct either.",
+        )
         labels = _by_name(folder / "labelsTr", ending)
         require_pairs(images, labels, folder / "imagesTr", folder / "labelsTr")
         count = about.get("numTraining")
@@ -235,7 +239,7 @@ def _numbered(folder: Path, ending: str, num_channels: int) -> dict[str, list[Pa
 def _by_name(folder: Path, ending: str) -> dict[str, Path]:
     """Find the volume files of a folder with one ending, by name."""
     require(folder.is_dir(), f"{folder} does not exist, but an nnU-Net data set needs it; check the folder.")
-    return {path.name[: -len(ending)]: path for path in volume_files(folder) if path.name.endswith(ending)}
+    return {path.name[: -len(ending)]: path for path in volume_files(folder) if path.name.lower().endswith(ending)}
 
 
 def _read_splits(path: Path | None, notes: list[str]) -> tuple[dict[str, int], dict[str, str]]:

@@ -32,6 +32,9 @@ def test_a_folder_without_a_known_layout_is_told_what_was_looked_for(tmp_path: P
     make_nnunet(tmp_path / "Dataset002_B")
     with pytest.raises(UserError, match="it holds 2 data sets: Dataset001_A, Dataset002_B; give one of them"):
         import_dataset(tmp_path)
+    part = tmp_path / "Dataset001_A" / "imagesTr"
+    with pytest.raises(UserError, match=r"found a part of the nnunet data set .*/Dataset001_A; give that folder"):
+        import_dataset(part)
 
 
 def test_cases_of_a_data_set_get_the_scale_and_the_accepted_findings_of_the_run(tmp_path: Path) -> None:

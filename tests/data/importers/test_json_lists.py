@@ -37,6 +37,18 @@ def test_channels_cases_and_test_cases_of_nnunet(tmp_path: Path) -> None:
     assert (data.name, data.notes) == ("Dataset001_Chest", ())
 
 
+def test_endings_in_upper_case_and_an_ending_that_no_file_has(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path)
+    for path in folder.glob("*/*.nii.gz"):
+        path.rename(path.with_name(path.name.replace(".nii.gz", ".NII.GZ")))
+    cases = import_nnunet(folder).cases
+    assert [case.name for case in cases] == [f"chest_{number:03d}" for number in range(4)]
+    assert all(case.image.is_file() for case in cases)
+    change(folder, file_ending=".nrrd")
+    with pytest.raises(UserError, match=r"imagesTr: expected files that end in \.nrrd \(file_ending of .*\), found none"):
+        import_nnunet(folder)
+
+
 def test_overlapping_regions_of_nnunet_become_disjoint_labels(tmp_path: Path) -> None:
     labels = {"background": 0, "whole_tumor": [1, 2, 3], "tumor_core": [2, 3], "enhancing_tumor": 3, "ignore": 4}
     data = import_nnunet(make_nnunet(tmp_path, labels=labels, regions_class_order=[1, 2, 3]))
