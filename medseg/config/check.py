@@ -147,6 +147,8 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
         return f"{key}: there is no such key; " + (f"did you mean {' or '.join(near)}?" if near else "`--help` prints all keys")
     if isinstance(error, InterpolationKeyError) and (missing := re.search(r"'([^']+)' not found", first)):
         return f"{key}: it refers to {missing[1]}, which has no value; give {missing[1]}=<value>, or another {key}"
+    if isinstance(error, ValidationError) and "is not a ListConfig" in first:
+        return f"{key}: expected a list; give it in brackets, {key}=[…]"
     if isinstance(error, ValidationError):
         return f"{key}: {first}"
     if first.startswith("Ambiguous value"):

@@ -40,9 +40,26 @@ LIST_KEYS = frozenset({"coarse", "fine", "input"})
 # Command to the key of an argument that stands alone, and to its options with the key that they stand for.
 POSITIONAL_KEYS = {"predict": "input", "watch": "run"}
 OPTIONS = {"predict": {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}}
-# Hydra's own options whose value is the next argument.
+# Hydra's own options whose value is the next argument, and those without one.
 HYDRA_OPTIONS = frozenset(
-    {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package", "-c", "--cfg", "--info"}
+    {
+        "-cp",
+        "--config-path",
+        "-cn",
+        "--config-name",
+        "-cd",
+        "--config-dir",
+        "-p",
+        "--package",
+        "-c",
+        "--cfg",
+        "--experimental-rerun",
+    }
+)
+INFO_OPTIONS = frozenset({"-i", "--info"})
+INFO_KINDS = frozenset({"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"})
+HYDRA_SWITCHES = frozenset(
+    {"-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun", "-sc", "--shell-completion"}
 )
 
 
@@ -68,7 +85,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
             key, value = options[before], argument
         elif name in options and equals:
             key = options[name]
-        elif positional and not equals and argument[:1] not in ("-", "~", "+", "") and before not in HYDRA_OPTIONS:
+        elif positional and not equals and argument[:1] not in ("-", "~", "+", "") and before not in HYDRA_OPTIONS | {"--info"}:
             key, value = positional, argument
         else:
             key = ""
@@ -100,18 +117,26 @@ def check_arguments(arguments: Sequence[str]) -> None:
     )
     is_sweep, shown = {"-m", "--multirun"} & set(arguments), {"-c", "--cfg", "--info", "-i"} & set(arguments)
     require(not (is_sweep and shown), f"{' '.join(sorted(shown))} shows one configuration; leave out -m")
-    for argument in arguments:
+    for before, argument in zip(["", *arguments], arguments, strict=False):
         key, equals, value = argument.partition("=")
         require(
             len(argument) <= MAX_LENGTH,
             f"{key[:80]}: expected at most {MAX_LENGTH} characters, but got {len(argument)}; write the value in a file and give --config-dir",
         )
-        if key.startswith("-") or not equals:
+        is_info = before in INFO_OPTIONS and argument in INFO_KINDS
+        if is_info or before in HYDRA_OPTIONS or key in HYDRA_OPTIONS | HYDRA_SWITCHES | INFO_OPTIONS:
             continue
+        path = next((f", such as {name}=<path>" for name in ("input", "output") if key in (f"-{name[0]}", f"--{name}")), "")
+        require(not key.startswith("-"), f"{argument}: there is no such option; give key=value{path}; --help prints all keys")
+        require(
+            bool(equals) or key.startswith("~"),
+            f"{argument}: expected <key>={argument}; --help prints all keys",
+        )
         name = key.lstrip("+~").partition("@")[0]
         require(bool(name), f"{argument}: expected key=value, but the key is missing; --help prints all keys")
-        is_number = re.fullmatch(r"[-+]?[\d_.]+([eE][-+]?\d+)?|null|true|false", value.strip(), re.IGNORECASE) is not None
-        if is_number and (files := sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))):
+        number = r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false"
+        has_number = any(re.fullmatch(number, part.strip(), re.IGNORECASE) for part in value.split(","))
+        if has_number and (files := sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))):
             raise UserError(f"{argument}: {name} is a group of files; choose one of {', '.join(files)}")
 
 

@@ -76,6 +76,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["task.colours={left_lung: sky}"], "task.colours.left_lung: expected a colour such as '#38bdf8', but got 'sky'"),
         (["task.colours={heart: '#38bdf8'}"], "task.colours.heart: there is no such label; there are left_lung, right_lung"),
         (["stage=fine", "task.regions=null"], "stage=fine: the task lungs has no regions"),
+        (["tags=pilot"], "tags: expected a list; give it in brackets, tags=[…]"),
         (["steps=0"], "steps: must lie in [1, inf), but got 0"),
         (["stage.batch_size=3", "memory.accumulate=2"], "choose a multiple of 2"),
         (["trainer.devices=2"], "choose trainer=ddp"),
