@@ -22,6 +22,9 @@ from medseg.errors import UserError, first_line, require
 from medseg.io.atomic import replace_bytes
 from medseg.weights.checks import check_plain, check_tensors
 
+LAST = "checkpoints/last.ckpt"
+"""Checkpoint inside a run folder."""
+
 
 def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     """Load a checkpoint; tensors stay in the file until they are used.
@@ -35,7 +38,7 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     Raises:
         UserError: If it is missing, damaged, or holds more than tensors and plain values.
     """
-    require(path.is_file(), f"{given}: there is no such checkpoint")
+    _check_is_file(path, given)
     try:
         with zipfile.ZipFile(path) as archive:
             num_bytes = sum(part.file_size for part in archive.infolist())
@@ -43,7 +46,10 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
                 raise ValueError(f"{num_bytes} bytes in a file of {path.stat().st_size}")
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
-        raise UserError(f"{given}: not a whole torch checkpoint ({error}); copy it again") from error
+        with path.open("rb") as file:
+            is_copy = file.read(2) == b"PK"
+        cure = "copy it again" if is_copy else f"give {LAST} of a run, or weights that end in {SUFFIX}"
+        raise UserError(f"{given}: not a whole torch checkpoint ({error}); {cure}") from error
     require(
         damaged is None, f"{given}: not a whole torch checkpoint (the checksum of its part {damaged!r} is wrong); copy it again"
     )
@@ -113,7 +119,7 @@ def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any
             not finite numbers.
     """
     given = f"{key}={path}"
-    require(path.is_file(), f"{given}: there is no such checkpoint")
+    _check_is_file(path, given)
     metadata, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
     check_plain(given, metadata)
     is_ours = isinstance(metadata, dict) and "format" in metadata
@@ -146,6 +152,15 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
     )
     replace_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
+
+
+def _check_is_file(path: Path, given: str) -> None:
+    """Refuse a path that is no file; a run folder is answered with its checkpoint."""
+    last = path / LAST
+    require(
+        path.is_file(),
+        f"{given}: {f'a folder; give its checkpoint, {last}' if last.is_file() else 'there is no such checkpoint'}",
+    )
 
 
 def _read_safetensors(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:

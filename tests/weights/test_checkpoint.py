@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,10 @@ def test_a_pickle_is_refused_and_not_run(checkpoint: Checkpoint, tmp_path: Path)
     assert told(path).startswith("coarse=a.ckpt: refused, because it holds Python objects (")
     assert told(path).endswith(f") {objects}")
     path.write_bytes(pickle.dumps(Evil(mark)))
-    assert told(path) == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); copy it again"
+    assert (
+        told(path)
+        == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give checkpoints/last.ckpt of a run, or weights that end in .safetensors"
+    )
     torch.save({**checkpoint, "callbacks": Path("x")}, path)
     assert "it holds Python objects (pathlib.P" in told(path)
     assert not mark.exists()
@@ -91,10 +95,16 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert told(path) == "coarse=a.ckpt: there is no such checkpoint"
     path.mkdir()
     assert told(path) == "coarse=a.ckpt: there is no such checkpoint"
-    path.rmdir()
-    for content in (b"", b"<html>404</html>", bytes(5000)):
+    (path / "checkpoints").mkdir()
+    (path / "checkpoints" / "last.ckpt").touch()
+    assert told(path) == "coarse=a.ckpt: a folder; give its checkpoint, a.ckpt/checkpoints/last.ckpt"
+    shutil.rmtree(path)
+    for content in (b"", b"<html>404</html>", bytes(5000), b'{"input": "ct.nii.gz"}'):
         path.write_bytes(content)
-        assert told(path) == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); copy it again"
+        assert (
+            told(path)
+            == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give checkpoints/last.ckpt of a run, or weights that end in .safetensors"
+        )
     np.savez(tmp_path / "a.npz", x=np.zeros(3))
     (tmp_path / "a.npz").rename(path)
     assert told(path).startswith("coarse=a.ckpt: not a whole torch checkpoint (")
@@ -104,7 +114,10 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, path)
     assert told(path) == "coarse=a.ckpt: not a checkpoint of medseg; train one with `python train.py stage=coarse`"
     torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
-    assert told(path) == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); copy it again"
+    assert (
+        told(path)
+        == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give checkpoints/last.ckpt of a run, or weights that end in .safetensors"
+    )
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99, 0.9999])
