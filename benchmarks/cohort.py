@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import nibabel
 import numpy as np
 import psutil
 
+from medseg.io.read import read_labels
 from medseg.io.write import write_image
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import draw_spec
@@ -187,10 +187,8 @@ def wait(driver: subprocess.Popen[bytes], is_reached: Callable[[], bool]) -> Non
 
 def num_different(expected: Path, found: Path) -> int:
     """Count the label maps that differ in a voxel."""
-    return sum(
-        not np.array_equal(*(np.asarray(nibabel.load(one).dataobj) for one in (path, found / path.name)))
-        for path in expected.glob("*.nii.gz")
-    )
+    pairs = ([read_labels(folder / path.name).array for folder in (expected, found)] for path in expected.glob("*.nii.gz"))
+    return sum(not np.array_equal(one, other) for one, other in pairs)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -58,7 +59,7 @@ def predict(config: PredictConfig) -> int:
             config.data.labels_column,
             file_values(config.data.label_values),
         )
-        loading = {
+        loading: dict[str, Any] = {
             "checkpoints": checkpoints or {"": (config.coarse, config.fine, EVERY_SPACING_MM)},
             "inference": vars(config.inference),
             "accelerator": config.accelerator.value,

@@ -96,10 +96,13 @@ def export_network(
             importlib.import_module(module)
         except ImportError as error:
             raise UserError(f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'") from error
-    other_size = tuple(step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True))
+    depth, height, width = (step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True))
     # A network that reads its input size in Python is converted for that size alone.
-    trials = [(small_size, True, (small_size, other_size))] if small_size != fixed_size else []
-    trials += [(fixed_size, False, (fixed_size,))] if fixed_size is not None else []
+    trials: list[tuple[Shape, bool, list[Shape]]] = []
+    if small_size != fixed_size:
+        trials.append((small_size, True, [small_size, (depth, height, width)]))
+    if fixed_size is not None:
+        trials.append((fixed_size, False, [fixed_size]))
     reason = ""
     for size, is_dynamic, compared in trials:
         try:

@@ -178,7 +178,10 @@ class TileInferer(Inferer):
         weights = [self._weights(*one).to(image) for one in zip(image.shape[2:], self.tile_size, axes, strict=True)]
         total = torch.zeros(())
         for z, y, x in ((z, y, x) for z in axes[0] for y in axes[1] for x in axes[2]):
-            place = (..., *(slice(start, start + size) for start, size in zip((z, y, x), self.tile_size, strict=True)))
+            place: tuple[Any, ...] = (
+                ...,
+                *(slice(start, start + size) for start, size in zip((z, y, x), self.tile_size, strict=True)),
+            )
             probs = torch.softmax(network(image[place]).float(), dim=1)
             if total.ndim == 0:
                 total = probs.new_zeros((1, probs.shape[1], *image.shape[2:]))

@@ -151,7 +151,7 @@ def predict_on_ray(
     # Patient data: nothing about the use of a cluster of ours leaves the machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(address, log_to_driver=False, **({} if address else {"include_dashboard": False}))
+        ray.init(address, log_to_driver=False, include_dashboard=None if address else False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address") from error
     try:

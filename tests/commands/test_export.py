@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -24,9 +25,9 @@ def run(*overrides: str) -> int:
         return export(to_config(hydra.compose("export", list(overrides)), ExportConfig))
 
 
-def write(path: Path, target: str | None = None, *overrides: str) -> Path:
+def write(path: Path, target: str | None = None, overrides: Sequence[str] = ("model.width=4",)) -> Path:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("train", ["stage=fine", "model.width=4", *overrides, "run_dir=x"]), TrainConfig)
+        config = to_config(hydra.compose("train", ["stage=fine", *overrides, "run_dir=x"]), TrainConfig)
     metadata = make_metadata(config, plain(config))
     if target is not None:
         metadata["model"]["_target_"] = target
@@ -56,6 +57,25 @@ def test_a_bundle_of_a_fine_checkpoint_is_written_again_over_the_last_one(
         "scripts/stage.py",
     }
     assert torch.jit.load(str(bundle / "models" / "model.ts"))(torch.zeros(1, 1, 32, 16, 48)).shape == (1, 2, 32, 16, 48)
+
+
+NETWORKS = {
+    "dynunet": ["model=dynunet", "model.kernel_size=[3,3,3]", "model.strides=[1,2,2]", "model.upsample_kernel_size=[2,2]", "model.filters=[4,8,8]", "model.deep_supr_num=1"],
+    "unetr": ["model=unetr", "model.img_size=[32,32,32]", "model.feature_size=4", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2", "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "output", ["bundle", *(pytest.param(one, marks=pytest.mark.slow) for one in ("model.onnx", "model.xml"))]
+)
+def test_networks_of_monai_are_exported_with_their_input_sizes(
+    name: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "w.safetensors", None, NETWORKS[name])
+    assert run(f"checkpoint='{path}'", f"output='{tmp_path / output}'") == 0
+    size = {"dynunet": "any size in multiples of 4×4×4 voxels (z, y, x)", "unetr": "32×32×32 voxels (z, y, x) only"}[name]
+    assert f"input of {size}; logits within" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("target", ["hostile_package.Net", "os.system"])
