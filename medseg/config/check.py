@@ -189,7 +189,10 @@ def _check_numbers(node: Any, path: str) -> None:
         kind, *knobs = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
         kinds = (kind, *typing.get_args(kind))
         # OmegaConf accepts a list or a dictionary where a single value is declared.
-        is_flat = any(typing.get_origin(one) in (dict, list) and typing.get_args(one)[-1] in (int, float, str) for one in kinds)
+        containers = [kind] if typing.get_origin(kind) in (dict, list) else kinds[1:]  # the items of a mapping may be lists
+        is_flat = any(
+            typing.get_origin(one) in (dict, list) and typing.get_args(one)[-1] in (int, float, str) for one in containers
+        )
         for child, child_key in [(value, key), *((item, f"{key}.{item_name}") for item_name, item in items)]:
             if dataclasses.is_dataclass(child):
                 _check_numbers(child, child_key)

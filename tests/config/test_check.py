@@ -31,6 +31,13 @@ def test_tuples_keep_their_length_and_type() -> None:
     assert config.spacing.target_spacing_mm == (1.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(("command", "root"), [("ladder", schema.LadderConfig), ("time_to_dice", schema.TimeToDiceConfig)])
+def test_items_of_a_mapping_may_be_lists(command: str, root: type) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose(command, ["run_dir=runs/test"])
+    assert all(isinstance(arguments, list) for arguments in to_config(composed, root).rows.values())
+
+
 def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
     assert to_config(compose("stage=coarse"), TrainConfig).spacing.target_spacing_mm == (2.0, 2.0, 2.0)
     chosen = to_config(compose("stage=fine", "spacing=isotropic_4mm"), TrainConfig)
