@@ -44,6 +44,12 @@ def test_both_container_recipes_take_the_files_that_a_build_needs() -> None:
         assert f"!{name}" in ignored, name
 
 
+def test_the_page_names_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in page] == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[bq]*.yml")), ids=lambda path: path.stem)
 def test_issue_forms_have_the_fields_of_the_schema(path: Path) -> None:
     form = yaml.safe_load(path.read_text(encoding="utf-8"))
