@@ -31,7 +31,7 @@ PAGES = {
 SOURCES = {page: source for source, page in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 # Commands whose keys are listed; the others take the keys of `train` and a few of their own.
-COMMANDS = ("train", "predict", "evaluate", "import")
+COMMANDS = ("train", "predict", "evaluate", "export", "import")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -39,7 +39,7 @@ def export_stage(stage: TrainedStage, output: Path, region: str | None) -> Expor
     )
     if is_bundle:
         check_bundle(stage, output)
-    check_writable(output if is_bundle else output.parent)
+    check_writable(output if output.is_dir() else output.parent)
     network: RegionalNetwork = stage.network  # type: ignore[assignment]
     describe = partial(describe_stage, stage, region)
     exported = export_network(

@@ -7,6 +7,7 @@ never computed again, whoever asks.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import threading
@@ -151,7 +152,7 @@ def predict_on_ray(
     # Patient data: nothing about the use of a cluster of ours leaves the machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(address, log_to_driver=False, include_dashboard=None if address else False)
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None if address else False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address") from error
     try:
@@ -162,13 +163,7 @@ def predict_on_ray(
         memory = (
             math.ceil(2**30 * options.memory_gib) if options.memory_gib else predict_bytes(cascade, cases, loading["inference"])
         )
-        needs = {"CPU": float(loading["threads"]), "GPU": gpus, "memory": float(memory)}
-        room = sum(min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need) for node in nodes)
-        require(
-            room > 0,
-            f"engine=ray: no node of the cluster has {loading['threads']} CPUs, {gpus:g} GPUs and {memory / 2**30:.2f} GiB for an actor; give a "
-            "smaller threads, ray.gpus or ray.memory_gib",
-        )
+        room = count_room(nodes, {"CPU": float(loading["threads"]), "GPU": gpus, "memory": float(memory)})
         make = ray.remote(CaseActor).options(
             num_cpus=loading["threads"], num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR
         )
@@ -287,6 +282,25 @@ class _Cohort:
 def has_ray() -> bool:
     """Whether the extra is installed."""
     return importlib.util.find_spec("ray") is not None
+
+
+def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float]) -> int:
+    """Count the actors that fit on the nodes of a cluster.
+
+    Args:
+        nodes: Resources of each node by name: `CPU`, `GPU`, and `memory` in bytes.
+        needs: The same of an actor.
+
+    Raises:
+        UserError: If none fits.
+    """
+    room = sum(min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need) for node in nodes)
+    require(
+        room > 0,
+        f"engine=ray: an actor needs {needs['CPU']:g} CPUs, {needs['GPU']:g} GPUs and {needs['memory'] / 2**30:.2f} GiB, which no node of the "
+        "cluster has; give a smaller threads, ray.gpus or ray.memory_gib",
+    )
+    return room
 
 
 def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mapping[str, Any]) -> int:

@@ -25,6 +25,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image
 from medseg.prediction import ray_engine
 from medseg.prediction.batch import BatchCase
+from medseg.prediction.cascades import load_cascade
 from medseg.prediction.scans import Scan
 from medseg.report.tables import read_csv
 from medseg.runs.signature import plain
@@ -164,6 +165,30 @@ def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
         UserError, match=r"actors end while they load the weights \(The actor died\.\); give them more by ray\.memory_gib"
     ):
         run_cohort(FakeRay(lambda *_: False, death), 2)
+
+
+def test_the_nodes_have_room_for_whole_actors() -> None:
+    gib = 2.0**30
+    nodes = [{"CPU": 4.0, "memory": 5 * gib}, {"CPU": 16.0, "GPU": 1.0, "memory": 64 * gib}, {"node:x": 1.0}]
+    assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.0, "memory": 2 * gib}) == 2 + 16
+    assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.5, "memory": 2 * gib}) == 2
+    with pytest.raises(
+        UserError, match=r"an actor needs 8 CPUs, 2 GPUs and 2\.00 GiB, which no node of the cluster has; give a smaller"
+    ):
+        ray_engine.count_room(nodes, {"CPU": 8.0, "GPU": 2.0, "memory": 2 * gib})
+
+
+def test_the_memory_of_an_actor_follows_its_bound_or_the_largest_scan(checkpoint: Path, scans: Path, tmp_path: Path) -> None:
+    cascade = load_cascade([checkpoint], None, accelerator="cpu")
+    cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
+    assert ray_engine.predict_bytes(cascade, cases, {"max_ram_gib": 1.5}) == 1.5 * 2**30
+    large = VoxelGrid((200, 300, 300), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), np.eye(3).tolist())
+    write_image(tmp_path / "large.nii.gz", np.zeros(large.shape, np.int16), large)
+    missing, other = (BatchCase(Scan(name, tmp_path / name), tmp_path / "x") for name in ("none.nii.gz", "large.nii.gz"))
+    bytes_small, bytes_large = (ray_engine.predict_bytes(cascade, [missing, one], {}) for one in (cases[0], other))
+    arrays = 2 * 12 * (200 * 300 * 300 - 32 * 40 * 48)
+    assert bytes_large - bytes_small == pytest.approx(arrays, rel=0.2)
+    assert bytes_small > 2**30
 
 
 @pytest.mark.slow
