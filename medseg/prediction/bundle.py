@@ -68,7 +68,8 @@ def _inference(described: dict[str, Any]) -> dict[str, Any]:
         name: [described["label_values"][label] for label in labels[1:]] for name, labels in described["classes"].items()
     }
     return {
-        "imports": ["$import glob", "$import os"],
+        "imports": ["$import glob", "$import os", "$import sys"],
+        "initialize": ["$sys.path.insert(0, os.path.abspath(@bundle_root))"],  # for the scripts
         "bundle_root": ".",
         "dataset_dir": "$@bundle_root + '/scans'",
         "output_dir": "$@bundle_root + '/results'",
@@ -196,7 +197,7 @@ def _readme(described: dict[str, Any]) -> str:
         else ""
     )
     return (
-        f"# {described['task']}, {described['stage']} stage\n\nRun in the folder of the bundle, with `pip install 'monai[nibabel,ignite,fire]'`:\n\n"
+        f"# {described['task']}, {described['stage']} stage\n\nRun in the folder of the bundle (elsewhere add `--bundle_root <folder>`), with `pip install 'monai[nibabel,ignite,fire]'`:\n\n"
         f"    {COMMAND}\n\n{scans} Each gives a label map of its name.\n{crops}\n`configs/metadata.json` has the spacing, the intensities, the crop and the padding "
         "that the network needs, under `medseg`.\n\nResearch software, not a medical device.\n"
     )

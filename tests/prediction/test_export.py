@@ -143,9 +143,11 @@ def test_the_output_and_the_region_must_fit(tmp_path: Path) -> None:
 
 
 def run_bundle(folder: Path, scans: Path, results: Path, *more: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "monai.bundle", "run", "--config_file", "configs/inference.json"]
-    command += ["--meta_file", "configs/metadata.json", "--dataset_dir", str(scans), "--output_dir", str(results), *more]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300, env=os.environ | {"PYTHONPATH": ""})
+    """Run a bundle from its own folder, or from another one where `more` has `--bundle_root`."""
+    place, cwd = (folder / "configs", folder.parent) if "--bundle_root" in more else (Path("configs"), folder)
+    command = [sys.executable, "-W", "ignore", "-m", "monai.bundle", "run", "--config_file", str(place / "inference.json")]
+    command += ["--meta_file", str(place / "metadata.json"), "--dataset_dir", str(scans), "--output_dir", str(results), *more]
+    subprocess.run(command, cwd=cwd, check=True, capture_output=True, timeout=300, env=os.environ | {"PYTHONPATH": ""})
 
 
 @pytest.mark.slow
@@ -176,7 +178,7 @@ def test_monai_runs_the_bundle_of_a_mirrored_region(tmp_path: Path) -> None:
     image = gaussian_filter(np.random.default_rng(0).normal(0, 3000, grid.shape), 2).astype(np.float32)
     (tmp_path / "scans").mkdir()
     write_image(tmp_path / "scans" / "a.nii.gz", image, grid)
-    run_bundle(tmp_path / "bundle", tmp_path / "scans", tmp_path / "results", "--region", "right")
+    run_bundle(tmp_path / "bundle", tmp_path / "scans", tmp_path / "results", "--region", "right", "--bundle_root", "bundle")
     scaled = (torch.from_numpy(image).clamp(-1000, 400) + 1000) * (2 / 1400) - 1
     depth, height, width = grid.shape
     padded = torch.full([-(-size // 4) * 4 for size in grid.shape], -1.0)
