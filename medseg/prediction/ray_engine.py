@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import math
 import os
+import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -152,8 +153,11 @@ def predict_on_ray(
     # Patient data: nothing about the use of a cluster of ours leaves the machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        if address and ":" in address:  # Ray tries a wrong one for minutes
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None if address else False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address") from error
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -71,6 +71,14 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(
         predict(f"input='{scans}'", f"output='{tmp_path / 'out'}'", f"coarse='{checkpoint}'", "engine=ray")
 
 
+def test_an_address_without_a_cluster_is_one_sentence(checkpoint: Path, scans: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    given = [f"input='{scans}'", f"output='{tmp_path / 'out'}'", f"coarse='{checkpoint}'", "engine=ray"]
+    for address in ("127.0.0.1:1", "head:port"):
+        with pytest.raises(UserError, match=rf"^ray\.address={address}: no cluster can be reached \(.*\); correct the address$"):
+            predict(*given, f"ray.address='{address}'")
+
+
 def test_under_torchrun_it_is_refused(checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
