@@ -82,7 +82,8 @@ def pack_volumes(
     low, high = CT_RANGE_HU if is_ct else grey_range(image[:: max(1, len(image) // 32)], None)
     free_bytes = max(max_mb * 1e6 - _fixed_bytes(), 1e5)
     bytes_per_bin = 4 / 3 / _BEST_RATIO  # in base64 three bytes take four
-    spacing_mm, factors = SPACING_MM, (0, 0, 0)
+    spacing_mm = SPACING_MM
+    factors: tuple[int, ...] = (0, 0, 0)
     while True:
         wanted = tuple(
             min(size, max(1, round(spacing_mm / step))) for size, step in zip(grid.shape, grid.spacing_mm, strict=True)
