@@ -52,13 +52,7 @@ def predict(config: PredictConfig) -> int:
             if shown.fields["case"] == case.scan.name:  # of a batch, the next case may be shown already
                 progress.update(steps, completed=shown.total)
 
-        wanted = Wanted(
-            tuple(dict.fromkeys(kind.value for kind in config.save)),
-            {**vars(config.dicom_seg), "kind": config.dicom_seg.kind.value},
-            config.viewer.max_mb,
-            config.data.labels_column,
-            file_values(config.data.label_values),
-        )
+        wanted = _wanted(config)
         loading: dict[str, Any] = {
             "checkpoints": checkpoints or {"": (config.coarse, config.fine, EVERY_SPACING_MM)},
             "inference": vars(config.inference),
@@ -114,6 +108,17 @@ def sigterm_exits() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _wanted(config: PredictConfig) -> Wanted:
+    """Take the result files from the configuration."""
+    return Wanted(
+        tuple(dict.fromkeys(kind.value for kind in config.save)),
+        {**vars(config.dicom_seg), "kind": config.dicom_seg.kind.value},
+        config.viewer.max_mb,
+        config.data.labels_column,
+        file_values(config.data.label_values),
+    )
 
 
 def _show(case: BatchCase) -> None:

@@ -63,7 +63,6 @@ def _inference(described: dict[str, Any]) -> dict[str, Any]:
         else f"$[[p[:-{tail}] + f'_{{n:04d}}.nii.gz' for n in range({num_channels})] "
         f"for p in sorted(glob.glob(os.path.join(@dataset_dir, '*{first}')))]"
     )
-    grid = {"spacing_mm": None if described["spacing_mm"] == "native" else described["spacing_mm"]}
     by_region = {
         name: [described["label_values"][label] for label in labels[1:]] for name, labels in described["classes"].items()
     }
@@ -80,25 +79,7 @@ def _inference(described: dict[str, Any]) -> dict[str, Any]:
         "datalist": scans,
         "network_def": "$torch.jit.load(@bundle_root + '/models/model.ts', map_location=@device)",
         "network": "$@network_def.to(@device).eval()",
-        "preprocessing": {
-            "_target_": "Compose",
-            "transforms": [
-                {"_target_": "LoadImaged", "keys": "image", "image_only": True},
-                {"_target_": "EnsureChannelFirstd", "keys": "image"},
-                {"_target_": "Orientationd", "keys": "image", "axcodes": "SPL"},
-                {
-                    "_target_": "scripts.stage.Prepared",
-                    "keys": "image",
-                    **grid,
-                    "is_antialiased": described["resampling"] != "linear",
-                    "channels": described["channels"],
-                    "body_margin_mm": described["crop"]["margin_mm"] if "all" in described["classes"] else None,
-                    "multiple_of": described["input"]["multiple_of"],
-                    "tile_size": described["tile_size"],
-                    "is_flipped": "$@region in @flipped_x",
-                },
-            ],
-        },
+        "preprocessing": {"_target_": "Compose", "transforms": _preprocessing(described)},
         "dataset": {"_target_": "Dataset", "data": "$[{'image': one} for one in @datalist]", "transform": "@preprocessing"},
         "dataloader": {"_target_": "DataLoader", "dataset": "@dataset", "batch_size": 1, "shuffle": False, "num_workers": 0},
         "inferer": {
@@ -138,6 +119,26 @@ def _inference(described: dict[str, Any]) -> dict[str, Any]:
         },
         "run": ["$@evaluator.run()"],
     }
+
+
+def _preprocessing(described: dict[str, Any]) -> list[dict[str, Any]]:
+    """Make the transforms from the file of a scan to the network's input."""
+    return [
+        {"_target_": "LoadImaged", "keys": "image", "image_only": True},
+        {"_target_": "EnsureChannelFirstd", "keys": "image"},
+        {"_target_": "Orientationd", "keys": "image", "axcodes": "SPL"},
+        {
+            "_target_": "scripts.stage.Prepared",
+            "keys": "image",
+            "spacing_mm": None if described["spacing_mm"] == "native" else described["spacing_mm"],
+            "is_antialiased": described["resampling"] != "linear",
+            "channels": described["channels"],
+            "body_margin_mm": described["crop"]["margin_mm"] if "all" in described["classes"] else None,
+            "multiple_of": described["input"]["multiple_of"],
+            "tile_size": described["tile_size"],
+            "is_flipped": "$@region in @flipped_x",
+        },
+    ]
 
 
 def _metadata(described: dict[str, Any]) -> dict[str, Any]:
