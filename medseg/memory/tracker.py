@@ -2,14 +2,14 @@
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from medseg.memory.switches import is_copying_to_host
 
@@ -41,11 +41,23 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> "Call":
         """Describe an operation that is about to run."""
-        return cls(operation, *tree_map(_as_operand, (arguments, options)))
+        return cls(operation, _with_operands(arguments), {name: _with_operands(value) for name, value in options.items()})
 
 
-def _as_operand(leaf: Any) -> Any:
-    return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+def _with_operands(value: Any) -> Any:
+    """Describe the tensors in an argument; an operation takes no other containers, so torch's slower `tree_map` is not needed."""
+    if isinstance(value, Tensor):
+        return Operand(tuple(value.shape), tuple(value.stride()), value.dtype)
+    return type(value)(map(_with_operands, value)) if type(value) in (list, tuple) else value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """List the tensors among the arguments or results of an operation."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
 
 
 @dataclass
@@ -140,7 +152,7 @@ class MemoryTracker(TorchDispatchMode):
         owner = Owner(HOST) if is_copying_to_host() else self.now
         # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
         owner_before = owner if func is torch.ops.aten.lift_fresh.default else Owner("other")
-        self._see_all((args, kwargs), owner_before)
+        self._see_all((args, tuple((kwargs or {}).values())), owner_before)
         records = self._timeline is not None and not func.is_view
         if records:
             segment, key = self._record(func, args, kwargs or {})
@@ -209,9 +221,8 @@ class MemoryTracker(TorchDispatchMode):
         return sum(num_bytes for owner, num_bytes in self.live.items() if owner.kind == kind)
 
     def _see_all(self, values: Any, owner: Owner) -> None:
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage(), owner)
+        for tensor in _tensors(values):
+            self._see(tensor.untyped_storage(), owner)
 
     def _see(self, storage: torch.UntypedStorage, owner: Owner) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from medseg.errors import UserError
 from medseg.memory.accounting import FORWARD, UPDATE
@@ -123,6 +122,8 @@ class StepModel:
         Returns:
             The blocks to recompute; None if no set fits.
         """
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to load, which counting does without
+
         # One variable for each block (1 = recomputed), and one for each set of literals: whether one of them holds.
         sets = sorted({literals for moment in self.moments for literals in moment.held}, key=sorted)
         column = {literals: len(self.blocks) + index for index, literals in enumerate(sets)}

@@ -12,7 +12,8 @@ ALLOWED = {
     "io/nifti.py": "voxels into its temporary file",
     "io/simpleitk.py": "voxels into its temporary file; a copy of a header in a temporary folder",
     "data/cache.py": "a temporary folder, whose files reach the disk before it gets its name",
-    "planning/process.py": "a synthetic case and the log of a tiny training, in temporary folders",
+    "planning/process.py": "the log of a tiny training, in a temporary folder",
+    "planning/samples.py": "a synthetic case, in a temporary folder",
     "runs/ranks.py": "lines appended to a log",
 }
 

@@ -10,7 +10,7 @@ import pytest
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
-from medseg.planning import process
+from medseg.planning import samples
 from medseg.planning.process import sample_cost
 
 
@@ -36,6 +36,6 @@ def test_samples_of_a_stage_are_made_and_measured_once(
     training, validation = (sample_cost(config, shape, tmp_path, is_training=one) for one in (True, False))
     assert 0 < training.seconds < 60
     assert 0 < validation.seconds < 60
-    monkeypatch.setattr(process, "_make_samples", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(samples, "make_samples", lambda *_: pytest.fail("made again"))
     assert sample_cost(config, shape, tmp_path, is_training=True) == training
     assert sample_cost(config, shape, tmp_path, is_training=False) == validation
