@@ -1,6 +1,7 @@
 """Kernel costs: workspace and seconds of single operations, measured once per machine and kept in a file."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,6 +28,8 @@ MAX_BYTES = 2**30
 # Seconds of repetitions of an operation, of which the fastest counts.
 REPEATED_S = 0.004
 MAX_REPETITIONS = 20
+# An operation that takes longer is not timed apart from the run that finds its workspace: the profiler adds some microseconds to it.
+LONG_S = 0.05
 # Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
 LEAST_DIVISOR = 8
 MARK = "medseg operation "
@@ -68,6 +72,7 @@ class KernelCosts:
         name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}"
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments
         self.costs = self._read()
 
     def __getitem__(self, key: str) -> Cost:
@@ -81,15 +86,21 @@ class KernelCosts:
             return
         parts = {key: parts_of(call) for key, call in missing.items()}
         with torch.no_grad():
-            workspaces = iter(self._workspaces([part for some in parts.values() for _, part in some]))
+            runs = self._run_once({key: some[-1][1] for key, some in parts.items() if some})
+            # An operation without a workspace on its larger part has none on the whole.
+            smaller = self._run_once(
+                {key: some[0][1] for key, some in parts.items() if len(some) > 1 and key in runs and runs[key].workspace}
+            )
             for key, some in parts.items():
-                found = [(share, next(workspaces)) for share, _ in some]
-                seconds = self._seconds(some[-1][1]) if some else None
-                if seconds is None:
+                if key not in runs:
                     self.unmeasured.add(str(missing[key].operation))
                     self.costs[key] = NOTHING
-                else:
-                    self.costs[key] = Cost(continued(found), seconds / some[-1][0])
+                    continue
+                share, part = some[-1]
+                workspace, seconds = runs[key]
+                points = [*((some[0][0], one.workspace) for one in (smaller.get(key),) if one), (share, workspace)]
+                self.costs[key] = Cost(continued(points), (seconds if seconds >= LONG_S else self._seconds(part)) / share)
+        self._buffers.clear()
         with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
             replace_text(self.path, json.dumps(self._read() | self.costs))
 
@@ -100,67 +111,78 @@ class KernelCosts:
         except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
             return {}
 
-    def _workspaces(self, calls: Sequence[Call]) -> list[int]:
-        """Run each operation once and find the bytes of its workspace; 0 where it fails."""
+    def _run_once(self, calls: Mapping[str, Call]) -> dict[str, Cost]:
+        """Run each operation once; those that fail are missing in the result."""
         if self.device.type == "cuda":
-            return [self._cuda_workspace(call) for call in calls]
+            return self._run_on_gpu(calls)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler's library, which prints lines otherwise
+        durations_s: dict[str, float] = {}
+        clock = self._clock()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            for index, call in enumerate(calls):
-                with contextlib.suppress(Exception):  # of any operation; it fails again when it is timed
+            for index, (key, call) in enumerate(calls.items()):
+                with contextlib.suppress(Exception):  # of any operation
                     run = self._prepared(call)
                     with record_function(f"{MARK}{index}"):
+                        start_s = clock()
                         _result = run()  # live at the end of the mark
+                        durations_s[key] = clock() - start_s
                     del _result
         found = _allocated_peaks(profiler.profiler.kineto_results.experimental_event_tree())
-        return [found.get(index, 0) for index in range(len(calls))]
+        return {key: Cost(found.get(index, 0), durations_s[key]) for index, key in enumerate(calls) if key in durations_s}
 
-    def _cuda_workspace(self, call: Call) -> int:
-        with contextlib.suppress(Exception):
-            run = self._prepared(call)
-            torch.cuda.reset_peak_memory_stats()
-            kept = run()
-            workspace = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-            del kept
-            return workspace
-        return 0
+    def _run_on_gpu(self, calls: Mapping[str, Call]) -> dict[str, Cost]:
+        found = {}
+        for key, call in calls.items():
+            with contextlib.suppress(Exception):
+                run = self._prepared(call)
+                torch.cuda.reset_peak_memory_stats()
+                start_s = time.perf_counter()
+                kept = run()
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - start_s
+                found[key] = Cost(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated(), seconds)
+                del kept
+        return found
 
-    def _seconds(self, call: Call) -> float | None:
-        """Time an operation; None if it fails.
+    def _clock(self) -> Callable[[], float]:
+        """Clock of the device; one thread is timed by its processor time, which other programs on the machine do not lengthen."""
+        return time.thread_time if self.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
-        One thread is timed by its processor time, which other programs on the machine do not lengthen.
-        """
+    def _seconds(self, call: Call) -> float:
+        """Time an operation that has run before, repeated if it is short."""
         durations_s: list[float] = []
-        has_one_thread = self.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = time.thread_time if has_one_thread else time.perf_counter
-        try:
-            run = self._prepared(call)
-            while sum(durations_s) < REPEATED_S and len(durations_s) < MAX_REPETITIONS:
-                start_s = clock()
-                run()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                durations_s.append(clock() - start_s)
-        except Exception:  # of any operation
-            return None
+        clock, run = self._clock(), self._prepared(call)
+        while sum(durations_s) < REPEATED_S and len(durations_s) < MAX_REPETITIONS:
+            start_s = clock()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            durations_s.append(clock() - start_s)
         return min(durations_s)
 
     def _prepared(self, call: Call) -> Callable[[], Any]:
         """Make tensors for the arguments of an operation; return it as a function without arguments."""
-        arguments, options = tree_map(self._as_value, (call.arguments, call.options), is_leaf=_is_operand)
+        buffers = {} if call.operation._schema.is_mutable else self._buffers
+        count = itertools.count()
+
+        def as_value(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return self.device
+            return self._as_tensor(leaf, buffers, next(count)) if isinstance(leaf, Operand) else leaf
+
+        arguments, options = tree_map(as_value, (call.arguments, call.options), is_leaf=_is_operand)
         return lambda: call.operation(*arguments, **options)
 
-    def _as_value(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.device):
-            return self.device
-        if not isinstance(leaf, Operand):
-            return leaf
-        size = 1 + sum((length - 1) * step for length, step in zip(leaf.shape, leaf.stride, strict=True))
-        # Not zero, whose neighbours are slow denormal numbers; integers may be indices.
-        value = 0.5 if leaf.dtype.is_floating_point else 0
-        return torch.full((size if 0 not in leaf.shape else 0,), value, dtype=leaf.dtype, device=self.device).as_strided(
-            leaf.shape, leaf.stride
-        )
+    def _as_tensor(self, operand: Operand, buffers: dict[tuple[int, torch.dtype], Tensor], place: int) -> Tensor:
+        """Take a tensor from the buffer of its place among the arguments: new memory would cost more than many operations."""
+        size = 0 if 0 in operand.shape else 1
+        size += size and sum((length - 1) * step for length, step in zip(operand.shape, operand.stride, strict=True))
+        buffer = buffers.get((place, operand.dtype))
+        if buffer is None or len(buffer) < size:
+            # Not zero, whose neighbours are slow denormal numbers; integers may be indices.
+            value = 0.5 if operand.dtype.is_floating_point else 0
+            buffer = buffers[place, operand.dtype] = torch.full((size,), value, dtype=operand.dtype, device=self.device)
+        return buffer.as_strided(operand.shape, operand.stride)
 
 
 def processor_name() -> str:

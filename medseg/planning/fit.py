@@ -27,7 +27,7 @@ from medseg.planning.choose import (
     reasons,
 )
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate
-from medseg.planning.step import Shape, evaluated_shape, num_shares, samples_per_rank
+from medseg.planning.step import Shape, count_memory, evaluated_shape, num_shares, samples_per_rank
 
 MIB = 2**20
 # Part of the peak by which a row of the printed front is below the one before; the file has all.
@@ -66,7 +66,7 @@ def fit(config: PlanConfig, shape: Shape) -> int:
         return EXIT_FAILED
     candidate, option, checked = chosen
     print_reasons(candidate, option, found)
-    print_room(candidate, option, shape, budget, machine)
+    print_room(candidate, option, checked, shape, budget)
     line = choose_line(option, changes)
     print(
         f"chosen: {option.peak / 2**20:.1f} MiB, with a margin of {100 * MARGIN:.0f} % within {config.fit_gib:g} GiB; {option.seconds:.3f} s per step. It is the proved "
@@ -130,25 +130,27 @@ def print_reasons(chosen: Candidate, option: Option, found: Sequence[Candidate])
         print(f"{name:52s}{(option.peak - other.peak) / MIB:+10.1f}{option.seconds - other.seconds:+10.3f}")
 
 
-def print_room(chosen: Candidate, option: Option, shape: Shape, budget: int, machine: Machine) -> None:
+def print_room(chosen: Candidate, option: Option, checked: Estimate, shape: Shape, budget: int) -> None:
     """Print the largest batch and the largest patch with the chosen switches, on a line through two counted peaks of each."""
     config, divisor = chosen.config, find_divisor(chosen.config)
     config = replace(config, memory=replace(config.memory, checkpointing=option.switches["memory.checkpointing"]))
+    # Workspaces grow with the tensors; new operations are not measured for them.
+    workspaces, waiting = checked.allocator[STEP] / checked.memory.peak, checked.num_workers * config.data.prefetch
 
-    def step_peak(samples: int, sample: Shape) -> int:
-        stage = replace(config.stage, batch_size=samples * num_shares(config))
-        return estimate(replace(config, stage=stage), sample, evaluated_shape(config), machine).resident[STEP]
+    def growth(samples: int, sample: Shape) -> float:
+        counted, own = count_memory(config, sample, samples=samples), checked.memory
+        batches = counted.input + counted.target - own.input - own.target
+        return (counted.peak - own.peak) * workspaces + waiting * batches
 
-    samples, own = samples_per_rank(config), step_peak(samples_per_rank(config), shape)
-    per_sample = (step_peak(2 * samples, shape) - own) / samples
-    most = samples + int(max(0, budget - own) / max(1.0, per_sample))
+    samples, room = samples_per_rank(config), max(0, budget - checked.resident[STEP])
+    most = samples + int(room / max(1.0, growth(2 * samples, shape) / samples))
     print(f"\nlargest batch with these switches, by two counted steps: stage.batch_size={most * num_shares(config)}")
     if config.stage.patch_size is None:
         return
     # Patches that grow by eighths along all axes.
     patches = [grown(shape, 1 + eighths / 8, divisor) for eighths in range(65)]
-    per_voxel = (step_peak(samples, patches[4]) - own) / (math.prod(patches[4]) - math.prod(shape))
-    fitting = [patch for patch in patches if own + per_voxel * (math.prod(patch) - math.prod(shape)) <= budget]
+    per_voxel = growth(samples, patches[4]) / (math.prod(patches[4]) - math.prod(shape))
+    fitting = [patch for patch in patches if per_voxel * (math.prod(patch) - math.prod(shape)) <= room]
     print(
         f"largest patch of the same form, by two counted steps: stage.patch_size={text_of(list(fitting[-1] if fitting else shape))}"
     )
