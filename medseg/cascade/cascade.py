@@ -21,6 +21,7 @@ from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
+from medseg.memory.profile import release_free_memory
 from medseg.preprocess.crop import erase_outside, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
@@ -374,7 +375,8 @@ def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
 
 @contextmanager
 def _timed(durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str) -> Iterator[None]:
-    """Announce a step and record its seconds."""
+    """Announce a step and record its seconds; it begins without the free memory of the step before."""
+    release_free_memory()
     if on_step is not None:
         on_step(step)
     start = time.perf_counter()

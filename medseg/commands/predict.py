@@ -86,6 +86,7 @@ def predict(config: PredictConfig) -> int:
             hu=HuScale(config.hu_slope, config.hu_offset),
             overwrite=config.overwrite,
             wanted=wanted,
+            on_forecast=say,
             on_begin=show_begin,
             on_step=show_step,
             on_end=show_end,

@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -15,9 +16,11 @@ import torch
 from medseg.cascade.cascade import Cascade, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable
 from medseg.io.read import read_grid
 from medseg.io.scratch import scratch_above
+from medseg.memory.profile import resident_bytes
 from medseg.metrics.intensity import HU_FIGURES
 from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
 from medseg.prediction.case import (
@@ -27,10 +30,12 @@ from medseg.prediction.case import (
     locked_folder,
     read_case,
     read_report,
+    scan_grid,
     segment_case,
     write_case,
 )
 from medseg.prediction.contract import share_memory
+from medseg.prediction.forecast import Forecast, describe, forecast, machine_key, seconds_per_voxel
 from medseg.prediction.results import Wanted, check_kinds, result_paths
 from medseg.prediction.scans import Scan, check_outputs, find_scans, join_channels, output_paths
 from medseg.preprocess.scale import AS_STORED, HuScale
@@ -45,6 +50,8 @@ SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "warnings")
 UP_TO_DATE = "up to date"
 # With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not be read twice.
 SURE_BUDGET_GIB = 0.9
+# Headers that are read for the forecast of a batch.
+MAX_FORECASTS = 50
 
 Checkpoints = tuple[Sequence[str] | None, Sequence[str] | None, tuple[float, float]]
 """Checkpoints of both stages (none = the included lung weights), and the coarsest spacing in mm of the scans that they are for."""
@@ -90,6 +97,7 @@ def predict_scans(
     overwrite: bool = False,
     trusted: Sequence[str] = (),
     wanted: Wanted | None = None,
+    on_forecast: Callable[[str], None] = lambda _: None,
     on_begin: Callable[[str, int], None],
     on_step: Callable[[str, str, int, int], None] = lambda *_: None,
     on_end: Callable[[BatchCase], None],
@@ -113,6 +121,7 @@ def predict_scans(
         overwrite: Whether results that are up to date are made again.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
         wanted: Which result files are written; None = the label maps.
+        on_forecast: Called before the first case with a sentence about memory and seconds.
         on_begin: Called with the name of a case and the number of cases when its turn comes.
         on_step: Called with the name of a case, the name of the step that begins, its place and the number of steps.
         on_end: Called with each case when it is done, in the order of the cases.
@@ -159,7 +168,9 @@ def predict_scans(
         return cases
     shares = share_memory(inference.get("max_ram_gib"))  # of what the loaded weights leave
     cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
-    batch = Batch(cascades, shares.array_bytes, overwrite, wanted, len(cases), on_begin, on_step, on_end)
+    batch = Batch(cascades, resident_bytes(), shares.array_bytes, overwrite, wanted, len(cases), on_begin, on_step, on_end)
+    if said := batch.describe_cost(cases):
+        on_forecast(said)
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
     if is_batch:
@@ -239,6 +250,7 @@ class Batch:
 
     Attributes:
         cascades: Cascades to choose from.
+        loaded_bytes: Resident memory before the first scan.
         array_bytes: Size above which an array of a scan is a temporary file.
         overwrite: Whether results that are up to date are made again.
         wanted: Which result files are written.
@@ -249,6 +261,7 @@ class Batch:
     """
 
     cascades: list[RangeCascade]
+    loaded_bytes: int
     array_bytes: float
     overwrite: bool
     wanted: Wanted
@@ -256,6 +269,22 @@ class Batch:
     on_begin: Callable[[str, int], None]
     on_step: Callable[[str, str, int, int], None]
     on_end: Callable[[BatchCase], None]
+
+    def describe_cost(self, cases: Sequence[BatchCase]) -> str | None:
+        """Say what the cases are expected to cost, by the headers of some of those that have no report yet; None if no header can be read."""
+        new = [case for case in cases if self.overwrite or not read_report(case.output)]
+        found: dict[str, Forecast] = {}
+        rates = []
+        for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
+            with suppress(Exception):  # of any reader; the case tells it in its turn
+                cascade = pick_cascade(case.scan, self.cascades)[0].cascade
+                found[case.scan.name] = self._forecast(cascade, scan_grid(case.scan, cascade.coarse.task))
+                rates.append(seconds_per_voxel(machine_key(cascade)))
+        known = [rate for rate in rates if rate is not None]
+        return describe(found, median(known) if len(known) == len(rates) else None, len(new)) if found else None
+
+    def _forecast(self, cascade: Cascade, grid: VoxelGrid) -> Forecast:
+        return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
         """Read a case unless it is up to date; None ahead of its turn where other cases need the memory."""
@@ -302,7 +331,7 @@ class Batch:
                 if self.num_cases == 1:  # else the next case is shown
                     self._begin(case, "write")
                 with scratch_above(self.array_bytes):
-                    case.report = write_case(case.scan, case.output, case.chosen, data, case.known, self.wanted)
+                    case.report = write_case(case.scan, case.output, case.chosen, data, case.known, self.wanted, self._forecast)
                 case.messages += case.report["warnings"]
         except Exception as error:
             case.exit_code, message = self._describe(error)

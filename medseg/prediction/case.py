@@ -21,6 +21,7 @@ from medseg.data.audit.image import audit_channels, measure_image
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.data.task import Task
 from medseg.errors import UserError, require
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
 from medseg.io.read import read_grid
@@ -29,6 +30,7 @@ from medseg.io.volume import Volume
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.metrics.intensity import label_statistics
 from medseg.prediction.cascades import RangeCascade
+from medseg.prediction.forecast import Forecast, expected_cost
 from medseg.prediction.results import Views, Wanted, result_paths, take_views, write_results
 from medseg.prediction.scans import Scan
 from medseg.preprocess.channels import read_channels
@@ -76,9 +78,17 @@ def is_small(scan: Scan, task: Task, budget_gib: float) -> bool:
     Raises:
         UserError: If its header cannot be read.
     """
+    return BYTES_PER_VOXEL * len(task.channels) * math.prod(scan_grid(scan, task).shape) <= budget_gib * 2**30
+
+
+def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
+    """Read the grid of a scan from its header.
+
+    Raises:
+        UserError: If its header cannot be read.
+    """
     num_volumes = scan.paths(len(task.channels)).count(scan.path)
-    grid = read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes)
-    return BYTES_PER_VOXEL * len(task.channels) * math.prod(grid.shape) <= budget_gib * 2**30
+    return read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes)
 
 
 def read_case(scan: Scan, task: Task) -> CaseData:
@@ -166,7 +176,13 @@ def segment_scan(
 
 
 def write_case(
-    scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, known: dict[str, Any], wanted: Wanted
+    scan: Scan,
+    output: Path,
+    chosen: RangeCascade,
+    case: CaseData,
+    known: dict[str, Any],
+    wanted: Wanted,
+    expect: Callable[[Cascade, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
     """Write the results and their report, which always belong together: one process writes into a folder at a time.
 
@@ -177,6 +193,7 @@ def write_case(
         case: What is written.
         known: Report that was there when the scan was read.
         wanted: Which files are written.
+        expect: Makes the forecast of a case from its grid.
 
     Returns:
         The report: times in s, memory, boxes, volumes in ml, warnings, and what decides the result.
@@ -193,12 +210,22 @@ def write_case(
         )
         with case.measured("write"):
             write_results(paths, scan, case.volume, case.result, case.views, chosen.cascade.coarse.task, wanted)
-        return _write_report(scan, output, chosen, case, list(paths.values()))
+        return _write_report(scan, output, chosen, case, list(paths.values()), expect)
 
 
-def _write_report(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData, outputs: list[Path]) -> dict[str, Any]:
+def _write_report(
+    scan: Scan,
+    output: Path,
+    chosen: RangeCascade,
+    case: CaseData,
+    outputs: list[Path],
+    expect: Callable[[Cascade, VoxelGrid], Forecast],
+) -> dict[str, Any]:
     """Write the report of a case beside its results."""
-    result, volume = case.result, case.volume
+    result, volume, total_s = case.result, case.volume, sum(case.durations_s.values())
+    expected = None
+    with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
+        expected = expected_cost(expect(chosen.cascade, volume.grid), chosen.cascade, total_s)
     report = {
         "input": str(scan.path),
         **scan.reading(),
@@ -216,9 +243,10 @@ def _write_report(scan: Scan, output: Path, chosen: RangeCascade, case: CaseData
             "read": case.durations_s["read"],
             **result.durations_s,
             "write": case.durations_s["write"],
-            "total": sum(case.durations_s.values()),
+            "total": total_s,
         },
         "peak_resident_bytes": peak_resident_bytes(),
+        "expected": expected,
         "memory_gb_s": case.memory_gb_s,
         "checkpoints": {stage.name: stage.checkpoints for stage in chosen.cascade.stages},
         "by_spacing": {"name": chosen.name, "range_mm": chosen.range_mm} if chosen.name else None,

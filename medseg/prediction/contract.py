@@ -6,8 +6,11 @@ from typing import NamedTuple
 from medseg.errors import require
 from medseg.memory.profile import resident_bytes
 
-# Slabs that are resampled, components of a label, and libraries that load with the first scan; measured.
-OVERHEAD_BYTES = 300 * 2**20
+# Libraries that load with the first scan, and kernels that are compiled for it; measured.
+LIBRARIES_BYTES = 60 * 2**20
+# Slabs that are resampled, and components of a label, at most.
+SLABS_BYTES = 240 * 2**20
+OVERHEAD_BYTES = LIBRARIES_BYTES + SLABS_BYTES
 # Smallest rest for networks and arrays.
 LEAST_BYTES = 80 * 2**20
 NETWORK_SHARE = 0.6

@@ -97,7 +97,9 @@ class CaseActor:
         shares = share_memory(loading["inference"].get("max_ram_gib"))
         cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
-        self.batch = Batch(cascades, shares.array_bytes, overwrite, wanted, max(2, num_cases), quiet, quiet, quiet)
+        self.batch = Batch(
+            cascades, resident_bytes(), shares.array_bytes, overwrite, wanted, max(2, num_cases), quiet, quiet, quiet
+        )
         return os.uname().nodename
 
     def predict(self, scan: Scan, output: Path, is_retry: bool) -> Outcome:

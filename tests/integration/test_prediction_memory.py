@@ -94,6 +94,17 @@ def test_a_trunk_of_1200_slices_stays_below_three_gigabytes(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_slices", "slice_mm", "repeats"), [(1, 5.0, 1), (132, 2.5, 2), (520, 0.6, 4)])
+def test_the_expected_peak_is_within_a_tenth_of_the_measured_one(
+    num_slices: int, slice_mm: float, repeats: int, tmp_path: Path
+) -> None:
+    make_scan(tmp_path / "thorax.nii.gz", "whole", num_slices, slice_mm, repeats)
+    peak = peak_bytes([*COMMAND, "predict", "input=thorax.nii.gz", "output=lungs.nii.gz", "accelerator=cpu"], tmp_path)
+    expected = json.loads((tmp_path / "lungs.json").read_text())["expected"]["peak_resident_bytes"]
+    assert 0.9 < expected / peak < 1.1
+
+
+@pytest.mark.slow
 def test_a_memory_contract_is_kept_and_changes_no_label(tmp_path: Path) -> None:
     """Under 1 GiB the scan of 630 MB, its labels and the coarse volume wait in files, and the coarse stage runs in slabs."""
     make_scan(tmp_path / "trunk.nii.gz", "trunk", 1200, 1.0, 8)

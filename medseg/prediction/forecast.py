@@ -1,0 +1,201 @@
+"""Forecast of a prediction: what a case holds in memory, step by step, and how long it takes, from the grid of its scan alone."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from medseg.cascade.cascade import Cascade
+from medseg.cascade.stage import CascadeOptions, TrainedStage, flips
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.inference.tiles import TilingPlan, round_up, tile_boxes
+from medseg.io.atomic import replace_text
+from medseg.io.machine import machine_folder
+from medseg.memory.accounting import WORKSPACE
+from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
+from medseg.preprocess.orient import oriented_grid
+from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
+
+# Bytes of a voxel: of a scan (int16), its labels, an image at the spacing of a stage, a stored probability, and one of a tile.
+SCAN, LABEL, IMAGE, PROBABILITY, SUM = 2, 1, 4, 2, 4
+# Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger `WORKSPACE`.
+USUAL_WORKSPACE = 1.25
+# Share of a scan's axes (z, y, x) that the box of the body takes: the median of twelve scans with their tables, and phantoms.
+BODY_SHARE = (1.0, 0.8, 1.0)
+# Box of a region with its margin, (z, y, x): a lung. The scan limits it.
+REGION_MM = (270.0, 200.0, 160.0)
+# Bytes per voxel of the scan that a thread resamples at a time; the heap keeps those of a crop until its step ends.
+RESAMPLING = 24
+# Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes while they are counted.
+CLEANING, COUNTING = 8, 32 * 2**20
+CLEANED_VOXELS = 2**25
+# Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD EPYC, included weights.
+NETWORK_TIME = 5
+# Durations of this many finished cases are kept.
+MAX_CASES = 20
+
+Shape = tuple[int, int, int]
+
+
+class Forecast(NamedTuple):
+    """Expected cost of a case.
+
+    Attributes:
+        memory: Resident bytes of the process by step.
+        voxels: Voxels of the scan, and `NETWORK_TIME` for each that goes through a network: the duration is proportional to it.
+    """
+
+    memory: dict[str, int]
+    voxels: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest resident memory."""
+        return max(self.memory.values())
+
+
+def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf) -> Forecast:
+    """Compute what a case will hold; where the body and the regions lie is not known yet, so their usual sizes are taken.
+
+    Args:
+        cascade: The trained stages, with the memory that a network may use.
+        grid: Grid of the scan, in storage order.
+        loaded_bytes: Resident memory of the process with the weights, before the first scan.
+        array_bytes: Size above which an array is a temporary file, see `medseg.prediction.contract`.
+
+    Raises:
+        UserError: If a stage cannot keep its budget.
+    """
+    grid, task, options, coarse = oriented_grid(grid), cascade.coarse.task, cascade.options, cascade.coarse
+
+    def held(*sizes: float) -> int:
+        return round(sum(size for size in sizes if size <= array_bytes))
+
+    num_voxels, channels, first = math.prod(grid.shape), len(task.channels), cascade.steps[0]
+    fixed = loaded_bytes + LIBRARIES_BYTES + channels * held(SCAN * num_voxels)
+    threads = min(torch.get_num_threads(), MAX_THREADS)
+    lattice, scan_mm = grid.resampled(coarse.spacing_mm), [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
+    body = _crop_shape(coarse, grid, [length * share for length, share in zip(scan_mm, BODY_SHARE, strict=True)], None)
+    during, kept = _pass_bytes(coarse, task.num_classes, body, options, array_bytes)
+    memory = {"read": fixed, first: fixed + channels * held(IMAGE * math.prod(lattice.shape)) + during}
+    voxels = channels * num_voxels + NETWORK_TIME * _pass_voxels(coarse, body, options)
+    if cascade.fine is not None:
+        fine, kept = cascade.fine, 0
+        extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
+        shape = _crop_shape(fine, grid, extent_mm, fine.tile_size)
+        cleaned = math.prod(extent_mm) / math.prod(grid.spacing_mm)
+        resampling = round(RESAMPLING * min(threads * SLAB_VOXELS, cleaned, num_voxels))
+        during, probs = _pass_bytes(fine, task.num_region_classes, shape, options, array_bytes)
+        for region, step in zip(task.regions, cascade.steps[1:], strict=False):
+            memory[step] = fixed + kept + resampling + during
+            kept += round(probs * len(region.labels) / task.num_region_classes)
+            voxels += NETWORK_TIME * _pass_voxels(fine, shape, options)
+    else:
+        cleaned, extent_mm = num_voxels, scan_mm
+    cleaning = COUNTING + CLEANING * min(cleaned, CLEANED_VOXELS, num_voxels)
+    # Zeros of planes without a region take no memory until they are written.
+    labels = held(LABEL * num_voxels) * extent_mm[0] / scan_mm[0]
+    memory["join"] = fixed + kept + round(labels + min(SLABS_BYTES, cleaning))
+    return Forecast(memory, voxels)
+
+
+def _crop_shape(stage: TrainedStage, grid: VoxelGrid, extent_mm: Sequence[float], patch_size: Shape | None) -> Shape:
+    """Voxels (D, H, W) of the crop that a stage makes of a box of some extent."""
+    lattice = grid.resampled(stage.spacing_mm).resampled(stage.rule.spacing_mm(grid.spacing_mm))
+    shape = (max(1, math.ceil(length / mm)) for length, mm in zip(extent_mm, lattice.spacing_mm, strict=True))
+    crop = stage.rule.crop(VoxelBox.full(tuple(shape)), lattice, patch_size or (1, 1, 1), stage.divisor)
+    return crop.grid.shape
+
+
+def _pass_bytes(stage: TrainedStage, classes: int, shape: Shape, options: CascadeOptions, array_bytes: float) -> tuple[int, int]:
+    """Bytes while a crop goes through a stage, and those of its probabilities, which stay."""
+
+    def held(size: float) -> float:
+        return size if size <= array_bytes else 0.0
+
+    plan, channels = stage.plan(shape, options), len(stage.task.channels)
+    seen = round_up(plan.tile_size or shape, stage.divisor)
+    padded: Shape = tuple(map(max, shape, seen))  # type: ignore[assignment]
+    # One pass gives its probabilities when its features are free.
+    probs = 0.0 if plan == TilingPlan(None) else held(PROBABILITY * classes * math.prod(padded))
+    during = held(IMAGE * channels * math.prod(shape)) + (padded != shape) * held(IMAGE * channels * math.prod(padded)) + probs
+    if stage.has_views(options):
+        during += held(IMAGE * classes * math.prod(shape)) + held(IMAGE * math.prod(shape))
+    if stage.device.type == "cpu":
+        live = USUAL_WORKSPACE / WORKSPACE * stage.bytes_per_voxel * math.prod(seen)
+        during += plan.slab_bytes or live
+        if plan.tile_size is not None:
+            layer = held(SUM * classes * seen[0] * math.prod(padded[1:]))
+            during += 2 * layer + SUM * classes * math.prod(seen)
+    return round(during), round(held(PROBABILITY * classes * math.prod(shape)))
+
+
+def _pass_voxels(stage: TrainedStage, shape: Shape, options: CascadeOptions) -> int:
+    """Voxels that go through the networks of a stage for one crop."""
+    seen = round_up(stage.tile_size or shape, stage.divisor)
+    number = len(tile_boxes(tuple(map(max, shape, seen)), seen, options.overlap)) if stage.tile_size else 1  # type: ignore[arg-type]
+    return number * math.prod(seen) * len(stage.networks) * len(flips(stage.task, options.tta))
+
+
+def describe(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases: int) -> str:
+    """Say what a batch will hold and, where this machine has finished cases before, how long it will take.
+
+    Args:
+        forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of all.
+        rate_s: Seconds per voxel; None is unknown.
+        num_cases: Number of all cases.
+    """
+    largest = max(forecasts, key=lambda name: forecasts[name].peak_bytes)
+    said = f"expected to hold {forecasts[largest].peak_bytes / 2**30:.2f} GiB"
+    if num_cases > 1:
+        said = f"{num_cases} cases, {said} at most (case {largest})"
+    if rate_s is None:
+        return said
+    seconds = rate_s * sum(one.voxels for one in forecasts.values()) * num_cases / len(forecasts)
+    return f"{said} and to take {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'}"
+
+
+def expected_cost(expected: Forecast, cascade: Cascade, total_s: float) -> dict[str, float | None]:
+    """Expected peak and seconds of a case that took `total_s`, which counts for the next ones; the seconds of the first are null."""
+    key = machine_key(cascade)
+    rate_s = seconds_per_voxel(key)
+    note_duration(key, total_s, expected.voxels)
+    return {
+        "peak_resident_bytes": expected.peak_bytes,
+        "total_s": None if rate_s is None else round(rate_s * expected.voxels, 2),
+    }
+
+
+def machine_key(cascade: Cascade) -> str:
+    """Name of all that decides the seconds per voxel on this machine: weights, precision, device and threads."""
+    weights = " ".join(checksum[:12] for stage in cascade.stages for checksum in sorted(stage.checkpoints.values()))
+    return (
+        f"{weights} {cascade.last.precision} {cascade.last.device} {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+
+
+def seconds_per_voxel(key: str) -> float | None:
+    """Median of the cases that this machine has finished; None if there are none."""
+    rates = _known_rates().get(key)
+    return median(rates) if rates else None
+
+
+def note_duration(key: str, seconds: float, voxels: int) -> None:
+    """Add a finished case to those of this machine, where the folder can be written."""
+    known = _known_rates()
+    known[key] = [*known.get(key, []), seconds / voxels][-MAX_CASES:]
+    with suppress(UserError):
+        replace_text(machine_folder() / "predictions.json", json.dumps(known, indent=1))
+
+
+def _known_rates() -> dict[str, list[float]]:
+    try:
+        known = json.loads((machine_folder() / "predictions.json").read_text(encoding="utf-8"))
+        return {key: [float(rate) for rate in rates] for key, rates in known.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
+        return {}

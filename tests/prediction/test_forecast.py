@@ -1,0 +1,93 @@
+"""Forecast of a prediction: bytes by hand, the memory contract as a law, and the seconds of cases that this machine has finished."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from oracle import GRID, CoarseOracle, FineOracle, stage
+
+from medseg.cascade.cascade import Cascade
+from medseg.geometry.grid import VoxelGrid
+from medseg.prediction import contract
+from medseg.prediction.contract import LIBRARIES_BYTES, share_memory
+from medseg.prediction.forecast import Forecast, describe, forecast, note_duration, seconds_per_voxel
+
+MIB = 2**20
+CHEST = VoxelGrid((300, 512, 512), (1.0, 0.8, 0.8))
+
+
+@pytest.fixture
+def cascade() -> Cascade:
+    fine = stage(FineOracle(), "fine", bytes_per_voxel=35.0, tile_size=(128, 160, 160))
+    return Cascade(stage(CoarseOracle(), "coarse", bytes_per_voxel=40.0), fine)
+
+
+def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    slab = 24 * 2**21
+    found = forecast(cascade, CHEST, 300 * MIB)
+    fixed, voxels = 300 * MIB + LIBRARIES_BYTES + 2 * 300 * 512 * 512, 300 * 512 * 512
+    assert found.memory["read"] == fixed
+    # 300 x 409.6 x 409.6 mm at 2 mm; 0.8 of the height is body, padded to multiples of 8 voxels.
+    lattice, body, padded = 4 * 150 * 205 * 205, 150 * 164 * 205, 152 * 168 * 208
+    network = 1.25 / 2.5 * 40 * padded
+    assert found.memory["localise"] == fixed + lattice + round(4 * body + 4 * padded + network)
+    # 270 x 200 x 160 mm at 1 mm, seen in tiles.
+    crop, tile = 270 * 200 * 160, 128 * 160 * 160
+    layer = 4 * 2 * 128 * 200 * 160
+    refine = fixed + slab + round(4 * crop + 2 * 2 * crop + 1.25 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
+    assert found.memory["refine_left_lung"] == refine
+    assert found.memory["refine_right_lung"] == refine + 2 * crop
+    cleaned = 32 * MIB + 8 * round(270 * 200 * 160 / 0.64)
+    assert found.memory["join"] == pytest.approx(fixed + 2 * 2 * crop + 0.9 * voxels + cleaned, abs=100)
+    assert found.peak_bytes == max(found.memory.values())
+    # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five times.
+    assert found.voxels == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
+
+
+def test_arrays_in_files_do_not_count(cascade: Cascade) -> None:
+    assert forecast(cascade, CHEST, 300 * MIB, array_bytes=0.0).memory["read"] == 300 * MIB + LIBRARIES_BYTES
+
+
+@pytest.mark.parametrize("num_slices", [1, 300, 3000])
+@pytest.mark.parametrize("max_ram_gib", [0.8, 1.0, 2.0])
+def test_a_case_within_the_shares_keeps_the_memory_contract(
+    cascade: Cascade, max_ram_gib: float, num_slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * MIB)
+    shares = share_memory(max_ram_gib)
+    monkeypatch.setattr("medseg.cascade.stage.TrainedStage._least_slab_bytes", lambda *_: 0.0)
+    found = forecast(
+        cascade.within(shares.network_gib), replace(CHEST, shape=(num_slices, 512, 512)), 300 * MIB, shares.array_bytes
+    )
+    assert found.peak_bytes <= max_ram_gib * 2**30
+
+
+def test_a_task_without_regions_is_one_pass(cascade: Cascade) -> None:
+    alone = Cascade(replace(cascade.coarse, task=replace(cascade.coarse.task, regions=())))
+    assert list(forecast(alone, GRID, 0).memory) == ["read", "segment", "join"]
+
+
+def test_the_median_of_finished_cases_gives_the_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert seconds_per_voxel("weights") is None
+    for seconds in (2.0, 30.0, 4.0):
+        note_duration("weights", seconds, 1000)
+    assert seconds_per_voxel("weights") == 0.004
+    assert seconds_per_voxel("other weights") is None
+    for _ in range(30):
+        note_duration("weights", 1.0, 1000)
+    assert math.isclose(seconds_per_voxel("weights") or 0, 0.001)
+    (tmp_path / "medseg" / "predictions.json").write_text('{"weights": [', encoding="utf-8")
+    assert seconds_per_voxel("weights") is None
+
+
+def test_a_batch_names_its_largest_case_and_its_time() -> None:
+    cases = {"a": Forecast({"read": 2**30}, 1000), "b": Forecast({"read": 2**30, "join": 3 * 2**29}, 3000)}
+    assert describe({"a": cases["a"]}, None, 1) == "expected to hold 1.00 GiB"
+    assert describe({"a": cases["a"]}, 0.01, 1) == "expected to hold 1.00 GiB and to take 10 s"
+    # Two of eight cases stand for all.
+    assert describe(cases, 0.02, 8) == "8 cases, expected to hold 1.50 GiB at most (case b) and to take 5 min"
