@@ -86,7 +86,7 @@ def predict(config: PredictConfig) -> int:
             hu=HuScale(config.hu_slope, config.hu_offset),
             overwrite=config.overwrite,
             wanted=wanted,
-            on_forecast=say,
+            on_forecast=say if console.is_terminal else lambda _: None,  # the error stream of a script has complaints alone
             on_begin=show_begin,
             on_step=show_step,
             on_end=show_end,
