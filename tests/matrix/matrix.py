@@ -119,7 +119,7 @@ def arguments_of(table: Path, row: Mapping[str, str]) -> list[str]:
     batch_size = int(values["accumulate"]) * (2 if "ranks" in row else 1)
     common = [
         f"stage.batch_size={max(2, batch_size)}", f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0",
-        "spacing=isotropic_4mm", "augment=none", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "steps=2",
+        "spacing.target_spacing_mm=[6.0,6.0,6.0]", "augment=none", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "steps=2",
         "stage.validate_every=2", "checkpoint_every=1",
     ]  # fmt: skip
     own = [{**FACTORS, "ranks": RANKS}[factor][value] for factor, value in values.items()]
