@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.inference.openvino import convert as convert_to_openvino
-from medseg.inference.openvino import to_ir
+from medseg.inference.openvino import core, to_ir
 from medseg.models.regional import Logits
 
 Shape = tuple[int, int, int]
@@ -179,9 +179,7 @@ def _to_openvino(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
 
 
 def _load_openvino(model: Any) -> Run:
-    import openvino
-
-    compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return lambda image: torch.from_numpy(compiled([image.numpy()])[0])
 
 

@@ -18,6 +18,7 @@ import time
 import warnings
 import zipfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,18 @@ LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 def has_openvino() -> bool:
     """Whether the extra is installed."""
     return importlib.util.find_spec("openvino") is not None
+
+
+@cache
+def core() -> Any:
+    """OpenVINO's devices, the same object as long as the process lives.
+
+    OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When its last user goes in another thread, that
+    stack is freed but stays in use: the next signal, also the end of a child, ends the process.
+    """
+    import openvino
+
+    return openvino.Core()
 
 
 def use_openvino(network: RegionalNetwork, precision: str, checksum: str = "") -> None:
@@ -114,11 +127,9 @@ def _kept_path(network: nn.Module, name: str) -> Path | None:
 
 def _read_kept(path: Path) -> Any:
     """Read a converted network; None where there is none, or its file is damaged."""
-    import openvino
-
     try:
         with zipfile.ZipFile(path) as archive:  # which compares the checksums of its parts
-            return openvino.Core().read_model(archive.read("model.xml"), archive.read("model.bin"))
+            return core().read_model(archive.read("model.xml"), archive.read("model.bin"))
     except (OSError, KeyError, zipfile.BadZipFile, RuntimeError):
         return None
 
@@ -151,7 +162,7 @@ class _Compiled:
             self._request = None  # its memory, before that of the next size is taken
             self._model.reshape(openvino.PartialShape(list(image.shape)))
             options = {"INFERENCE_PRECISION_HINT": self._precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-            self._request = openvino.Core().compile_model(self._model, "CPU", options).create_infer_request()
+            self._request = core().compile_model(self._model, "CPU", options).create_infer_request()
             self._shape = tuple(image.shape)
         return torch.from_numpy(self._request.infer([image.contiguous().numpy()], share_inputs=True)[0])
 

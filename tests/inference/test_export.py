@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from medseg.errors import UserError
 from medseg.inference import export
 from medseg.inference.export import FORMATS, export_network
+from medseg.inference.openvino import core
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 
@@ -99,10 +100,8 @@ def test_other_programs_run_the_files_at_every_size(suffix: str, tmp_path: Any) 
         assert json.loads(session.get_modelmeta().custom_metadata_map["medseg"]) == expected
         assert exported.form.startswith("ONNX, opset ")
     else:
-        import openvino
-
-        model = openvino.Core().read_model(path)
-        compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        model = core().read_model(path)
+        compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         run = lambda image: compiled({"image": image})["logits"]  # noqa: E731
         assert json.loads(model.get_rt_info(["medseg"]).astype(str)) == expected
     for shape in ((8, 12, 16), (20, 12, 12)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,28 @@ def test_the_quicker_one_is_measured_once_per_machine(
     kept.write_text("damaged", encoding="utf-8")
     assert quickest_backend(make()) == chosen
     assert len(measured) == 4
+
+
+SIGNAL_AFTER_THE_LAST_NETWORK = """
+import gc, signal, threading
+import torch
+from medseg.inference.openvino import use_openvino
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+
+signal.signal(signal.SIGUSR1, lambda *_: None)
+networks = [RegionalNetwork(lambda channels: UNet(channels, 2, width=4, depth=1), num_regions=2, mode="mirrored").eval()]
+use_openvino(networks[0], "fp32")
+with torch.inference_mode():
+    networks[0](torch.zeros(1, 1, 16, 16, 16), torch.tensor([0]))
+thread = threading.Thread(target=lambda: (networks.clear(), gc.collect()))
+thread.start()
+thread.join()
+signal.raise_signal(signal.SIGUSR1)
+"""
+
+
+@needs_openvino
+def test_a_signal_after_the_last_network_went_in_another_thread_ends_nothing() -> None:
+    result = subprocess.run([sys.executable, "-c", SIGNAL_AFTER_THE_LAST_NETWORK], capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr

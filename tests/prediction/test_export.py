@@ -24,6 +24,7 @@ from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import GridRule
 from medseg.inference.export import FORMATS
+from medseg.inference.openvino import core
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
@@ -216,9 +217,7 @@ def load_exported(path: Path) -> Any:
 
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         return lambda image: torch.from_numpy(session.run(["logits"], {"image": image.numpy()})[0])
-    import openvino
-
-    compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return lambda image: torch.from_numpy(compiled({"image": image.numpy()})["logits"])
 
 
