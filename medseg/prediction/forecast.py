@@ -31,6 +31,8 @@ BODY_SHARE = (1.0, 0.8, 1.0)
 REGION_MM = (270.0, 200.0, 160.0)
 # Bytes per voxel of the scan that a thread resamples at a time; the heap keeps those of a crop until its step ends.
 RESAMPLING = 24
+# Freed memory that a further thread keeps for itself: glibc gives each thread heaps of 64 MiB.
+THREAD_HEAP = 64 * 2**20
 # Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes while they are counted.
 CLEANING, COUNTING = 8, 32 * 2**20
 CLEANED_VOXELS = 2**25
@@ -77,8 +79,9 @@ def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: 
         return round(sum(size for size in sizes if size <= array_bytes))
 
     num_voxels, channels, first = math.prod(grid.shape), len(task.channels), cascade.steps[0]
-    fixed = loaded_bytes + LIBRARIES_BYTES + channels * held(SCAN * num_voxels)
     threads = min(torch.get_num_threads(), MAX_THREADS)
+    heaps = (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
+    fixed = loaded_bytes + LIBRARIES_BYTES + heaps + channels * held(SCAN * num_voxels)
     lattice, scan_mm = grid.resampled(coarse.spacing_mm), [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
     body = _crop_shape(coarse, grid, [length * share for length, share in zip(scan_mm, BODY_SHARE, strict=True)], None)
     during, kept = _pass_bytes(coarse, task.num_classes, body, options, array_bytes)

@@ -19,14 +19,18 @@ MIB = 2**20
 CHEST = VoxelGrid((300, 512, 512), (1.0, 0.8, 0.8))
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+
+
 @pytest.fixture
 def cascade() -> Cascade:
     fine = stage(FineOracle(), "fine", bytes_per_voxel=35.0, tile_size=(128, 160, 160))
     return Cascade(stage(CoarseOracle(), "coarse", bytes_per_voxel=40.0), fine)
 
 
-def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     slab = 24 * 2**21
     found = forecast(cascade, CHEST, 300 * MIB)
     fixed, voxels = 300 * MIB + LIBRARIES_BYTES + 2 * 300 * 512 * 512, 300 * 512 * 512
@@ -46,6 +50,12 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade, monkeypatch
     assert found.peak_bytes == max(found.memory.values())
     # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five times.
     assert found.voxels == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
+
+
+def test_further_threads_keep_heaps_of_their_own(cascade: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = forecast(cascade, CHEST, 300 * MIB).memory["read"]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    assert forecast(cascade, CHEST, 300 * MIB).memory["read"] == alone + 2 * 64 * MIB
 
 
 def test_arrays_in_files_do_not_count(cascade: Cascade) -> None:
