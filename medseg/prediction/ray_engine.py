@@ -26,14 +26,13 @@ from medseg.errors import EXIT_FAILED, UserError, first_line, require
 from medseg.io.read import read_grid
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import Batch, BatchCase, load_cascades
-from medseg.prediction.contract import OVERHEAD_BYTES, share_memory
+from medseg.prediction.contract import share_memory
+from medseg.prediction.forecast import LABEL, SCAN, forecast
 from medseg.prediction.results import Wanted
 from medseg.prediction.scans import Scan
 
 # Cases that an actor holds: one is computed while another one is read or written.
 CASES_PER_ACTOR = 2
-# Bytes of arrays per voxel of a scan: the scan in float32, its labels, crops and probabilities.
-BYTES_PER_VOXEL = 12
 # Scans whose headers are read for the memory of an actor; those of a cohort are alike.
 NUM_MEASURED = 20
 WAIT_S = 30.0
@@ -310,7 +309,7 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
 
 
 def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mapping[str, Any]) -> int:
-    """Predict the memory of an actor: its bound where it has one, else libraries, weights, network and the largest of some scans.
+    """Predict the memory of an actor: its bound where it has one, else that of the largest of some scans while others are read or written.
 
     Args:
         cascade: The cascade as loaded by this process.
@@ -319,12 +318,13 @@ def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mappi
     """
     if inference.get("max_ram_gib"):
         return math.ceil(inference["max_ram_gib"] * 2**30)
-    channels = cascade.coarse.task.channels
-    sizes = [0]
+    channels, loaded = cascade.coarse.task.channels, resident_bytes()
+    largest = loaded
     for case in cases[:NUM_MEASURED]:
         try:
-            sizes.append(math.prod(read_grid(case.scan.path, case.scan.series, channels[0].modality).shape))
+            grid = read_grid(case.scan.path, case.scan.series, channels[0].modality)
         except UserError:  # the actor says so
             continue
-    arrays = BYTES_PER_VOXEL * len(channels) * max(sizes) * CASES_PER_ACTOR
-    return int(resident_bytes() + OVERHEAD_BYTES + cascade.options.budget_gib * 2**30 + arrays)
+        others = (CASES_PER_ACTOR - 1) * (SCAN * len(channels) + LABEL) * math.prod(grid.shape)
+        largest = max(largest, forecast(cascade, grid, loaded).peak_bytes + others)
+    return largest
