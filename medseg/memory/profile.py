@@ -24,7 +24,11 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Largest resident memory of this process so far."""
-    # Linux counts in KiB, macOS in bytes.
+    # On Linux the peak of `getrusage` includes that of the process that started this one, because it outlives `exec`.
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -55,3 +57,10 @@ def test_resident_memory_is_counted_in_bytes() -> None:
     grown = resident_bytes() - before
     assert 0.9 * block.nbytes < grown < 2 * block.nbytes
     assert peak_resident_bytes() >= before + grown - 2**20
+
+
+def test_the_peak_is_that_of_the_process_alone() -> None:
+    block = np.ones(2**29, dtype=np.uint8)
+    code = "from medseg.memory.profile import peak_resident_bytes; print(peak_resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
+    assert int(done.stdout) < block.nbytes
