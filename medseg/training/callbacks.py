@@ -196,7 +196,11 @@ class Distortions(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Print what a batch of training or validation shows first."""
-        described = [zip(one["case"], one["region"].tolist(), one["spacing_mm"], strict=True) for one in batch]
+        # Reading a region waits for a GPU: not where all regions of the cases are printed.
+        unknown = [
+            one for one in batch if any((case, n) not in self.printed for case in one["case"] for n in range(len(self.names)))
+        ]
+        described = [zip(one["case"], one["region"].tolist(), one["spacing_mm"], strict=True) for one in unknown]
         for case, region, spacing_mm in itertools.chain.from_iterable(described):
             if (case, region) not in self.printed:
                 self.printed.add((case, region))

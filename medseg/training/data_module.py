@@ -226,8 +226,12 @@ class CasesDataModule(pl.LightningDataModule):
             worker_init_fn=init_worker,
             persistent_workers=self.num_workers > 0,
             prefetch_factor=self.prefetch if self.num_workers > 0 else None,
-            pin_memory=torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
+            pin_memory=self.pins_memory(),
         )
+
+    def pins_memory(self) -> bool:
+        """Whether samples go to pinned memory, from which a GPU copies them while it computes."""
+        return torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
 
     def train_samples(self) -> Samples:
         """Make the data set of training samples."""
@@ -257,8 +261,13 @@ class CasesDataModule(pl.LightningDataModule):
         num_samples = len(samples)
         rounds = math.ceil(num_samples / trainer.world_size)
         mine = [n % num_samples for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)]
+        # No worker processes: they would hold memory during all of the training for a case now and then.
         return DataLoader(
-            samples, batch_size=1, sampler=mine, collate_fn=functools.partial(collate, multiple=self.stage_input.divisor)
+            samples,
+            batch_size=1,
+            sampler=mine,
+            collate_fn=functools.partial(collate, multiple=self.stage_input.divisor),
+            pin_memory=self.pins_memory(),
         )
 
     def val_samples(self) -> Samples:

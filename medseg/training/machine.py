@@ -1,6 +1,7 @@
 """Load of the machine: memory and processor time of this process and its loader workers, and of the GPU."""
 
 import time
+from statistics import fmean
 
 import psutil
 import torch
@@ -41,10 +42,9 @@ class MachineLoad:
         return {**load, **_gpu_load()} if torch.cuda.is_available() else load
 
     def peak_resident_bytes(self) -> int:
-        """Largest resident memory of this process so far, with the private memory of its workers; on a GPU, what is taken of the card."""
+        """Largest resident memory of this process so far, with the private memory of its workers; with GPUs, what is taken of them."""
         if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            return int(total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved())
+            return sum(map(_peak_of_gpu, _used_gpus()))
         return peak_resident_bytes() + self.worker_bytes
 
 
@@ -55,6 +55,18 @@ def peak_bytes() -> int:
     return peak_resident_bytes()
 
 
+def _used_gpus() -> list[int]:
+    """Numbers of the GPUs on which this process holds memory; its own one where there is none."""
+    held = [number for number in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(number)]
+    return held or [torch.cuda.current_device()]
+
+
+def _peak_of_gpu(number: int) -> int:
+    """Most bytes of a GPU that were taken at a time, by torch's allocator and by what it does not count."""
+    free, total = torch.cuda.mem_get_info(number)
+    return int(total - free - torch.cuda.memory_reserved(number) + torch.cuda.max_memory_reserved(number))
+
+
 def _gpu_load() -> dict[str, float]:
     load = {"gpu_gib": sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) / 2**30}
     try:
@@ -62,6 +74,6 @@ def _gpu_load() -> dict[str, float]:
     except ModuleNotFoundError:
         return load
     try:
-        return {**load, "gpu_percent": float(torch.cuda.utilization())}
+        return {**load, "gpu_percent": fmean(map(torch.cuda.utilization, _used_gpus()))}
     except (NVMLError, RuntimeError):
         return load  # a slice of a GPU, or a driver that does not answer

@@ -8,7 +8,8 @@ import hydra
 import pytest
 import torch
 
-from medseg.build.device import make_device_map
+from medseg.build import device
+from medseg.build.device import make_device_map, propose_workers
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -51,3 +52,15 @@ def test_an_automatic_device_map_balances_what_a_step_keeps(monkeypatch: pytest.
     pretend_gpus(monkeypatch, 2**30, 2**34)
     uneven = make_device_map(config)
     assert list(uneven.values()).count("cuda:0") < list(even.values()).count("cuda:0"), "the small one gets less"
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_gpus", "expected"),
+    [("cpu", 4, 1), ("cuda", 1, 8), ("cuda", 4, 3), ("cuda", 8, 1), ("cuda", 16, 1)],
+)
+def test_loader_processes_share_sixteen_processors_with_the_ranks(
+    kind: str, num_gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "pick_device", lambda _: torch.device(kind))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert propose_workers(compose("trainer=ddp", "stage.batch_size=16", f"trainer.devices={num_gpus}")) == expected

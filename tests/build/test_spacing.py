@@ -7,6 +7,7 @@ from pathlib import Path
 import hydra
 import pytest
 
+from medseg.build.spacing import make_grid_rule
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig, TrainConfig
@@ -34,6 +35,13 @@ def test_the_typical_spacing_of_the_cases_that_are_trained_on_is_written_into_th
     assert capsys.readouterr().err.count(f"the {average} of 2 cases") == 1
     with pytest.raises(UserError, match=r"spacing\.target_spacing_mm: "):
         open_run(compose(*given, "spacing.target_spacing_mm=[6.0,4.0,4.5]", f"resume='{run_dir}'"))
+
+
+def test_a_cube_of_fixed_resolution_is_filled_or_widened() -> None:
+    assert make_grid_rule(compose("spacing=fixed_resolution", "spacing.fill=pad").spacing).is_padded
+    assert not make_grid_rule(compose("spacing=fixed_resolution").spacing).is_padded
+    with pytest.raises(UserError, match=r"spacing\.fill=pad: only spacing\.strategy=fixed_resolution makes cubes"):
+        compose("spacing=isotropic_1mm", "spacing.fill=pad")
 
 
 def test_a_plan_counts_what_the_strategy_asks_for() -> None:

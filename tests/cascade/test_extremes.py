@@ -72,7 +72,13 @@ def test_a_slice_too_thin_to_hold_a_region_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "spacing_mm"), [((16, 16, 16), (2.0, 2.0, 2.0)), ((5, 7, 9), (1.0, 1.0, 1.0)), ((1, 1, 1), (0.5, 0.5, 0.5))]
+    ("shape", "spacing_mm"),
+    [
+        ((16, 16, 16), (2.0, 2.0, 2.0)),
+        ((5, 7, 9), (1.0, 1.0, 1.0)),
+        ((1, 1, 1), (0.5, 0.5, 0.5)),
+        ((40, 41, 42), (0.001, 0.001, 0.001)),  # metres that are taken for mm
+    ],
 )
 def test_a_scan_of_a_few_centimetres_is_segmented(shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]) -> None:
     """Such a scan fills a single voxel of the deepest level of the included networks, which has no variance."""

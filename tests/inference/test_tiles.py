@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medseg.inference import tiles as tiles_module
 from medseg.inference.tiles import most_probable, predict_probs
@@ -138,6 +140,31 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
     torch.testing.assert_close(probs.float().sum(0), torch.ones(8, 8, 32), rtol=0, atol=2 * ROUNDING)
     # Nothing but air: one tile says how many classes there are.
     assert predict_probs(always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options).shape == (2, 8, 8, 32)  # type: ignore[arg-type]
+
+
+def test_the_number_of_tiles_does_not_change_how_often_values_are_read() -> None:
+    """Each reading waits for a GPU."""
+
+    class Reads(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    class Methods(TorchFunctionMode):
+        number = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number += func in (Tensor.tolist, Tensor.numpy, Tensor.cpu)
+            return func(*args, **(kwargs or {}))
+
+    def num_reads(width: int) -> int:
+        with Reads() as reads, Methods() as methods:
+            predict_probs(pointwise, noise((8, 8, width)), tile_size=(8, 8, 8), overlap=0.0, divisor=(1, 1, 1))
+        return reads.number + methods.number
+
+    assert num_reads(16) == num_reads(160) > 0
 
 
 @pytest.mark.parametrize("num_parallel", [1, 2, 3, 50])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from medseg.memory import switches
 from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
 from medseg.memory.switches import apply_switches, checkpoint_blocks, offload_activations, select_blocks
 from medseg.models.regional import RegionalNetwork
@@ -96,6 +98,29 @@ def test_checkpointing_repeats_random_numbers(random: nn.Module) -> None:
         torch.manual_seed(3)
         grads.append(step(block, inputs)[1])
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+@pytest.mark.parametrize(
+    ("random", "may_draw"), [(nn.Identity(), False), (nn.Dropout(0.0), False), (nn.Dropout(0.5), True), (nn.RReLU(), True)]
+)
+def test_the_generator_is_read_only_where_a_block_may_draw(
+    random: nn.Module, may_draw: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read its state waits for a GPU."""
+    kept: list[bool] = []
+
+    def checkpoint(forward: Any, *args: Any, preserve_rng_state: bool, **_: Any) -> Any:
+        kept.append(preserve_rng_state)
+        return forward(*args)
+
+    monkeypatch.setattr(switches, "checkpoint", checkpoint)
+    block = nn.Sequential(nn.Conv3d(1, 4, 1), random, nn.Conv3d(4, 1, 1))
+    checkpoint_blocks({"noise": block}, "all")
+    block(image())
+    network = apply_switches(make(), checkpointing="all")
+    network(image())
+    assert kept == [may_draw, *[False] * (len(kept) - 1)]
+    assert len(kept) > 5
 
 
 def test_running_statistics_go_on_after_an_evaluation() -> None:

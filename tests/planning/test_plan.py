@@ -170,7 +170,9 @@ def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixt
     three, four = (step.count_memory(compose(*arguments), (16, 16, 24), samples=number).peak for number in (3, 4))
     assert three < four
     plan_app.plan(compose(*arguments, f"memory.budget_gib={(four - 1) / 2**30!r}"))
-    assert "stage.batch_size=6" in capsys.readouterr().out, "two micro-batches of three"
+    said = capsys.readouterr().out
+    assert "stage.batch_size=6" in said, "two micro-batches of three"
+    assert "optimizer.lr=" in said, "a rate for that batch"
     with pytest.raises(UserError, match=r"largest_batch=true: memory\.budget_gib"):
         plan_app.plan(compose(*arguments))
 

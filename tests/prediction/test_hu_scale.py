@@ -87,6 +87,9 @@ def test_a_batch_script_can_tell_a_scan_without_hu_from_its_summary(folder: Path
     (folder / "scans").mkdir()
     for name in ("hu", "high"):
         (folder / f"{name}.nii.gz").rename(folder / "scans" / f"{name}.nii.gz")
+    volume, _ = scan()
+    windowed = np.clip((volume.array + 1000) / 1400 * 255, 0, 255).astype(np.int16)
+    write_image(folder / "scans" / "windowed.nii.gz", windowed, volume.grid)
     (folder / "scans" / "bad.nii").write_bytes(b"no scan")
     source, out = folder / "scans", folder / "out"
     for _ in range(2):  # the second skips what is finished, and says the same
@@ -94,14 +97,15 @@ def test_a_batch_script_can_tell_a_scan_without_hu_from_its_summary(folder: Path
         rows = read_csv(out / "summary.csv")
         assert [(row["case"], row["label"]) for row in rows] == [
             ("bad", ""),
-            *((name, label) for name in ("high", "hu") for label in ("left_lung", "right_lung")),
+            *((name, label) for name in ("high", "hu", "windowed") for label in ("left_lung", "right_lung")),
         ]
-        assert {row["case"]: row["status"] for row in rows} == {"bad": "failed", "high": "not_hu", "hu": rows[-1]["status"]}
-        assert rows[-1]["status"] in ("ok", "warnings")
+        status = {row["case"]: row["status"] for row in rows}
+        assert status == {"bad": "failed", "high": "not_hu", "hu": status["hu"], "windowed": "not_hu"}
+        assert status["hu"] in ("ok", "warnings")
         assert "this is no CT in HU" in rows[1]["warnings"]
-        assert float(rows[-1]["ml"]) > 10
+        assert float(rows[3]["ml"]) > 10
     (source / "high.nii.gz").rename(folder / "high.nii.gz")
     assert predict_app.predict(compose("predict", f"input='{source}'", f"output='{out}'")) == 1
-    assert sorted({row["case"] for row in read_csv(out / "summary.csv")}) == ["bad", "high", "hu"], (
+    assert sorted({row["case"] for row in read_csv(out / "summary.csv")}) == ["bad", "high", "hu", "windowed"], (
         "rows of other predictions stay"
     )

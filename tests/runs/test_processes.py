@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from medseg.errors import EXIT_RESUME
 from medseg.io.atomic import locked
 from medseg.runs import processes
 from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
@@ -48,6 +52,32 @@ def test_no_job_begins_after_a_request_to_stop(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SystemExit) as end:
         processes.run_in_process(None)  # type: ignore[arg-type]
     assert end.value.code == 75
+
+
+def test_a_request_to_stop_that_comes_as_the_job_starts_reaches_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Process:
+        exitcode: int | None = None
+
+        def join(self, _: float) -> None:
+            pass
+
+        def terminate(self) -> None:
+            asked.append("terminate")
+            self.exitcode = EXIT_RESUME
+
+    def spawn(*_: Any, **__: Any) -> Any:
+        STOP.is_asked = True  # the signal, after the last look and before the first
+        return SimpleNamespace(processes=[Process()])
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(STOP, "is_asked", False)
+    monkeypatch.setattr(STOP, "install", lambda: None)
+    monkeypatch.setattr(processes.multiprocessing, "active_children", list)
+    config: Any = SimpleNamespace(run_dir=str(tmp_path))
+    assert processes.run_in_process(config) == EXIT_RESUME
+    assert asked == ["terminate"]
 
 
 def test_a_process_that_meets_a_running_run_leaves_its_summary_alone(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ IN_WORKER = UserError(
         pytest.param(raised(lambda: torch.empty(10**15)), Status.out_of_memory, "out of memory", id="torch on the host"),
         pytest.param(raised(lambda: np.empty(10**15)), Status.out_of_memory, "out of memory", id="numpy"),
         pytest.param(torch.OutOfMemoryError("CUDA out of memory."), Status.out_of_memory, "CUDA", id="GPU"),
+        pytest.param(RuntimeError("CUDA error: out of memory"), Status.out_of_memory, "CUDA", id="GPU, in its driver"),
         pytest.param(OSError(errno.ENOMEM, "Cannot allocate memory"), Status.out_of_memory, "allocate", id="no memory for a process"),
         pytest.param(WORKER, Status.failed, "a loader worker ended (DataLoader worker (pid 1) is killed by signal: Killed.", id="worker"),
         pytest.param(CODE_3, Status.out_of_memory, "out of memory", id="worker at its limit"),

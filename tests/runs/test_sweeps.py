@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import forked
+import hydra
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
+from medseg.errors import EXIT_RESUME
+from medseg.runs import sweeps
+from medseg.runs.folder import write_end
 from medseg.runs.status import Status
 from medseg.runs.sweeps import SWEEP_FILE, Job, SweepFolder, compare, find_job, read_jobs
-from medseg.training.preemption import SIGNALS
+from medseg.training.preemption import SIGNALS, STOP
 
 
 def job(number: int, signature: str, **overrides: str) -> Job:
@@ -88,3 +97,27 @@ def test_sweeps_that_start_in_the_same_second_have_folders_of_their_own(tmp_path
     assert start(f"hydra.sweep.dir={tmp_path / 'now'}").name == "now", (
         "a folder that the user names is that of the sweep to resume"
     )
+
+
+def test_a_request_to_stop_that_comes_as_a_job_ends_begins_no_other(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweep"
+    given = [f"data.cases='{tiny_table}'", "seed=1"]
+    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir='{folder}'", f"hydra.runtime.output_dir='{folder / '0'}'", "hydra.job.num=0"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("train", [*given, *own, f"run_dir='{folder / '0'}'"], return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig, "get", lambda: composed.hydra)
+
+    def run(config: TrainConfig, _: Callable[[], bool]) -> int:
+        write_end(Path(config.run_dir), Status.finished, "")
+        STOP.is_asked = True
+        return 0
+
+    monkeypatch.setattr(STOP, "is_asked", False)
+    monkeypatch.setattr(sweeps, "run_in_process", run)
+    own_keys = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    with pytest.raises(SystemExit) as end:
+        sweeps.run_job(to_config(own_keys, TrainConfig))
+    assert end.value.code == EXIT_RESUME
+    assert [job.status for job in read_jobs(folder).values()] == [Status.finished]

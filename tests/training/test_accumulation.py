@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -16,6 +17,9 @@ from medseg.config.folder import conf_dir
 from medseg.config.rules import notes
 from medseg.config.schema import TrainConfig
 from medseg.memory.tracker import MemoryTracker
+from medseg.report.tables import read_csv
+from medseg.runs.folder import open_run
+from medseg.runs.train_run import train_run
 
 SMALL = [
     "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd", "optimizer.lr=0.1",
@@ -126,3 +130,23 @@ def test_a_step_leaves_nothing_behind_but_gradients_momentum_and_losses(fit: Cal
     assert len(live.bytes) == 6
     assert kept <= live.bytes[-1] < kept + deepest
     assert live.bytes[2:] == [live.bytes[2]] * 4
+
+
+def test_whole_crops_of_different_size_give_the_same_step_in_micro_batches(tiny_table: Path, tmp_path: Path) -> None:
+    """The crops of a step are padded to no common shape, so neither norms nor the loss see other voxels."""
+    losses = {}
+    for accumulate in (1, 2):
+        run_dir = tmp_path / str(accumulate)
+        overrides = [
+            f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "stage=fine",
+            "spacing.target_spacing_mm=[4.0,4.0,4.0]", "stage.batch_size=2", f"memory.accumulate={accumulate}", "optimizer=sgd",
+            "schedule=constant", "augment=none", "model.width=4", "steps=2", "history_every=1", "logger=none", "trainer.accelerator=cpu",
+            "trainer.threads=1", f"run_dir='{run_dir}'",
+        ]  # fmt: skip
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = to_config(hydra.compose("train", overrides), TrainConfig)
+        open_run(config)
+        train_run(config)
+        losses[accumulate] = [float(row["loss"]) for row in read_csv(run_dir / "history.csv") if row["loss"]]
+    assert len(losses[1]) == 2
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)

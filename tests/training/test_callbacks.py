@@ -11,7 +11,7 @@ import torch
 
 from medseg.report.tables import read_csv
 from medseg.training import callbacks
-from medseg.training.callbacks import Distortions, ValidationPictures, ValidationScores, View
+from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures, ValidationScores, View
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
@@ -77,3 +77,17 @@ def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[
         "a, left_lung: distortion 2.00, voxels of 3×1.5×2 mm",
         "b, right_lung: distortion 1.00, voxels of 1×1×1 mm",
     ]
+    said.on_train_batch_end(None, None, None, [batch | {"region": torch.tensor([1, 0])}], 0)  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count("distortion") == 2
+    known: Any = [batch | {"region": None}]  # a tensor whose values are not asked for: that waits for a GPU
+    said.on_train_batch_end(None, None, None, known, 0)  # type: ignore[arg-type]
+
+
+def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda: called.append("record"))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", called.append)
+    snapshot, trainer = MemorySnapshot(tmp_path / "memory_snapshot.pickle"), SimpleNamespace(global_rank=2)
+    snapshot.on_train_start(trainer, None)  # type: ignore[arg-type]
+    snapshot.on_exception(trainer, None, MemoryError())  # type: ignore[arg-type]
+    assert called == ["record", str(tmp_path / "memory_snapshot_2.pickle")]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from medseg.training.history import History
-from medseg.training.machine import MachineLoad
+from medseg.training.machine import MachineLoad, peak_bytes
 
 SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "optimizer=sgd", "schedule=constant", "stage=fine"]
 
@@ -80,12 +80,12 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypat
     class NVMLError(Exception):
         pass
 
-    def utilization() -> int:
+    def utilization(index: int) -> int:
         if answer == "not supported":  # a slice of a GPU
             raise NVMLError(answer)
         if answer == "no driver":
             raise RuntimeError(answer)
-        return int(answer)
+        return int(answer) + 2 * index
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -94,6 +94,19 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypat
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError))
     seen = MachineLoad().read()
     assert seen["gpu_gib"] == 3
-    assert seen.get("gpu_percent") == (37 if answer == "37" else None)
+    assert seen.get("gpu_percent") == (38 if answer == "37" else None), "the mean of both"
     monkeypatch.setitem(sys.modules, "pynvml", None)  # the extra is not installed
     assert "gpu_percent" not in MachineLoad().read()
+
+
+def test_peaks_are_those_of_all_gpus_that_the_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (2 * gib, gib, 0)[index])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: (3 * gib, gib, 0)[index])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: (2 * gib, gib, 0)[index])
+    # Of 16 GiB each; a process of somebody else has the third GPU.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((13 * gib, 14 * gib, 0)[index], 16 * gib))
+    assert peak_bytes() == 3 * gib
+    assert MachineLoad().peak_resident_bytes() == (16 - 13 - 2 + 3 + 16 - 14 - 1 + 1) * gib
