@@ -43,3 +43,12 @@ def test_half_written_files_are_removed_and_files_of_the_user_stay(tmp_path: Pat
         path.write_text("x")
     remove_parts(tmp_path)
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(own)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "null", "7", "\x00", "[" * 9999])
+def test_a_damaged_record_of_starts_begins_anew(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "versions.json"
+    path.write_text(content)
+    for seed in (1, 2):
+        train_run._note_start(tmp_path, {"seed": seed})
+    assert json.loads(path.read_text()) == [{"seed": 1}, {"seed": 2}]
