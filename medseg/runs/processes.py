@@ -150,13 +150,23 @@ def exit_if_asked() -> None:
 
 def _rank(config: TrainConfig) -> None:
     """Entry of a rank that the elastic agent starts; an exit code of failure makes the agent stop the other ranks."""
+    _start_workers_as_usual()
     if code := run_rank(config):
         sys.exit(code)
 
 
 def _job(_: int, config: TrainConfig) -> None:
     """Entry of a job of a sweep."""
+    _start_workers_as_usual()
     sys.exit(start_ranks(config))
+
+
+def _start_workers_as_usual() -> None:
+    """Let loader workers of this spawned process start as those of any training, by the default of the system.
+
+    A spawned process would spawn its workers: they import everything again, and one that ends while a batch is on its way is aborted.
+    """
+    multiprocessing.set_start_method(None, force=True)
 
 
 def _note_end(run_dir: Path, code: int, name: str, oom_kills_before: int) -> int:

@@ -46,7 +46,12 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
             "model.filters=[4,8,8]",
             "model.deep_supr_num=1",
         ],
-        "swin_unetr": ["model=swin_unetr", "model.feature_size=12", "model.norm_name=[group,{num_groups: 4}]"],
+        "swin_unetr": [
+            "model=swin_unetr",
+            "model.feature_size=12",
+            "model.depths=[1,2,1,1]",  # two blocks: windows and shifted windows
+            "model.norm_name=[group,{num_groups: 4}]",
+        ],
         "unetr": [
             "model=unetr",
             "model.img_size=[32,32,32]",
