@@ -6,6 +6,8 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -309,9 +311,18 @@ class TrainLoader(DataLoader[Any]):
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
         try:
-            return super().__iter__()
+            iterator = super().__iter__()
+            # At its end Python sends SIGTERM to workers that nobody has ended, and waits for them: they would not see it.
+            Finalize(iterator, _kill, (getattr(iterator, "_workers", ()),), exitpriority=0)
+            return iterator
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
 
 
 class _FirstBatch(Dataset[Any]):

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,19 @@ def test_a_loader_worker_outlives_every_stop_signal_from_its_first_moment(method
         os.kill(batches._workers[0].pid, number)
     assert len(list(batches)) == 4
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+LEFT = """
+import builtins
+from medseg.training.data_module import TrainLoader
+builtins.loader = TrainLoader(range(8), num_workers=2, persistent_workers=True)
+builtins.first = next(iter(builtins.loader))
+"""
+
+
+def test_a_process_ends_with_loader_workers_that_nobody_has_ended() -> None:
+    """As where a stop request comes just when they have started."""
+    assert forked.run([sys.executable, "-c", LEFT], timeout=60).returncode == 0
 
 
 class TooLarge:
