@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -92,6 +94,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
     except ValueError as error:
         raise UserError(f"memory.{error}") from error
     set_tf32(memory.precision.value)
+    _silence_lightning()
     return pl.Trainer(
         accelerator="gpu" if device_type == "cuda" else "cpu",
         devices=trainer.devices,
@@ -120,6 +123,14 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         detect_anomaly=config.debug.anomaly,
         profiler=_make_profiler(config),
     )
+
+
+def _silence_lightning() -> None:
+    """Keep greetings, tips and what concerns only Lightning's own loaders from the user."""
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
 
 
 def _make_profiler(config: TrainConfig) -> Any:

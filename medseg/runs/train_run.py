@@ -1,10 +1,8 @@
 """Training of one run: the steps from a checked configuration to `summary.json`."""
 
 import json
-import logging
 import sys
 import traceback
-import warnings
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import median
@@ -162,14 +160,10 @@ def debug_switches(debug: DebugConfig) -> dict[str, bool]:
 
 
 def _announce(debug: DebugConfig) -> None:
-    """Name the debug switches that are on, and silence what libraries print at the start."""
+    """Name the debug switches that are on."""
     for key, is_on in debug_switches(debug).items():
         if is_on:
             say(f"debug.{key} is on: this run is for finding faults, not for results")
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # greetings and tips
-    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
-    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
 
 
 def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
