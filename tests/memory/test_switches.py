@@ -254,8 +254,14 @@ def test_the_compiler_treats_sizes_as_variables_where_crops_differ(monkeypatch: 
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda _, **options: asked.append(options))
     apply_switches(make(), compile=True, compile_mode="reduce_overhead", has_many_shapes=True)
+    apply_switches(make(), compile=True, compile_mode="max_autotune")
     apply_switches(make(), compile=True)
-    assert asked == [{"mode": "reduce-overhead", "dynamic": True}, {"mode": "default", "dynamic": None}]
+    assert asked == [
+        {"mode": "reduce-overhead", "dynamic": True},
+        {"mode": "max-autotune", "dynamic": None},
+        {"mode": "default", "dynamic": None},
+    ]
+    assert {str(one["mode"]) for one in asked} <= {"default", *torch._inductor.list_mode_options()}
 
 
 @pytest.mark.slow
