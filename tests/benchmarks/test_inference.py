@@ -75,6 +75,7 @@ print(measure("us", ["-c", "import time; block = b'1' * 2**29; time.sleep(0.3); 
 """
 
 
+@pytest.mark.slow
 def test_a_process_is_measured_by_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     row, printed = literal_eval(done.stdout.splitlines()[-1])

@@ -54,7 +54,12 @@ def test_other_arguments_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "--cfg", "job"], ["plan", "--help"], ["plan", "stage=coarse", "shape=[32,32,32]"]]
+    "arguments",
+    [
+        ["train", "--cfg", "job"],
+        ["plan", "--help"],
+        pytest.param(["plan", "stage=coarse", "shape=[32,32,32]"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_reader_that_leaves_ends_the_command_quietly(arguments: list[str], tmp_path: Path) -> None:
     """As `| head` does, once it has its lines."""

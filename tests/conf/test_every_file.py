@@ -52,6 +52,7 @@ EXPERIMENT = [
 
 
 @pytest.mark.parametrize(("group", "name"), FILES, ids=lambda value: value)
+@pytest.mark.slow
 def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if group not in ("data", "logger", "spacing", "stage", "task"):  # those change or read the pictures
         request.getfixturevalue("without_pictures")

@@ -30,6 +30,7 @@ def compose(root: str, schema: type[T], *overrides: str) -> T:
         return to_config(hydra.compose(root, [*overrides]), schema)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Path) -> None:
     data = [

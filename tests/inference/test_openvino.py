@@ -159,6 +159,7 @@ signal.raise_signal(signal.SIGUSR1)
 
 
 @needs_openvino
+@pytest.mark.slow
 def test_a_signal_after_the_last_network_went_in_another_thread_ends_nothing() -> None:
     result = subprocess.run([sys.executable, "-c", SIGNAL_AFTER_THE_LAST_NETWORK], capture_output=True, check=False)
     assert result.returncode == 0, result.stderr

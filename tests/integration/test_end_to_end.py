@@ -202,6 +202,7 @@ def test_a_wrong_checkpoint_is_refused(damage: str, trained: tuple[Path, Path], 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_another_organ_is_another_file(tiny_table: Path, tmp_path: Path) -> None:
     heart = [
         "task=heart", "~data.label_values", "+data.label_values={heart: 1, other: 2}", "task.window_hu=[-1000,400]",

@@ -34,6 +34,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "swin_unetr": {"_target_": f"{NETS}SwinUNETR", "feature_size": 12},
 }  # fmt: skip
 SIZES = {"segresnet": (24, 16, 20), "dynunet": (24, 16, 20), "swin_unetr": (32, 32, 64)}
+# SwinUNETR takes as long as ten of the others.
+EACH = [pytest.param(name, marks=pytest.mark.slow) if name == "swin_unetr" else name for name in NETWORKS]
 TASK = Task("two", {"one": 1, "two": 2}, (), (Channel(window_hu=(-1000.0, 400.0)),))
 REGION = torch.zeros(1, dtype=torch.int64)
 
@@ -105,7 +107,7 @@ def count(name: str, size: tuple[int, int, int], **switches: Any) -> StepMemory:
     )
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EACH)
 def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_bytes(name: str) -> None:
     plain, size = make(name), SIZES[name]
     networks = {policy: apply_switches(copy.deepcopy(plain), checkpointing=policy) for policy in ("none", "sqrt", "all")}
@@ -129,7 +131,7 @@ def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_by
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_plan_counts_what_autograd_keeps_within_one_percent(name: str, checkpointing: str) -> None:
     size = SIZES[name]
     planned = count(name, size, checkpointing=checkpointing)
@@ -170,7 +172,7 @@ def test_parts_on_several_devices_meet_on_one(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EACH)
 def test_two_devices_compute_what_one_does(name: str) -> None:
     torch.backends.cudnn.allow_tf32 = False
     plain, placed = make(name), make(name).cuda()
@@ -206,7 +208,7 @@ def test_nearest_upsampling_on_a_gpu_copies_channels_last_tensors(layout: torch.
     assert tracker.peak_bytes == given * (1 + copies)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EACH)
 def test_one_step_of_training_on_real_losses(name: str) -> None:
     network = make(name)
     image, target = torch.randn(1, 1, *SIZES[name]), torch.zeros(1, *SIZES[name], dtype=torch.uint8)

@@ -76,6 +76,7 @@ def test_finished_cases_are_kept_and_others_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("coarse")
+@pytest.mark.slow
 def test_any_number_of_processes_writes_the_same(tmp_path: Path) -> None:
     tables = [write_phantoms(tmp_path / str(count), 3, 3, num_workers=count) for count in (1, 2)]
     files = [{path.relative_to(table.parent): path.read_bytes() for path in table.parent.rglob("*.*")} for table in tables]

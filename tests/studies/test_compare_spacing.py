@@ -27,6 +27,7 @@ def stages_of(config: CompareSpacingConfig, row: str, given: list[str]) -> list[
     return app.stages_of(row, config, given, Path("runs"))
 
 
+@pytest.mark.slow
 def test_every_row_composes_and_rows_share_the_stages_that_are_the_same(tiny_table: Path) -> None:
     given = [f"data.cases='{tiny_table}'", "model.width=4"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):

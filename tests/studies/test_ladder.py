@@ -84,6 +84,7 @@ def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ class Numbers(Dataset[int]):
         return 4
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_a_loader_worker_outlives_every_stop_signal_from_its_first_moment(method: str) -> None:
     loader = TrainLoader(Numbers(), num_workers=1, multiprocessing_context=method)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

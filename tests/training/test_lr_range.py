@@ -92,7 +92,8 @@ def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     result = forked.run(command, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "Tip:" not in result.stderr and "TPU" not in result.stderr
+    assert "Tip:" not in result.stderr
+    assert "TPU" not in result.stderr
     given = float(result.stdout.partition("optimizer.lr=")[2].split()[0])
     with (tmp_path / "f" / "find_lr.csv").open(newline="") as file:
         rows = [(float(row["lr"]), float(row["loss"])) for row in csv.DictReader(file)]

@@ -37,6 +37,7 @@ def test_they_are_small_and_name_no_folder() -> None:
         assert not re.search(r'"(/|[A-Za-z]:\\)', json.dumps(metadata["config"])), "an absolute path"
 
 
+@pytest.mark.slow
 def test_they_segment_a_phantom_that_they_never_saw() -> None:
     phantom = make_phantom(PhantomSpec(seed=4711, index=0, num_vessel_ends=300))
     stages = [load_stage(shipped_weights("lungs", stage), stage, torch.device("cpu")) for stage in ("coarse", "fine")]
