@@ -138,6 +138,17 @@ def test_other_ways_to_share_a_network(mode: str, trained: tuple[Path, Path], ti
     assert min(dices(read_labels(tmp_path / "o.nii").array, read_labels(tiny_table.parent / "l3.nii.gz").array)) > 0.8
 
 
+@pytest.mark.slow
+def test_a_coarse_stage_that_trained_on_patches_finds_the_lungs(
+    trained: tuple[Path, Path], tiny_table: Path, tmp_path: Path
+) -> None:
+    coarse = train(tmp_path / "coarse", tiny_table, *COARSE, "stage.patch_size=[32,48,48]")
+    scan = tiny_table.parent / "c3.nii.gz"
+    result = medseg("predict", f"input={scan}", "output=o.nii", f"coarse={coarse}", f"fine={trained[1]}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert min(dices(read_labels(tmp_path / "o.nii").array, read_labels(tiny_table.parent / "l3.nii.gz").array)) > 0.8
+
+
 def test_the_fine_stage_trains_in_the_boxes_of_the_coarse_one(
     trained: tuple[Path, Path], tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
