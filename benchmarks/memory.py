@@ -59,7 +59,7 @@ STRIDE = 181
 LOADS = {
     "1 sample": ["data.num_workers=0"],
     "2 samples": ["stage.batch_size=2", "data.num_workers=1"],
-    "4 in 2": ["stage.batch_size=4", "memory.accumulate=2", "data.num_workers=2", "ema_decay=0.9"],
+    "4 in 2": ["stage.batch_size=4", "memory.accumulate=2", "data.num_workers=2", "ema_decay=0.75"],
 }
 COMMON = [
     "steps=4", "history_every=1", "stage.validate_every=4", "trainer.threads=1", "trainer.accelerator=cpu", "data.phantoms.num_train=2",
