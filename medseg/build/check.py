@@ -32,9 +32,9 @@ def check_objects(config: TrainConfig) -> bool:
         UserError: If one of them refuses its arguments, or the network does not fit the sizes and switches.
     """
     network = make_network_on_meta(config)
-    _check_sizes(config, network)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
     _check_switches(config, network, has_batch_norm)
+    _check_sizes(config, network)
     weights, num_outputs = config.loss.get("output_weights"), network.traits.num_outputs
     require(
         weights is None or num_outputs in (None, len(weights)),
@@ -136,4 +136,10 @@ def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_nor
         not (has_batch_norm and config.trainer.strategy is Strategy.fsdp and not config.trainer.sync_batchnorm),
         f"{config.model[TARGET]} has batch norm, which cannot be combined with trainer=fsdp (without trainer.sync_batchnorm=true each rank "
         "would keep separate running statistics); choose trainer=ddp",
+    )
+    # Lightning would save a checkpoint that it cannot load.
+    require(
+        not (network.traits.has_unused and config.trainer.strategy is Strategy.fsdp),
+        f"{config.model[TARGET]} has weights that do not influence its outputs, or medseg cannot trace it; a run with trainer=fsdp could not be "
+        "resumed, because the optimizer has no state of such weights; choose trainer=ddp",
     )

@@ -471,6 +471,7 @@ def _rank_rules(config: TrainConfig) -> Rules:
         ),
     ]
     target = str(config.optimizer["_target_"])
+    weights = config.loss.get("output_weights")
     excluded_by_fsdp = [
         ("ema_decay", config.ema_decay is not None, "the average would need unsharded weights after each step"),
         ("memory.precision=fp16", memory.precision is Precision.fp16, "Lightning's FSDP2 has no loss scaling"),
@@ -483,6 +484,11 @@ def _rank_rules(config: TrainConfig) -> Rules:
             "without trainer.sync_batchnorm=true each rank would keep separate running statistics",
         ),
         ("stage.region_mode=separate", is_separate, "ranks would wait for each other's networks"),
+        (
+            f"loss.output_weights={weights}",
+            0 in (weights or ()),
+            "the optimizer has no state of an output that no loss sees, without which the run could not be resumed",
+        ),
     ]
     return [
         (

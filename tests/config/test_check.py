@@ -98,6 +98,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["trainer=fsdp", "stage.batch_size=2", "memory.compile=true"], "memory.compile=true cannot be combined with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "memory.offload=true"], "memory.offload=true cannot be combined with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "memory.precision=fp16"], "precision=fp16 cannot be combined with trainer=fsdp"),
+        (["trainer=fsdp", "stage.batch_size=2", "+loss.output_weights=[1,0]"], "loss.output_weights=[1.0, 0.0] cannot be combined with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "model.norm=batch"], "model.norm=batch cannot be combined with trainer=fsdp"),
         (["model.norm=batch", "trainer.sync_batchnorm=true", "trainer.accelerator=cpu"], "works on GPUs only"),
         (["trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true"], "works with model.norm=batch only, but model.norm=instance; choose trainer.sync_batchnorm=false"),

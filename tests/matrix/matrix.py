@@ -96,8 +96,16 @@ its checkpoint predicts. `tests/matrix` checks the rows of one rank in the slow 
 """
 # Values that are refused together, with a part of the sentence that says so.
 REFUSED: list[tuple[Row, str]] = [
-    ({"network": "unetr", "stage": stage}, "the network accepts inputs of [32, 32, 32] voxels only")
-    for stage in ("coarse", "fine")
+    *(
+        ({"network": "unetr", "stage": stage}, "the network accepts inputs of [32, 32, 32] voxels only")
+        for stage in ("coarse", "fine")
+    ),
+    ({"ranks": "fsdp", "network": "unetr"}, "has weights that do not influence its outputs"),
+    *(
+        ({"ranks": "fsdp", "network": network}, "has batch norm, which cannot be combined with trainer=fsdp")
+        for network in ("attention_unet", "vnet")
+    ),
+    ({"ranks": "fsdp", "average": "ema"}, "ema_decay cannot be combined with trainer=fsdp"),
 ]
 
 
