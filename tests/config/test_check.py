@@ -96,6 +96,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["model.device_map=auto", "trainer=ddp", "stage.batch_size=2"], "one rank uses all devices"),
         (["trainer=fsdp", "stage.batch_size=2", "ema_decay=0.9"], "ema_decay cannot be combined with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "memory.compile=true"], "memory.compile=true cannot be combined with trainer=fsdp"),
+        (["trainer=fsdp", "stage.batch_size=2", "memory.channels_last=true"], "memory.channels_last=true cannot be combined with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "memory.offload=true"], "memory.offload=true cannot be combined with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "memory.precision=fp16"], "precision=fp16 cannot be combined with trainer=fsdp"),
         (["trainer=fsdp", "stage.batch_size=2", "+loss.output_weights=[1,0]"], "loss.output_weights=[1.0, 0.0] cannot be combined with trainer=fsdp"),

@@ -105,6 +105,7 @@ REFUSED: list[tuple[Row, str]] = [
         ({"ranks": "fsdp", "network": network}, "has batch norm, which cannot be combined with trainer=fsdp")
         for network in ("attention_unet", "vnet")
     ),
+    ({"ranks": "fsdp", "channels_last": "true"}, "memory.channels_last=true cannot be combined with trainer=fsdp"),
     ({"ranks": "fsdp", "average": "ema"}, "ema_decay cannot be combined with trainer=fsdp"),
 ]
 

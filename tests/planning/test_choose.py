@@ -38,6 +38,13 @@ def test_the_same_result_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) ->
     assert varied(compose("allow=same_expectation"), "precision") == {"fp32"}
 
 
+def test_no_switch_is_proposed_that_fsdp_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose("trainer=fsdp", "stage.batch_size=4")
+    monkeypatch.setattr(choose, "pick_device_type", lambda _: "cuda")
+    assert (varied(config, "channels_last"), varied(config, "offload")) == ({False}, {False})
+    assert varied(compose("trainer=ddp", "stage.batch_size=4"), "offload") == {False, True}
+
+
 @pytest.mark.parametrize("key", ["model.norm=batch", "loss.batch_dice=true"])
 def test_what_looks_at_the_whole_batch_keeps_its_micro_batches(key: str) -> None:
     assert varied(compose(key, "stage.batch_size=4", "memory.accumulate=2"), "accumulate") == {2}
