@@ -140,6 +140,6 @@ def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_nor
     # Lightning would save a checkpoint that it cannot load.
     require(
         not (network.traits.has_unused and config.trainer.strategy is Strategy.fsdp),
-        f"{config.model[TARGET]} has weights that do not influence its outputs, or medseg cannot trace it; a run with trainer=fsdp could not be "
-        "resumed, because the optimizer has no state of such weights; choose trainer=ddp",
+        f"{config.model[TARGET]} cannot be combined with trainer=fsdp: some of its weights do not influence its outputs, or medseg cannot trace it "
+        "to rule that out. The optimizer has no state for such weights, so the run could not be resumed; choose trainer=ddp",
     )

@@ -126,7 +126,7 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
 
 
 def _silence_lightning() -> None:
-    """Keep greetings, tips and what concerns only Lightning's own loaders from the user."""
+    """Silence Lightning's greetings and tips, and warnings that do not concern the user."""
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state

@@ -477,7 +477,7 @@ def _rank_rules(config: TrainConfig) -> Rules:
         ("memory.precision=fp16", memory.precision is Precision.fp16, "Lightning's FSDP2 has no loss scaling"),
         ("memory.offload=true", memory.offload, "offloading would move the weights that a block gathers"),
         ("memory.compile=true", memory.compile, "compiled code bypasses the gathering of weights"),
-        ("memory.channels_last=true", memory.channels_last, "it divides contiguous weights only"),
+        ("memory.channels_last=true", memory.channels_last, "FSDP2 divides contiguous weights only"),
         (f"optimizer._target_={target}", not target.startswith("torch.optim."), "its update rule may need unsharded weights"),
         (
             "model.norm=batch",
@@ -488,7 +488,7 @@ def _rank_rules(config: TrainConfig) -> Rules:
         (
             f"loss.output_weights={weights}",
             0 in (weights or ()),
-            "the optimizer has no state of an output that no loss sees, without which the run could not be resumed",
+            "an output of weight 0 gets no gradient, so the optimizer has no state for its weights and the run could not be resumed",
         ),
     ]
     return [

@@ -24,7 +24,7 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Largest resident memory of this process so far."""
-    # On Linux the peak of `getrusage` includes that of the process that started this one, because it outlives `exec`.
+    # On Linux `ru_maxrss` survives `exec`, so a new process starts with the peak of the process that started it.
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

@@ -88,7 +88,7 @@ def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
     is_divisible = not is_batch_norm(config.model) and not is_batch_loss(make_loss(config))
     parts = [one for one in range(1, samples + 1) if samples % one == 0 and (is_divisible or one == config.memory.accumulate)]
     ordered = sorted(dict.fromkeys(precisions), key=list(Precision).index)
-    # FSDP refuses the channels-last layout and offloading.
+    # `trainer=fsdp` refuses `memory.channels_last` and `memory.offload`.
     is_sharded = config.trainer.strategy is Strategy.fsdp
     layouts = (False,) if is_sharded else (False, True)
     places = (False, True) if is_gpu and not is_sharded else (False,)

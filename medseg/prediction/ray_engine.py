@@ -14,6 +14,7 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +24,10 @@ import torch
 from medseg.cascade.cascade import Cascade
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, first_line, require
-from medseg.io.read import read_grid
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import Batch, BatchCase, load_cascades
-from medseg.prediction.contract import share_memory
+from medseg.prediction.case import scan_grid
+from medseg.prediction.contract import OVERHEAD_BYTES, share_memory
 from medseg.prediction.forecast import LABEL, SCAN, forecast
 from medseg.prediction.results import Wanted
 from medseg.prediction.scans import Scan
@@ -166,7 +167,9 @@ def predict_on_ray(
         if gpus is None:
             gpus = 1.0 if loading["accelerator"] != "cpu" and any(node.get("GPU", 0) for node in nodes) else 0.0
         memory = (
-            math.ceil(2**30 * options.memory_gib) if options.memory_gib else predict_bytes(cascade, cases, loading["inference"])
+            math.ceil(2**30 * options.memory_gib)
+            if options.memory_gib
+            else predict_bytes(cascade, cases, loading["inference"], gpus)
         )
         room = count_room(nodes, {"CPU": float(loading["threads"]), "GPU": gpus, "memory": float(memory)})
         make = ray.remote(CaseActor).options(
@@ -308,23 +311,27 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
     return room
 
 
-def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mapping[str, Any]) -> int:
-    """Predict the memory of an actor: its bound where it has one, else that of the largest of some scans while others are read or written.
+def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mapping[str, Any], gpus: float) -> int:
+    """Predict the memory of an actor.
+
+    With `max_ram_gib` it is that bound. Otherwise it is the largest forecast of the first scans, plus a second scan of that size, which is
+    read or written meanwhile.
 
     Args:
         cascade: The cascade as loaded by this process.
         cases: The cases.
         inference: Settings of the prediction.
+        gpus: GPUs of an actor.
     """
     if inference.get("max_ram_gib"):
         return math.ceil(inference["max_ram_gib"] * 2**30)
-    channels, loaded = cascade.coarse.task.channels, resident_bytes()
-    largest = loaded
+    task, loaded, network = cascade.coarse.task, resident_bytes(), round(cascade.options.budget_gib * 2**30)
+    # The forecast of a process with a GPU leaves the network out, which an actor without one holds.
+    beside = 0 if gpus or cascade.last.device.type == "cpu" else network
+    found = []
     for case in cases[:NUM_MEASURED]:
-        try:
-            grid = read_grid(case.scan.path, case.scan.series, channels[0].modality)
-        except UserError:  # the actor says so
-            continue
-        others = (CASES_PER_ACTOR - 1) * (SCAN * len(channels) + LABEL) * math.prod(grid.shape)
-        largest = max(largest, forecast(cascade, grid, loaded).peak_bytes + others)
-    return largest
+        with suppress(Exception):  # of any reader, or a budget that crops of usual size exceed; the actor reports it
+            grid = scan_grid(case.scan, task)
+            others = (CASES_PER_ACTOR - 1) * (SCAN * len(task.channels) + LABEL) * math.prod(grid.shape)
+            found.append(forecast(cascade, grid, loaded).peak_bytes + others + beside)
+    return max(found, default=loaded + OVERHEAD_BYTES + network)

@@ -162,9 +162,10 @@ def _job(_: int, config: TrainConfig) -> None:
 
 
 def _start_workers_as_usual() -> None:
-    """Let loader workers of this spawned process start as those of any training, by the default of the system.
+    """Use the system's default start method for the loader workers of this process.
 
-    A spawned process would spawn its workers: they import everything again, and one that ends while a batch is on its way is aborted.
+    Python would otherwise spawn them, because this process was spawned. Spawned workers import everything again, and a spawned worker that
+    ends while it sends a batch is aborted.
     """
     multiprocessing.set_start_method(None, force=True)
 

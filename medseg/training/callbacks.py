@@ -196,7 +196,7 @@ class Distortions(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Print what a batch of training or validation shows first."""
-        # Reading a region waits for a GPU: not where all regions of the cases are printed.
+        # `tolist` makes the CPU wait for the GPU, so parts of a batch whose regions are all printed are skipped.
         unknown = [
             one for one in batch if any((case, n) not in self.printed for case in one["case"] for n in range(len(self.names)))
         ]

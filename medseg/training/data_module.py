@@ -4,6 +4,7 @@ import functools
 import math
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
 from medseg.cascade.localise import localise
@@ -312,14 +314,19 @@ class TrainLoader(DataLoader[Any]):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
         try:
             iterator = super().__iter__()
-            # At its end Python sends SIGTERM to workers that nobody has ended, and waits for them: they would not see it.
-            Finalize(iterator, _kill, (getattr(iterator, "_workers", ()),), exitpriority=0)
+            # When this process ends, Python sends SIGTERM to the workers that still run and waits for them. They block SIGTERM, so it
+            # would wait forever. `None`: not when the iterator goes, which torch sees to.
+            if workers := getattr(iterator, "_workers", None):
+                Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _kill(workers: Sequence[BaseProcess]) -> None:
+def _kill(iterator_id: int, workers: Sequence[BaseProcess]) -> None:
+    """Kill the workers that still run. Torch must forget them first: its SIGCHLD handler raises for a killed worker that it knows."""
+    with suppress(ValueError):  # torch has ended them already
+        _remove_worker_pids(iterator_id)
     for worker in workers:
         if worker.is_alive():
             worker.kill()

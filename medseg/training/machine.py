@@ -1,4 +1,4 @@
-"""Load of the machine: memory and processor time of this process and its loader workers, and of the GPU."""
+"""Load of the machine: memory and processor time of this process and its loader workers, and of its GPUs."""
 
 import time
 from statistics import fmean
@@ -24,7 +24,8 @@ class MachineLoad:
 
         Returns:
             `host_gib`, resident memory of this process plus what its workers do not share with it; `cpu_percent`, 100 for each busy
-            core; with a GPU `gpu_gib`, held by torch's allocator, and, where the driver answers (`medseg[gpu]`), `gpu_percent`.
+            core; with a GPU `gpu_gib`, held by torch's allocator, and, where the driver answers (`medseg[gpu]`),
+            `gpu_percent`, the mean of the GPUs that this process uses.
         """
         num_bytes, cpu_s, worker_bytes = 0, {}, 0
         for process in (self.process, *self.process.children(recursive=True)):
@@ -56,8 +57,8 @@ def peak_bytes() -> int:
 
 
 def _used_gpus() -> list[int]:
-    """Numbers of the GPUs on which this process holds memory; its own one where there is none."""
-    held = [number for number in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(number)]
+    """Numbers of the GPUs on which this process has held memory; its own one where there is none."""
+    held = [number for number in range(torch.cuda.device_count()) if torch.cuda.max_memory_reserved(number)]
     return held or [torch.cuda.current_device()]
 
 

@@ -68,7 +68,7 @@ def test_tiles_are_counted_as_nnunet_does(shape: tuple[int, int, int], number: i
     assert num_tiles(shape, (128, 128, 128)) == number
 
 
-# A process counts the memory of the one that started it, so a small one starts it: a worker of the tests may hold gigabytes.
+# The measured peak includes that of the process that starts the command. A test worker may hold gigabytes, so a small process starts it.
 MEASURE = """
 from benchmarks.inference import measure
 print(measure("us", ["-c", "import time; block = b'1' * 2**29; time.sleep(0.3); sum(range(10**7)); print('done')"], threads=1))

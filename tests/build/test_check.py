@@ -41,7 +41,7 @@ def check(*overrides: str) -> list[str]:
         (["model=attention_unet", "trainer=fsdp", "stage.batch_size=2"], "has batch norm, which cannot be combined with trainer=fsdp"),
         (
             ["model=unetr", "trainer=fsdp", "stage=fine", "stage.batch_size=2", "stage.patch_size=[96,96,96]", "inference.tile_size=[96,96,96]"],
-            "has weights that do not influence its outputs",
+            "cannot be combined with trainer=fsdp: some of its weights do not influence its outputs",
         ),
         (["model._target_=torch.nn.Conv3d", "model.kernel_size=1", "trainer=fsdp", "stage.batch_size=2"], r"trainer=fsdp: no block of"),
         (["model._target_=torch.nn.Linear"], "model: the constructor of Linear has no argument for the number of channels of the image"),

@@ -143,7 +143,7 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
 
 
 def test_the_number_of_tiles_does_not_change_how_often_values_are_read() -> None:
-    """Each reading waits for a GPU."""
+    """Each reading makes the CPU wait for the GPU."""
 
     class Reads(TorchDispatchMode):
         number = 0

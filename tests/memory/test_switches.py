@@ -106,7 +106,7 @@ def test_checkpointing_repeats_random_numbers(random: nn.Module) -> None:
 def test_the_generator_is_read_only_where_a_block_may_draw(
     random: nn.Module, may_draw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To read its state waits for a GPU."""
+    """Reading the generator's state makes the CPU wait for the GPU."""
     kept: list[bool] = []
 
     def checkpoint(forward: Any, *args: Any, preserve_rng_state: bool, **_: Any) -> Any:

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import numpy as np
 import pytest
+import torch
 from scipy.ndimage import gaussian_filter
 
 from benchmarks import cohort
@@ -23,6 +24,7 @@ from medseg.config.schema import PredictConfig, TrainConfig
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image
+from medseg.memory.profile import resident_bytes
 from medseg.prediction import ray_engine
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.cascades import load_cascade
@@ -190,16 +192,42 @@ def test_the_nodes_have_room_for_whole_actors() -> None:
 def test_the_memory_of_an_actor_follows_its_bound_or_the_largest_scan(checkpoint: Path, scans: Path, tmp_path: Path) -> None:
     cascade = load_cascade([checkpoint], None, accelerator="cpu")
     cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
-    assert ray_engine.predict_bytes(cascade, cases, {"max_ram_gib": 1.5}) == 1.5 * 2**30
+    assert ray_engine.predict_bytes(cascade, cases, {"max_ram_gib": 1.5}, 0) == 1.5 * 2**30
     large = VoxelGrid((200, 300, 300), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), np.eye(3).tolist())
     write_image(tmp_path / "large.nii.gz", np.zeros(large.shape, np.int16), large)
     missing, other = (BatchCase(Scan(name, tmp_path / name), tmp_path / "x") for name in ("none.nii.gz", "large.nii.gz"))
     bytes_none, bytes_small, bytes_large = (
-        ray_engine.predict_bytes(cascade, [missing, *some], {}) for some in ([], [cases[0]], [cases[0], other])
+        ray_engine.predict_bytes(cascade, [missing, *some], {}, 0) for some in ([], [cases[0]], [cases[0], other])
     )
-    one_case, voxels = forecast(cascade, large, bytes_none).peak_bytes, 200 * 300 * 300
-    assert bytes_none < bytes_small < bytes_large
+    loaded, voxels = resident_bytes(), 200 * 300 * 300
+    one_case, budget = forecast(cascade, large, loaded).peak_bytes, cascade.options.budget_gib * 2**30
+    assert bytes_small < bytes_large
     assert bytes_large == pytest.approx(one_case + 3 * voxels, rel=0.02), "a second scan and its labels wait in the actor"
+    assert bytes_none >= 0.9 * loaded + budget, "no header can be read"
+
+
+def test_an_actor_without_a_gpu_holds_the_network_also_where_the_driver_has_one(
+    checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cascade = load_cascade([checkpoint], None, accelerator="cpu")
+    cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
+    monkeypatch.setattr(ray_engine, "resident_bytes", lambda: 2**28)
+    monkeypatch.setattr(cascade.last, "device", torch.device("cuda"))
+    with_gpu, without = (ray_engine.predict_bytes(cascade, cases, {}, gpus) for gpus in (1, 0))
+    assert without == with_gpu + cascade.options.budget_gib * 2**30
+
+
+def test_a_budget_that_usual_crops_exceed_is_left_to_the_actors(
+    checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cascade = load_cascade([checkpoint], None, accelerator="cpu")
+    cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
+
+    def exceeded(*_: object) -> NoReturn:
+        raise UserError("crops of usual size exceed the budget")
+
+    monkeypatch.setattr(ray_engine, "forecast", exceeded)
+    assert ray_engine.predict_bytes(cascade, cases, {}, 0) > cascade.options.budget_gib * 2**30
 
 
 @pytest.mark.slow

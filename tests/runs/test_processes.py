@@ -68,7 +68,7 @@ def test_a_request_to_stop_that_comes_as_the_job_starts_reaches_the_job(tmp_path
             self.exitcode = EXIT_RESUME
 
     def spawn(*_: Any, **__: Any) -> Any:
-        STOP.is_asked = True  # the signal, after the last look and before the first
+        STOP.is_asked = True  # the signal comes after `exit_if_asked` and before the first look at the job
         return SimpleNamespace(processes=[Process()])
 
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)

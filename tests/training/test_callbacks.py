@@ -79,7 +79,7 @@ def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[
     ]
     said.on_train_batch_end(None, None, None, [batch | {"region": torch.tensor([1, 0])}], 0)  # type: ignore[arg-type]
     assert capsys.readouterr().out.count("distortion") == 2
-    known: Any = [batch | {"region": None}]  # a tensor whose values are not asked for: that waits for a GPU
+    known: Any = [batch | {"region": None}]  # reading this would fail: printed regions are not read again
     said.on_train_batch_end(None, None, None, known, 0)  # type: ignore[arg-type]
 
 

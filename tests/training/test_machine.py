@@ -89,7 +89,8 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypat
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (1 + index) * 2**30)
+    for name in ("memory_reserved", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda index: (1 + index) * 2**30)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError))
     seen = MachineLoad().read()
@@ -103,10 +104,10 @@ def test_peaks_are_those_of_all_gpus_that_the_process_uses(monkeypatch: pytest.M
     gib = 2**30
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (2 * gib, gib, 0)[index])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)  # as after a training, which gives its memory back
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: (3 * gib, gib, 0)[index])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: (2 * gib, gib, 0)[index])
-    # Of 16 GiB each; a process of somebody else has the third GPU.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((13 * gib, 14 * gib, 0)[index], 16 * gib))
+    # Of 16 GiB each, the contexts take one and two; a process of somebody else has the third GPU.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((15 * gib, 14 * gib, 0)[index], 16 * gib))
     assert peak_bytes() == 3 * gib
-    assert MachineLoad().peak_resident_bytes() == (16 - 13 - 2 + 3 + 16 - 14 - 1 + 1) * gib
+    assert MachineLoad().peak_resident_bytes() == (1 + 3 + 2 + 1) * gib
