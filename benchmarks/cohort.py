@@ -97,8 +97,8 @@ def make_scans(folder: Path, num_scans: int) -> Path:
 
 
 def journal(output: Path) -> Journal:
-    """List the reports of finished cases."""
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in output.glob("*.json")}
+    """List the reports of finished cases; a file that is being written has a name that begins with a dot."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in output.glob("[!.]*.json")}
 
 
 def per_minute(*outputs: Path) -> float:
@@ -169,7 +169,7 @@ def run_disturbed(
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start `predict` with one thread."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen([*PREDICT, *arguments], env=environment, stdout=subprocess.DEVNULL)
+    return subprocess.Popen([*PREDICT, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def actors() -> list[psutil.Process]:
