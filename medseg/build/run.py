@@ -131,6 +131,7 @@ def _silence_lightning() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging interval")
     warnings.filterwarnings("ignore", ".*sync_dist=True")  # each rank logs the mean over the cases of all ranks
 
 

@@ -50,7 +50,7 @@ from medseg.runs.folder import remove_if_empty
 # Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
 COMMANDS: dict[str, tuple[type, str, str]] = {
     "import": (ImportConfig, "medseg.commands.import_data", "make a case table and a task of a data set of another program"),
-    "train": (TrainConfig, "medseg.commands.train", "train one stage (stage=coarse or stage=fine)"),
+    "train": (TrainConfig, "medseg.commands.train", "train one stage (stage=coarse, stage=fine or stage=single)"),
     "search": (SearchConfig, "medseg.studies.search", "search hyperparameters: train many trials and stop poor ones early"),
     "prepare": (PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"),
     "ladder": (LadderConfig, "medseg.studies.ladder", "measure the saving of each memory switch, added one at a time"),

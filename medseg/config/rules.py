@@ -119,6 +119,11 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
         found.append(
             "augment.transforms replaces the effects of the other keys of augment; add effects to the list to use those as well"
         )
+    if stage.name is StageName.coarse and not config.task.regions and stage.patch_size is None:
+        found.append(
+            f"the task {config.task.name} has no regions, and stage=coarse segments whole scans at a coarse spacing; choose stage=single for "
+            "patches at a fine one"
+        )
     if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
         found.append(
             "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and without stage.patch_size the shapes vary"
@@ -614,7 +619,7 @@ def _stage_rules(config: TrainConfig) -> Rules:
         *rules,
         (
             bool(regions),
-            f"stage=fine: the task {config.task.name} has no regions, and one stage segments all of its labels; choose stage=coarse",
+            f"stage=fine: the task {config.task.name} has no regions, and one stage segments all of its labels; choose stage=single",
         ),
         (stage.max_voxels is None, "stage.max_voxels: only the coarse stage uses it; bound crops with stage.patch_size"),
         (

@@ -32,15 +32,16 @@ def check_labels(prediction: Path, task: Task) -> None:
     """Refuse a prediction of another task: its values would be scored under the names of other labels.
 
     Raises:
-        UserError: If the report beside the label map names a label of the task at another value.
+        UserError: If the report beside the label map names a label of the task at another value, or names none of them and another number.
     """
     try:
         names = list(map(str, read_json(beside(prediction, ".json"))["volume_ml"]))  # in the order of the values
     except _NO_REPORT:
         return
     known = list(task.labels)
+    common = set(names) & set(known)
     require(
-        all(names.index(name) == known.index(name) for name in set(names) & set(known)),
+        all(names.index(name) == known.index(name) for name in common) and (bool(common) or len(names) == len(known)),
         f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task {task.name} has {', '.join(known)}; give the "
         "task of the prediction (task=<name>), or import the data set with labels=[…] of it",
     )

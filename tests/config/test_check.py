@@ -179,6 +179,8 @@ def test_mistakes_are_told_in_one_sentence(overrides: list[str], said: str) -> N
 
 def test_what_may_surprise_is_noted_and_the_default_is_silent() -> None:
     assert notes(to_config(compose("stage=fine"), TrainConfig)) == []
+    assert "choose stage=single" in notes(to_config(compose("stage=coarse", "task=abdomen"), TrainConfig))[0]
+    assert notes(to_config(compose("stage=single", "task=abdomen"), TrainConfig)) == []
     searching = ["stage=fine", "memory.cudnn_benchmark=true"]
     assert "shape" in notes(to_config(compose(*searching), TrainConfig))[0]
     assert notes(to_config(compose(*searching, "stage.patch_size=[96,96,96]"), TrainConfig)) == []

@@ -21,6 +21,7 @@ TASK = Task("thorax", {"heart": 1, "left_lung": 2, "right_lung": 3}, (), (Channe
         (["heart", "right_lung", "left_lung"], True),
         (["heart", "left_lung", "right_lung"], False),
         (["heart"], False),
+        (["spleen"], True),
         (["cor", "pulmo_sinister", "pulmo_dexter"], False),
     ],
 )
