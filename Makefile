@@ -29,9 +29,8 @@ lint: setup      ## ruff, mypy
 test: lint       ## the default tests (no GPU, no network, no data beside the repository)
 	$(PYTEST) -m "not slow and not gpu"
 
-# Three workers on two cores: many of these tests wait for processes.
 test-slow: setup ## only the slow tests: training to a score, two ranks, the wheel, the commands of the README
-	$(PYTEST) -n 3 -m "slow and not gpu and not attack" --durations=15
+	$(PYTEST) -m "slow and not gpu and not attack" --durations=15
 
 attack: setup    ## hostile files, kills, signals, races and full disks (about an hour)
 	$(PYTEST) -m attack --durations=15
