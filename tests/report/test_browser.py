@@ -24,7 +24,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scores = make_evaluation(tmp_path_factory.mktemp("scores"))
     pages = {}
     for name, written in (("runs", folder), ("cases", scores)):
-        alone = tmp_path_factory.mktemp(f"{name} alone", numbered=False)
+        alone = tmp_path_factory.mktemp(f"{name} alone ")
         pages[name] = Path(shutil.copy(written / "report.html", alone))
     return pages
 
