@@ -31,6 +31,7 @@ from medseg.console import say
 from medseg.data.samples import collate
 from medseg.errors import EXIT_USER_ERROR
 from medseg.io.atomic import replace_text
+from medseg.memory.heap import map_large_blocks
 from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import input_shape
 from medseg.report.tables import markdown_table, read_csv, write_csv
@@ -159,6 +160,7 @@ def main() -> None:
     library = output / "allocations.so"
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True)
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}", "logger=none"]
+    map_large_blocks()  # as in `train`
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
     for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 70))]):

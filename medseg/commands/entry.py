@@ -45,6 +45,7 @@ from medseg.config.search import SearchConfig
 from medseg.config.targets import targets_first
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
+from medseg.memory.heap import map_large_blocks
 from medseg.runs.folder import remove_if_empty
 
 # Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
@@ -141,6 +142,7 @@ def run(
     # OpenMP reads this when torch is loaded: threads that wait sleep. On a shared machine, busy waiting at each barrier made a prediction
     # take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    map_large_blocks()
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:

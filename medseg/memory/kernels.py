@@ -20,8 +20,8 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.memory.tracker import Call, Operand
 
-# A larger operation is measured on two parts of its slices. Above 32 MiB the C library maps the memory of each tensor anew, as for all
-# larger tensors, so that the measured time contains the page faults.
+# A larger operation is measured on two parts of its slices. They are so large that the memory of each tensor is mapped anew, as for all larger
+# tensors (see `medseg.memory.heap`), so that the measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30

@@ -1,0 +1,43 @@
+"""Heap of the C library: large blocks are mapped one by one and in huge pages, so that freed tensors leave no holes in memory.
+
+Choice of 2026-11-23. By itself glibc serves blocks up to 32 MiB from its heap once a larger one was freed. Tensors of other sizes then leave
+holes there, which stay resident: a step of a network took up to twice the memory of its tensors. Mapped blocks go back to the system when
+they are freed, but the kernel must clear each of their pages anew; in huge pages that costs as little as reuse of the heap. Six networks on one
+thread, seven settings: resident memory above the libraries 1 to 52 % less, processor time of a step 17 % less to 5 % more.
+Not chosen: a smaller threshold (2 MiB: up to 8 % slower, a tenth less memory), a threshold without huge pages (40 to 60 % slower), a model of
+glibc's heap in `plan` (the memory would only be foretold, not saved), another allocator (must be preloaded by the user).
+"""
+
+import ctypes
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+MAPPED_BYTES = 4 * 2**20  # blocks of this size and more are mapped
+KEPT_BYTES = 64 * 2**20  # free memory at the end of the heap that stays for reuse
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def map_large_blocks() -> None:
+    """Map large blocks of memory of this process and of those that it starts; must come before torch is loaded.
+
+    Does nothing where the C library is not glibc, the kernel gives no huge pages, or the user has set glibc's variables.
+    """
+    if platform.libc_ver()[0] != "glibc" or {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(os.environ) or not _has_huge_pages():
+        return
+    libc = ctypes.CDLL(None)
+    for parameter, name, size in (
+        (M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", MAPPED_BYTES),
+        (M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", KEPT_BYTES),
+    ):
+        libc.mallopt(parameter, size)
+        os.environ[name] = str(size)  # glibc reads it when a process begins
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages for tensors of 2 MiB and more
+
+
+def _has_huge_pages() -> bool:
+    with suppress(OSError):
+        return "[never]" not in HUGE_PAGES.read_text(encoding="ascii")
+    return False

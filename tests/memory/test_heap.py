@@ -1,0 +1,65 @@
+"""Heap of the C library: memory of freed tensors goes back to the system also where other tensors lie behind it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medseg.commands import entry
+from medseg.memory import heap
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+
+# A large block that is freed first makes glibc serve the others from its heap; every second one is then a hole.
+HOLES = """
+from medseg.memory.heap import map_large_blocks
+{call}
+import torch
+from medseg.memory.profile import resident_bytes
+large = torch.ones(30 * 2**20, dtype=torch.uint8)
+del large
+before = resident_bytes()
+blocks = [torch.ones(5 * 2**20, dtype=torch.uint8) for _ in range(20)]
+blocks[::2] = [None] * 10
+print(round((resident_bytes() - before) / 2**20))
+"""
+
+
+def held_mib(call: str, **environment: str) -> int:
+    """Resident memory for 50 MiB of tensors that lie between holes of the same size."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
+    command = [sys.executable, "-c", HOLES.format(call=call)]
+    return int(subprocess.run(command, env=clean | environment, capture_output=True, check=True, text=True).stdout)
+
+
+@pytest.mark.skipif(not heap._has_huge_pages(), reason="the kernel gives no huge pages")
+def test_freed_tensors_leave_no_holes() -> None:
+    assert held_mib("") > 90
+    assert held_mib("map_large_blocks()") < 60
+    assert held_mib("map_large_blocks()", MALLOC_MMAP_THRESHOLD_=str(2**25)) > 65, "the user's own setting holds"
+
+
+def test_without_huge_pages_the_heap_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(heap, "HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    for text in ("always madvise [never]\n", None):
+        (tmp_path / "enabled").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "enabled").write_text(text, encoding="ascii")
+        heap.map_large_blocks()
+        assert not {"MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE"} & set(os.environ)
+
+
+def test_every_command_maps_large_blocks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(entry, "map_large_blocks", lambda: called.append(True))
+    monkeypatch.setattr(sys, "argv", ["predict", "nonsense=1"])
+    with pytest.raises(SystemExit):
+        entry.run("predict", lambda _: 0)
+    assert called
