@@ -15,7 +15,7 @@ from medseg.config.schema import TrainConfig
 from medseg.console import say
 from medseg.errors import require
 from medseg.runs import sweeps
-from medseg.runs.folder import changed_config, find_run, open_run, remove_if_empty
+from medseg.runs.folder import changed_config, find_run, is_finished, open_run, remove_if_empty
 from medseg.runs.processes import check_start, start_ranks
 from medseg.runs.ranks import choose_gpus, from_first_rank, is_under_torchrun, num_restarts, rank
 from medseg.runs.status import Status
@@ -85,7 +85,11 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
             say(f"already finished: {run_dir}")
             return None
         config.resume = str(run_dir) if run_dir is not None else None
-    if config.resume is not None:
+    has_finished = config.resume is not None and is_finished(config)
+    if config.resume is not None and not has_finished:
         say(f"resuming {config.resume}")
     open_run(config, is_named=is_named)
+    if has_finished:
+        say(f"already finished: {config.run_dir}; give steps=<more than {config.steps}> to prolong it")
+        return None
     return config

@@ -38,8 +38,9 @@ MAX_LENGTH, MAX_ARGUMENTS = 20_000, 2_000
 # Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine", "input"})
 # Command to the key of an argument that stands alone, and to its options with the key that they stand for.
-POSITIONAL_KEYS = {"predict": "input", "watch": "run"}
-OPTIONS = {"predict": {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}}
+POSITIONAL_KEYS = {"import": "input", "predict": "input", "watch": "run"}
+_FILES = {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}
+OPTIONS = {"import": _FILES, "predict": _FILES}
 # Hydra's own options whose value is the next argument, and those without one.
 HYDRA_OPTIONS = frozenset(
     {
@@ -66,7 +67,7 @@ HYDRA_SWITCHES = frozenset(
 def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
     """Write options of a command and arguments that stand alone as `key=value`, the only form that Hydra reads.
 
-    For `predict`, `-i` is no longer Hydra's option; its long form `--info` stays.
+    For commands with an input, `-i` is no longer Hydra's option; its long form `--info` stays.
 
     Raises:
         UserError: If an option has no value, or a key has several.
@@ -100,7 +101,8 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
     require(before not in options, f"{before}: expected a path after it; type {before} <path>")
     for key, values in given.items():
         values += [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
-        cure = "; give the output as -o <path>, and several scans as their folder or a case table" if key == "input" else ""
+        several = ", and several scans as their folder or a case table" if command == "predict" else ""
+        cure = f"; give the output as -o <path>{several}" if key == "input" else ""
         require(len(values) == 1, f"{key}: expected one path, but got {', '.join(values[:3])}{' …' * (len(values) > 3)}{cure}")
     return expanded
 

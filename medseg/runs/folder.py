@@ -147,6 +147,12 @@ def status_of_run(run_dir: Path) -> Status:
     return Status(read_summary(run_dir).get("status"))
 
 
+def is_finished(config: TrainConfig) -> bool:
+    """Whether the run that `config.resume` names has made all of the steps that the configuration asks for."""
+    run_dir = _existing_run(str(config.resume))
+    return status_of_run(run_dir) is Status.finished and load_config(run_dir, config.trusted_targets).steps >= config.steps
+
+
 def is_busy(run_dir: Path) -> bool:
     """Whether a process runs the run; waits for the ranks of a killed one to end."""
     if not is_locked(run_dir / LOCK_FILE):

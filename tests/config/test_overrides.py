@@ -38,6 +38,7 @@ def test_names_that_hydra_misreads_are_quoted() -> None:
 
 def test_other_commands_keep_their_arguments() -> None:
     assert expand_options("train", ["-i", "x", "stage=fine"]) == ["-i", "x", "stage=fine"]
+    assert expand_options("import", ["Task09_Spleen", "-o", "spleen"]) == ["input='Task09_Spleen'", "output='spleen'"]
     assert expand_options("watch", ["runs/a", "every_s=1"]) == ["run='runs/a'", "every_s=1"]
 
 
