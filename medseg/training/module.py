@@ -7,11 +7,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.losses.adapter import mean_of_samples, sample_losses
+from medseg.memory.profile import release_free_memory
 from medseg.memory.sharding import gathered, shard_network
 from medseg.metrics.adapter import CaseMetric
 from medseg.metrics.scores import dice_per_label
@@ -105,9 +107,15 @@ class SegmentationModule(pl.LightningModule):
         self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, batch_size=sum(count for _, count in losses))
         return loss
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the step, then update the average of the weights."""
-        super().optimizer_step(*args, **kwargs)
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer | LightningOptimizer, optimizer_closure: Any = None
+    ) -> None:
+        """Take the step, free the gradients, then update the average of the weights.
+
+        Lightning would free them after the next forward pass, beside whose activations they would be live.
+        """
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
         if self.average is not None:
             self.average.update()
 
@@ -132,6 +140,7 @@ class SegmentationModule(pl.LightningModule):
     def validation_step(self, batches: Batch, batch_idx: int) -> Tensor:
         """Compute the Dice of each label of one whole case, inside the scan; a label absent from both sides scores 1."""
         (batch,) = batches
+        release_free_memory()  # of the steps before, or of the case before: memory for this case comes on top of it
         labels = self.predict_labels(batch["image"], batch["region"])
         # Prediction drops voxels beyond the scan when it pastes the crop back.
         inside = tuple(slice(int(start), int(stop)) for start, stop in batch["inside"][0])
@@ -148,6 +157,7 @@ class SegmentationModule(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Average the scores of all cases of all ranks; go on with the weights of the last step."""
+        release_free_memory()
         if self.average is not None:
             self.average.exchange()
         scores, self.val_scores = self.val_scores, {}
