@@ -1,6 +1,7 @@
 """Lightning data module of a stage: fills the cache, batches training samples, and gives whole cases to the validation."""
 
 import functools
+import gc
 import math
 import signal
 from collections.abc import Callable, Sequence
@@ -312,6 +313,11 @@ class TrainLoader(DataLoader[Any]):
         # Its start unblocks SIGTERM.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
+        if self.num_workers:
+            # Workers that are forked share the memory of this process until either writes to it, and the garbage collector writes to every
+            # object that it looks at. Frozen objects are left alone by the collectors of all processes.
+            gc.collect()
+            gc.freeze()
         try:
             iterator = super().__iter__()
             # When this process ends, Python sends SIGTERM to the workers that still run and waits for them. They block SIGTERM, so it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.geometry.grid_rule import PLAIN
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
+from medseg.memory.profile import private_bytes
 from medseg.preprocess.intensity import Intensity, window, zscore
 from medseg.preprocess.scale import HuScale
 from medseg.runs.status import end_of
@@ -104,6 +106,18 @@ def test_a_loader_worker_outlives_every_stop_signal_from_its_first_moment(method
         os.kill(batches._workers[0].pid, number)
     assert len(list(batches)) == 4
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_garbage_collection_copies_no_memory_that_workers_share() -> None:
+    objects = [[number] for number in range(300_000)]  # some 25 MiB
+    loader = TrainLoader(Numbers(), num_workers=1, multiprocessing_context="fork")
+    batches = iter(loader)
+    next(batches)
+    before = private_bytes(os.getpid())
+    gc.collect()
+    assert private_bytes(os.getpid()) - before < 5 * 2**20
+    assert len(list(batches)) == 3
+    assert len(objects) == 300_000
 
 
 LEFT = """
