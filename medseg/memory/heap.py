@@ -25,7 +25,11 @@ def map_large_blocks() -> None:
 
     Does nothing where the C library is not glibc, the kernel gives no huge pages, or the user has set glibc's variables.
     """
-    if platform.libc_ver()[0] != "glibc" or {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(os.environ) or not _has_huge_pages():
+    if (
+        platform.libc_ver()[0] != "glibc"
+        or {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(os.environ)
+        or not _has_huge_pages()
+    ):
         return
     libc = ctypes.CDLL(None)
     for parameter, name, size in (

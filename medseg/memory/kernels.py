@@ -28,8 +28,6 @@ MAX_BYTES = 2**30
 # Seconds of repetitions of an operation, of which the fastest counts.
 REPEATED_S = 0.004
 MAX_REPETITIONS = 20
-# An operation that takes longer is not timed apart from the run that finds its workspace: the profiler adds some microseconds to it.
-LONG_S = 0.05
 # Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
 LEAST_DIVISOR = 8
 MARK = "medseg operation "
@@ -99,7 +97,12 @@ class KernelCosts:
                 share, part = some[-1]
                 workspace, seconds = runs[key]
                 points = [*((some[0][0], one.workspace) for one in (smaller.get(key),) if one), (share, workspace)]
-                self.costs[key] = Cost(continued(points), (seconds if seconds >= LONG_S else self._seconds(part)) / share)
+                self.costs[key] = Cost(continued(points), min(seconds, self._seconds(part)) / share)
+            # For a moment the processor may have been slowed by other programs: what takes long is timed again a while later.
+            for key in runs:
+                (share, part), cost = parts[key][-1], self.costs[key]
+                if cost.seconds * share >= REPEATED_S:
+                    self.costs[key] = cost._replace(seconds=min(cost.seconds, self._seconds(part) / share))
         self._buffers.clear()
         with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
             replace_text(self.path, json.dumps(self._read() | self.costs))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,6 +59,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _tensors(value)
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether an operation's only kernel calls other operations. Decompositions in Python, which torch also has, are made for compilers."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd)
 
 
 @dataclass
@@ -151,9 +157,9 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # a question, four of ten calls of a step
             return func(*args)
-        if self._timeline is not None and torch.is_inference_mode_enabled() and func._can_decompose():
+        if self._timeline is not None and torch.is_inference_mode_enabled() and _is_composite(func):
             with self:  # the operations that training runs, in which torch divides the others by itself
-                return func.decompose(*args, **(kwargs or {}))
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
         owner = Owner(HOST) if is_copying_to_host() else self.now
         # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
         owner_before = owner if func is torch.ops.aten.lift_fresh.default else Owner("other")

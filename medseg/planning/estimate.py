@@ -15,7 +15,7 @@ from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
-from medseg.planning.process import ProcessMemory, SampleCost, process_memory, sample_cost
+from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
 from medseg.planning.step import Shape, count_evaluation, count_memory, samples_per_rank
 
 # Phases of a run.
@@ -34,7 +34,8 @@ class Estimate:
         memory: Exact count of the live tensors of a training step.
         allocator: Bytes of torch's allocator by phase, with the workspaces of kernels.
         resident: Resident bytes of all processes by phase; on a GPU, bytes of the card.
-        compute_seconds: Duration of the computation of an optimiser step.
+        compute_seconds: Duration of the operations of an optimiser step.
+        other_seconds: Duration of what the training loop does beside them.
         loader_seconds: Processor time of its samples.
         num_workers: Loader processes.
         busy_processors: Processors that the computation uses.
@@ -44,6 +45,7 @@ class Estimate:
     allocator: dict[str, int]
     resident: dict[str, int]
     compute_seconds: float
+    other_seconds: float
     loader_seconds: float
     num_workers: int
     busy_processors: int
@@ -61,10 +63,11 @@ class Estimate:
     @property
     def seconds_per_step(self) -> float:
         """Duration of an optimiser step with the wait for its samples."""
+        own_s = self.compute_seconds + self.other_seconds
         if not self.num_workers:
-            return self.compute_seconds + self.loader_seconds
-        busy_s = self.compute_seconds * self.busy_processors + self.loader_seconds
-        return max(self.compute_seconds, self.loader_seconds / self.num_workers, busy_s / num_processors())
+            return own_s + self.loader_seconds
+        busy_s = self.compute_seconds * self.busy_processors + self.other_seconds + self.loader_seconds
+        return max(own_s, self.loader_seconds / self.num_workers, busy_s / num_processors())
 
     def with_step(self, num_bytes: int, seconds: float) -> "Estimate":
         """Add the peak and the seconds of a training step to what there is beside it."""
@@ -89,7 +92,7 @@ class Machine:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
         libraries = {"has_logger": bool(config.logger), "has_monai": config.model[TARGET].startswith("monai.")}
-        self.process: Callable[[], ProcessMemory] = cache(lambda: process_memory(self.folder, **libraries))
+        self.process: Callable[[], ProcessCost] = cache(lambda: process_cost(self.folder, **libraries))
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
         self._evaluations: dict[str, int] = {}
 
@@ -148,20 +151,20 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
         machine: Measurements.
         memory: Count of the step.
     """
-    lasting = memory.gradients + memory.optimizer_state  # between two steps, beside the weights
+    lasting = memory.optimizer_state  # between two steps, beside the weights
     workers = propose_workers(config) if config.data.num_workers is None else config.data.num_workers
     batch = memory.input + memory.target
     sample = machine.sample(config, shape, is_training=True)
     num_samples = samples_per_rank(config) * config.memory.accumulate
     loader_seconds = num_samples * sample.seconds
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
+    process = machine.process()
     # A worker's batch lies in memory that processes share, which is not of torch's allocator.
     shared = batch if workers and not is_gpu else 0
     allocator = {STEP: -shared, VALIDATION: machine.evaluation(config, validation_shape) + lasting}
     if is_gpu:
         resident = {phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes() for phase, num_bytes in allocator.items()}
     else:
-        process = machine.process()
         weights = memory.parameters + lasting
         validation = machine.sample(config, validation_shape, is_training=False)
         others = process.main + workers * (process.worker + sample.num_bytes) + workers * config.data.prefetch * batch
@@ -173,7 +176,7 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
         if not workers:
             resident[LOADING] = others + weights + sample.num_bytes + 2 * batch
     busy = 1 if is_gpu else min(torch.get_num_threads(), num_processors())
-    return Estimate(memory, allocator, resident, 0.0, loader_seconds, workers, busy)
+    return Estimate(memory, allocator, resident, 0.0, process.seconds, loader_seconds, workers, busy)
 
 
 def num_processors() -> int:

@@ -97,6 +97,7 @@ def facts_of(memory: StepMemory, found: Estimate | None) -> dict[str, Any]:
             "allocator_mib": {phase: round(size / 2**20, 2) for phase, size in found.allocator.items()},
             "resident_mib": {phase: round(size / 2**20, 2) for phase, size in found.resident.items()},
             "compute_seconds": round(found.compute_seconds, 4),
+            "other_seconds": round(found.other_seconds, 4),
             "loader_seconds": round(found.loader_seconds, 4),
         }),
     }  # fmt: skip
@@ -115,8 +116,8 @@ def describe_estimate(config: PlanConfig, found: Estimate) -> list[str]:
     return [
         *row("peak of torch's allocator, with workspaces", found.allocator),
         *row(f"peak of the {resident}", found.resident),
-        f"{'seconds per step':52s}{seconds:10.3f} s    {found.compute_seconds:.3f} s of computation, {found.loader_seconds:.3f} s of "
-        f"making samples in {found.num_workers} loader process{'es' * (found.num_workers != 1)}",
+        f"{'seconds per step':52s}{seconds:10.3f} s    {found.compute_seconds:.3f} s of computation, {found.other_seconds:.3f} s of the training loop, "
+        f"{found.loader_seconds:.3f} s of making samples in {found.num_workers} loader process{'es' * (found.num_workers != 1)}",
         f"{f'seconds per {interval} steps, without validation':52s}{seconds * interval:10.1f} s",
         f"{f'seconds until the end ({steps} steps)':52s}{seconds * steps:10.1f} s    "
         f"{seconds * steps * found.peak_resident / 1e9:.0f} GB·s",

@@ -21,12 +21,13 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.memory.profile import private_bytes
 from medseg.planning.step import Shape
+from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
 
 INTERVAL_S = 0.02
-# A training of the smallest size with one loader worker, a validation, its picture and its checkpoints.
+# A training of the smallest size with one loader worker, two validations, their pictures and checkpoints.
 REHEARSAL = [
-    "train", "stage=coarse", "steps=2", "stage.patch_size=[16,16,16]",
+    "train", "stage=coarse", "steps=8", "history_every=2", "stage.validate_every=4", "stage.patch_size=[16,16,16]",
     "inference.tile_size=[16,16,16]", "stage.slab_share=0", "data.phantoms.num_train=1", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
     "data.num_workers=1", "trainer.accelerator=cpu", "trainer.threads=1", "spacing=isotropic_4mm",
 ]  # fmt: skip
@@ -35,16 +36,18 @@ SMALL_UNET = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
 SMALL_MONAI = ["model=segresnet", "model.init_filters=8", "model.blocks_down=[1,1,1]", "model.blocks_up=[1,1]"]
 
 
-class ProcessMemory(NamedTuple):
-    """Resident bytes of a run without its tensors.
+class ProcessCost(NamedTuple):
+    """Cost of a run without its tensors.
 
     Attributes:
-        main: Of the training process: interpreter, libraries, a picture.
-        worker: Of a loader worker, beyond what it shares with the training process.
+        main: Resident bytes of the training process: interpreter, libraries, a picture.
+        worker: Resident bytes of a loader worker, beyond what it shares with the training process.
+        seconds: Duration of a step whose operations take nearly no time.
     """
 
     main: int
     worker: int
+    seconds: float
 
 
 class SampleCost(NamedTuple):
@@ -59,8 +62,8 @@ class SampleCost(NamedTuple):
     seconds: float
 
 
-def process_memory(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessMemory:
-    """Measure the resident memory of a run beside its tensors by a tiny training; read it where it was measured before.
+def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessCost:
+    """Measure the resident memory and the seconds of a run beside its tensors by a tiny training; read them where they were measured before.
 
     Args:
         folder: Folder of the machine's measurements.
@@ -73,22 +76,24 @@ def process_memory(folder: Path, *, has_logger: bool, has_monai: bool) -> Proces
     names = ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard")
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names if _is_installed(name))
     path = folder / f"process {versions}{'' if has_logger else ' no logger'}{' MONAI network' if has_monai else ''}.json"
-    known = _read(path)
+    known = _read(path, 3)
     if known is not None:
-        return ProcessMemory(int(known[0]), int(known[1]))
+        return ProcessCost(int(known[0]), int(known[1]), known[2])
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
         parts = [*(SMALL_MONAI if has_monai else SMALL_UNET), *([] if has_logger else ["logger=none"])]
         parts += [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache"]
         # The first training also makes scan and cache, which takes more memory.
         for number in range(2):
-            found = _watched_training([*REHEARSAL, *parts, f"hydra.run.dir={name}/run{number}"], Path(name) / "log")
+            run_dir = Path(name) / f"run{number}"
+            found = _watched_training([*REHEARSAL, *parts, f"hydra.run.dir={run_dir}"], run_dir)
     with suppress(UserError):  # a folder that cannot be written: measured again the next time
         replace_text(path, json.dumps(found))
     return found
 
 
-def _watched_training(arguments: list[str], log: Path) -> ProcessMemory:
+def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
     """Run a training in a process of its own and watch its memory and that of its worker."""
+    log = run_dir.with_suffix(".log")
     command = [sys.executable, "-m", "medseg.commands.cli", *arguments]
     main = worker = 0
     with log.open("wb") as output, psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
@@ -103,7 +108,7 @@ def _watched_training(arguments: list[str], log: Path) -> ProcessMemory:
     if process.returncode:
         last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no message"])[-1]
         raise UserError(f"plan: the training that measures the memory of a process failed ({last}); give measure=false")
-    return ProcessMemory(main, worker)
+    return ProcessCost(main, worker, read_summary(run_dir)["seconds_per_step"])
 
 
 def _is_installed(name: str) -> bool:
@@ -127,7 +132,7 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
         (shape, is_training, [values[group] for group in ("augment", "spacing", "stage", "task", "inference")], torch.__version__)
     )
     path = folder / "samples" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    known = _read(path)
+    known = _read(path, 2)
     if known is not None:
         return SampleCost(int(known[0]), known[1])
     # Loads Lightning, which takes seconds; a known cost does without it.
@@ -140,10 +145,10 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
     return found
 
 
-def _read(path: Path) -> list[float] | None:
-    """Read two numbers that were measured before; None if there are none, or damaged ones."""
+def _read(path: Path, count: int) -> list[float] | None:
+    """Read numbers that were measured before; None if there are none, or damaged ones."""
     try:
-        first, second = json.loads(path.read_text(encoding="utf-8"))
-        return [float(first), float(second)]
+        numbers = [float(number) for number in json.loads(path.read_text(encoding="utf-8"))]
+        return numbers if len(numbers) == count else None
     except (OSError, ValueError, TypeError):
         return None

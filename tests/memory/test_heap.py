@@ -32,7 +32,9 @@ print(round((resident_bytes() - before) / 2**20))
 
 def held_mib(call: str, **environment: str) -> int:
     """Resident memory for 50 MiB of tensors that lie between holes of the same size."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    }
     command = [sys.executable, "-c", HOLES.format(call=call)]
     return int(subprocess.run(command, env=clean | environment, capture_output=True, check=True, text=True).stdout)
 

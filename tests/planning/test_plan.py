@@ -25,7 +25,7 @@ from medseg.memory.tracker import MemoryTracker
 from medseg.planning import estimate, step
 from medseg.planning import plan as plan_app
 from medseg.planning.choose import MARGIN
-from medseg.planning.process import ProcessMemory, SampleCost
+from medseg.planning.process import ProcessCost, SampleCost
 from medseg.training.module import SegmentationModule
 
 SMALL = [
@@ -62,7 +62,7 @@ def test_prints_the_parts_and_compares_with_the_budget(tmp_path: Path, capsys: p
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements in a folder of their own, and processes of known sizes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "measurements"))
-    monkeypatch.setattr(estimate, "process_memory", lambda _, **__: ProcessMemory(500 * 2**20, 50 * 2**20))
+    monkeypatch.setattr(estimate, "process_cost", lambda _, **__: ProcessCost(500 * 2**20, 50 * 2**20, 0.02))
     monkeypatch.setattr(estimate, "sample_cost", lambda *_, **__: SampleCost(10 * 2**20, 0.5))
 
 
@@ -76,7 +76,7 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(tmp_path: Path, capsys:
     # A convolution of the image alone writes its 27 neighbours of each voxel.
     assert alone["peak_allocator_mib"] > alone["peak_live_mib"]
     assert alone["peak_resident_mib"] == pytest.approx(500 + max(alone["allocator_mib"].values()) + 10, abs=3)
-    assert alone["seconds_per_step"] == pytest.approx(alone["compute_seconds"] + 0.5, abs=0.001)
+    assert alone["seconds_per_step"] == pytest.approx(alone["compute_seconds"] + 0.02 + 0.5, abs=0.001)
     assert "peak of torch's allocator" in capsys.readouterr().out
     assert plan_app.plan(compose(*arguments, "data.num_workers=2")) == 0
     helped = json.loads(output.read_text())
@@ -88,9 +88,12 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(tmp_path: Path, capsys:
     )
 
 
-@pytest.mark.parametrize("tile_size", [None, (16, 16, 16)])
-def test_an_evaluation_is_counted_as_it_runs(tile_size: tuple[int, int, int] | None) -> None:
-    config, shape = compose(*SMALL, f"inference.tile_size={list(tile_size) if tile_size else 'null'}"), (48, 32, 24)
+@pytest.mark.parametrize(
+    ("model", "tile_size"),
+    [(SMALL, None), (SMALL, (16, 16, 16)), (["model=segresnet", "model.init_filters=8", *SMALL[-2:]], None)],
+)
+def test_an_evaluation_is_counted_as_it_runs(model: list[str], tile_size: tuple[int, int, int] | None) -> None:
+    config, shape = compose(*model, f"inference.tile_size={list(tile_size) if tile_size else 'null'}"), (48, 32, 24)
     beside, timeline = step.count_evaluation(config, shape)
     counted = beside + max(after for segment in timeline.segments for after, _, _ in segment.calls)
     network, image = make_network(config).eval(), torch.zeros(1, 1, *shape)
