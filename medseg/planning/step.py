@@ -143,7 +143,7 @@ def count_memory(
 
 
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
-    """Count the memory of the evaluation of one case, with the weights and the image.
+    """Count the memory of the evaluation of one case, with the weights, the image and the reference.
 
     A case in tiles goes through the network tile by tile; the sums and probabilities of the whole case are there meanwhile.
 
@@ -152,7 +152,7 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         shape: Voxels of the case, (D, H, W).
 
     Returns:
-        Bytes beside the operations, and the operations of the case or of one tile.
+        Bytes beside weights, image and operations, and the operations of the case or of one tile.
     """
     region, tile_size = torch.zeros(1, dtype=torch.int64), config.inference.tile_size
     channels, divisor = len(make_task(config.task).channels), find_divisor(config)
@@ -167,10 +167,11 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     seen = round_up(tile_size, divisor) if tile_size else shape
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
+    target = math.prod(shape)  # uint8
     if tile_size is None:
-        return 0, timeline
+        return target, timeline
     depth, height, width = (max(pair) for pair in zip(shape, seen, strict=True))
     classes = count_classes(config)
     # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its padded copy.
     sums, probs = classes * seen[0] * height * width * 4, classes * depth * height * width * 2
-    return 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline
+    return target + 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline

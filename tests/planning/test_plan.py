@@ -96,10 +96,10 @@ def test_an_evaluation_is_counted_as_it_runs(model: list[str], tile_size: tuple[
     config, shape = compose(*model, f"inference.tile_size={list(tile_size) if tile_size else 'null'}"), (48, 32, 24)
     beside, timeline = step.count_evaluation(config, shape)
     counted = beside + max(after for segment in timeline.segments for after, _, _ in segment.calls)
-    network, image = make_network(config).eval(), torch.zeros(1, 1, *shape)
+    network, image, target = make_network(config).eval(), torch.zeros(1, 1, *shape), torch.zeros(shape, dtype=torch.uint8)
     tracker = MemoryTracker()
     with tracker:
-        for tensor in (image, *network.parameters()):
+        for tensor in (image, target, *network.parameters()):
             tracker.assign(tensor, "given")
         probs = predict_probs(
             lambda part: network(part, torch.zeros(1, dtype=torch.int64)),
