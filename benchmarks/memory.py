@@ -33,7 +33,7 @@ from medseg.errors import EXIT_USER_ERROR
 from medseg.io.atomic import replace_text
 from medseg.memory.heap import map_large_blocks
 from medseg.planning.estimate import Machine, estimate
-from medseg.planning.step import input_shape
+from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,16 +97,20 @@ def compose(arguments: list[str]) -> PlanConfig:
         return to_config(hydra.compose("plan", [*arguments, "run_dir=benchmark"]), PlanConfig)
 
 
-def predict(arguments: list[str]) -> dict[str, float]:
-    """Predict a row; the shape of the validation case is that of the synthetic scan."""
-    config = compose(arguments)
+def validated_shape(config: PlanConfig) -> Shape:
+    """Voxels (D, H, W) of the largest validation case of a configuration, whose synthetic scans are made."""
     data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
     samples = data.val_samples()
     shapes = [collate([samples[n]], data.stage_input.divisor)[0]["target"].shape[1:] for n in range(len(samples))]
-    largest = max(map(tuple, shapes), key=lambda shape: shape[0] * shape[1] * shape[2])
-    found = estimate(config, input_shape(config), largest, Machine(config))
+    return max(map(tuple, shapes), key=math.prod)
+
+
+def predict(arguments: list[str]) -> dict[str, float]:
+    """Predict a row."""
+    config = compose(arguments)
+    found = estimate(config, input_shape(config), validated_shape(config), Machine(config))
     return {
         "live_mib": found.memory.peak / 2**20,
         "allocator_mib": found.peak_allocator / 2**20,

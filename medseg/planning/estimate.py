@@ -176,7 +176,8 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
         if not workers:
             resident[LOADING] = others + weights + sample.num_bytes + 2 * batch
     busy = 1 if is_gpu else min(torch.get_num_threads(), num_processors())
-    return Estimate(memory, allocator, resident, 0.0, process.seconds, loader_seconds, workers, busy)
+    other_seconds = process.seconds * config.memory.accumulate  # the loop runs once for each micro-batch
+    return Estimate(memory, allocator, resident, 0.0, other_seconds, loader_seconds, workers, busy)
 
 
 def num_processors() -> int:
