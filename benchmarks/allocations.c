@@ -1,4 +1,5 @@
-/* Peak of the bytes that a process holds from posix_memalign, from which torch takes the memory of all CPU tensors.
+/* Peak of the bytes that a process holds of those that torch's allocator (libc10) took from posix_memalign: all CPU tensors, and the
+ * workspaces of kernels. Code that oneDNN compiles, which it takes from posix_memalign too, does not count.
  *
  *     cc -O2 -shared -fPIC allocations.c -o allocations.so -ldl
  *     ALLOCATIONS=<prefix> LD_PRELOAD=./allocations.so python train.py …
@@ -6,10 +7,12 @@
  * Each program writes its peak in bytes to <prefix>.<process> at its end; processes that it forks write nothing. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #define SLOTS (1u << 22)
@@ -20,8 +23,21 @@ static size_t live, peak;
 static pid_t first;
 static int (*real_memalign)(void **, size_t, size_t);
 static void (*real_free)(void *);
+static uintptr_t c10_begin, c10_end; /* its code; 0 until it is loaded */
 
 static uint32_t slot_of(uintptr_t address) { return (uint32_t)((address >> 6) * 2654435761u) & (SLOTS - 1); }
+
+static int find_c10(struct dl_phdr_info *info, size_t size, void *data) {
+    (void)size;
+    (void)data;
+    if (!strstr(info->dlpi_name, "libc10.so")) return 0;
+    for (int n = 0; n < info->dlpi_phnum; n++)
+        if (info->dlpi_phdr[n].p_type == PT_LOAD && info->dlpi_phdr[n].p_flags & PF_X) {
+            c10_begin = info->dlpi_addr + info->dlpi_phdr[n].p_vaddr;
+            c10_end = c10_begin + info->dlpi_phdr[n].p_memsz;
+        }
+    return 1;
+}
 
 __attribute__((constructor)) static void begin(void) {
     real_memalign = dlsym(RTLD_NEXT, "posix_memalign");
@@ -44,6 +60,9 @@ __attribute__((destructor)) static void end(void) {
 int posix_memalign(void **out, size_t alignment, size_t size) {
     if (!real_memalign) begin();
     int code = real_memalign(out, alignment, size);
+    uintptr_t caller = (uintptr_t)__builtin_return_address(0);
+    if (!c10_end) dl_iterate_phdr(find_c10, NULL);
+    if (caller < c10_begin || caller >= c10_end) return code;
     /* The address 1 marks a slot whose entry was removed. */
     if (code == 0 && size) {
         pthread_mutex_lock(&lock);
