@@ -120,7 +120,7 @@ def test_threads_that_wait_sleep_unless_the_user_has_chosen(given: dict[str, str
         (["train", "=1"], "=1: expected key=value, but the key is missing"),
         (["train", "+@pkg=1"], "+@pkg=1: expected key=value, but the key is missing"),
         (["train", "--epochs", "5"], "--epochs: there is no such option; give key=value; --help prints all keys"),
-        (["import", "-i", "scans", "-o", "x"], "scans: expected <key>=scans; --help prints all keys"),
+        (["evaluate", "-i", "scans", "pred=x"], "scans: expected <key>=scans; --help prints all keys"),
         (["evaluate", "-o", "x"], "-o: there is no such option; give key=value, such as output=<path>; --help prints all keys"),
         (["train", "debug=nan"], "debug=nan: debug is a group of files; choose one of anomaly, fast"),
         (["train", "-m", "model=unet,5"], "model=unet,5: model is a group of files; choose one of "),
