@@ -81,6 +81,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     library = output / "allocations.so"
     if os.environ.get("LD_PRELOAD") != str(library):
+        map_large_blocks()  # as in `train`, for the process that begins anew
         subprocess.run(
             ["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True
         )
@@ -88,7 +89,6 @@ def main() -> None:
             sys.executable, [sys.executable, "-m", "benchmarks.budgets", *sys.argv[1:]], os.environ | {"LD_PRELOAD": str(library)}
         )
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
-    map_large_blocks()  # as in `train`
     torch.set_num_threads(1)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("plan", [*SETTINGS, *places, "run_dir=benchmark"]), PlanConfig)

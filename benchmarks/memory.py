@@ -56,6 +56,7 @@ SHAPES = {
     for shape in ((32, 32, 64), (64, 64, 64), (96, 64, 96))
 }
 STRIDE = 181
+HEAP_VARIABLE = "MALLOC_MMAP_THRESHOLD_"  # set by `map_large_blocks`
 # Batch, micro-batches, loader processes and averaged weights.
 LOADS = {
     "1 sample": ["data.num_workers=0"],
@@ -164,7 +165,12 @@ def main() -> None:
     library = output / "allocations.so"
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True)
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}", "logger=none"]
-    map_large_blocks()  # as in `train`
+    if HEAP_VARIABLE not in os.environ:
+        map_large_blocks()  # as in `train`
+        if (
+            HEAP_VARIABLE in os.environ
+        ):  # the process begins anew: libraries that are loaded by now have settled torch's part of it
+            os.execv(sys.executable, [sys.executable, *sys.argv])
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
     for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 70))]):
