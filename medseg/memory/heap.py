@@ -41,6 +41,11 @@ def map_large_blocks() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages for tensors of 2 MiB and more
 
 
+def maps_large_blocks() -> bool:
+    """Whether `map_large_blocks` has taken effect in this process."""
+    return os.environ.get("MALLOC_MMAP_THRESHOLD_") == str(MAPPED_BYTES)
+
+
 def _has_huge_pages() -> bool:
     with suppress(OSError):
         return "[never]" not in HUGE_PAGES.read_text(encoding="ascii")

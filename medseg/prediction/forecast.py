@@ -17,6 +17,7 @@ from medseg.inference.tiles import TilingPlan, round_up, tile_boxes
 from medseg.io.atomic import replace_text
 from medseg.io.machine import machine_folder
 from medseg.memory.accounting import WORKSPACE
+from medseg.memory.heap import maps_large_blocks
 from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
@@ -29,9 +30,9 @@ USUAL_WORKSPACE = 1.25
 BODY_SHARE = (1.0, 0.8, 1.0)
 # Box of a region with its margin, (z, y, x): a lung. The scan limits it.
 REGION_MM = (270.0, 200.0, 160.0)
-# Bytes per voxel of the scan that a thread resamples at a time; the heap keeps those of a crop until its step ends.
+# Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop until its step ends, unless large blocks are mapped.
 RESAMPLING = 24
-# Freed memory that a further thread keeps for itself: glibc gives each thread heaps of 64 MiB.
+# Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives each thread heaps of 64 MiB.
 THREAD_HEAP = 64 * 2**20
 # Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes while they are counted.
 CLEANING, COUNTING = 8, 32 * 2**20
@@ -80,7 +81,8 @@ def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: 
 
     num_voxels, channels, first = math.prod(grid.shape), len(task.channels), cascade.steps[0]
     threads = min(torch.get_num_threads(), MAX_THREADS)
-    heaps = (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
+    has_holes = not maps_large_blocks()
+    heaps = has_holes * (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
     fixed = loaded_bytes + LIBRARIES_BYTES + heaps + channels * held(SCAN * num_voxels)
     lattice, scan_mm = grid.resampled(coarse.spacing_mm), [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
     body = _crop_shape(coarse, grid, [length * share for length, share in zip(scan_mm, BODY_SHARE, strict=True)], None)
@@ -92,7 +94,7 @@ def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: 
         extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
         shape = _crop_shape(fine, grid, extent_mm, fine.tile_size)
         cleaned = math.prod(extent_mm) / math.prod(grid.spacing_mm)
-        resampling = round(RESAMPLING * min(threads * SLAB_VOXELS, cleaned, num_voxels))
+        resampling = has_holes * round(RESAMPLING * min(threads * SLAB_VOXELS, cleaned, num_voxels))
         during, probs = _pass_bytes(fine, task.num_region_classes, shape, options, array_bytes)
         for region, step in zip(task.regions, cascade.steps[1:], strict=False):
             memory[step] = fixed + kept + resampling + during
