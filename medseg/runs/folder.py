@@ -61,6 +61,8 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
             raise UserError(f"resume={config.resume}: another process is running it; wait for it, or stop it")
         config.resume = None
         _set_run_dir(config, run_dir)
+        if saved.steps < config.steps:  # it has not finished these
+            (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         if (text := _text(config)) != (run_dir / CONFIG_FILE).read_text(encoding="utf-8"):
             replace_text(run_dir / CONFIG_FILE, text)
     check_writable(run_dir / "checkpoints")
