@@ -10,9 +10,11 @@ budget. Seconds are processor time on one thread. Writes `budgets.csv` and `budg
 """
 
 import ctypes
+import gc
 import itertools
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,7 +28,8 @@ import hydra
 import psutil
 import torch
 
-from benchmarks.memory import proportional_bytes, validated_shape
+from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, proportional_bytes
+from benchmarks.memory import validated_shape
 from medseg.build.extensions import make_loss
 from medseg.build.network import make_network
 from medseg.build.optimisation import make_scheduled_optimizer
@@ -34,18 +37,14 @@ from medseg.build.switches import switch_on
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
-from medseg.console import say
-from medseg.errors import EXIT_USER_ERROR
 from medseg.io.atomic import replace_text
 from medseg.losses.adapter import mean_of_samples, sample_losses
-from medseg.memory.heap import map_large_blocks
 from medseg.memory.precision import HALF
 from medseg.planning.choose import MARGIN, Candidate, Option, choose_line, combinations, fastest_option, make_candidate
 from medseg.planning.estimate import Machine
 from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, write_csv
 
-ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = [
     "stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0", "stage.patch_size=[96,96,96]", "model=unet", "model.depth=1",
     "model.blocks_per_level=[1,1]", "trainer.threads=1", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none",
@@ -55,7 +54,8 @@ TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS, STEPS = 3, 3
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
-    "best_s": "best measured set that fits", "ratio": "measured / best", "resident_mib": "resident MiB of `train`", "is_under": "under the budget",
+    "best_s": "best measured set that fits", "ratio": "measured / best", "does_fit": "its measured step fits",
+    "resident_mib": "resident MiB of `train`", "is_under": "under the budget",
 }  # fmt: skip
 
 
@@ -73,21 +73,8 @@ class Measured(NamedTuple):
 
 def main() -> None:
     """Enumerate, measure, choose, train and write the table."""
-    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    if "output" not in given or given.keys() - {"output", "budgets"}:
-        say("benchmarks/budgets.py: expected output=<folder> and perhaps budgets=<number>")
-        sys.exit(EXIT_USER_ERROR)
-    output = Path(given["output"]).absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    library = output / "allocations.so"
-    if os.environ.get("LD_PRELOAD") != str(library):
-        map_large_blocks()  # as in `train`, for the process that begins anew
-        subprocess.run(
-            ["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True
-        )
-        os.execve(
-            sys.executable, [sys.executable, "-m", "benchmarks.budgets", *sys.argv[1:]], os.environ | {"LD_PRELOAD": str(library)}
-        )
+    output, given = given_arguments(["budgets"])
+    begin_anew(LD_PRELOAD=str(allocation_counter(output)))
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
     torch.set_num_threads(1)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -106,25 +93,21 @@ def main() -> None:
     least, most = min(option.peak for _, option in sets), max(option.peak for _, option in sets)
     number = int(given.get("budgets", 20))
     rows: list[dict[str, Any]] = []
-    trained: dict[str, int] = {}
+    trained: dict[str, int] = {}  # peaks of the runs that came to their end
     for index in range(number):
         budget = least + (most - least) * (index + 1) // number
-        option = required(fastest_option(found, budget, math.inf))
-        line = choose_line(option, {})
-        limit = int(budget * (1 + MARGIN))
+        best = fastest_option(found, budget, math.inf)
+        assert best is not None, "no budget is less than the peak of the smallest set"
+        line, limit = choose_line(best[1], {}), int(budget * (1 + MARGIN))
         if line not in trained:
-            trained[line] = train([*SETTINGS, *places, *TRAINING, *line.split()], output / f"run_{len(trained)}", limit)
+            peak = train([*SETTINGS, *places, *TRAINING, *line.split()], output / f"run_{index}", limit)
+            if peak <= limit:
+                trained[line] = peak
         rows.append(
-            compare(option, budget, sets, measured) | {"resident_mib": trained[line] / 2**20, "is_under": trained[line] <= limit}
+            compare(best, budget, sets, measured) | {"resident_mib": trained.get(line, peak) / 2**20, "is_under": line in trained}
         )
         print(" ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in rows[-1].values()), flush=True)
-    write(rows, [option.seconds / measured[choose_line(option, {})].seconds for _, option in sets], output)
-
-
-def required(best: tuple[Candidate, Option] | None) -> Option:
-    """The choice, which exists because the budget is no less than that of a set."""
-    assert best is not None
-    return best[1]
+    write(rows, [predicted_seconds(*one) / measured[choose_line(one[1], {})].seconds for one in sets], output)
 
 
 def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape) -> dict[str, Measured]:
@@ -148,6 +131,7 @@ def take_steps(config: PlanConfig, shape: Shape) -> Measured:
     loss, optimizer = make_loss(config), make_scheduled_optimizer(config)(network.parameters())
     image, target = torch.randn(1, 1, *shape), torch.randint(0, 3, (1, *shape), dtype=torch.uint8)
     precision, durations_s, peaks = config.memory.precision.value, [], []
+    gc.collect()  # the network of the set before
     for _ in range(STEPS):
         counter()
         start_s = time.process_time()
@@ -161,40 +145,51 @@ def take_steps(config: PlanConfig, shape: Shape) -> Measured:
     return Measured(max(peaks[1:]), min(durations_s[1:]))
 
 
+def predicted_seconds(candidate: Candidate, option: Option) -> float:
+    """Seconds of the operations of a step, without those of the training loop, which are not measured here either."""
+    return option.seconds - candidate.beside.seconds_per_step
+
+
 def compare(
-    option: Option, budget: int, sets: Sequence[tuple[Candidate, Option]], measured: Mapping[str, Measured]
+    chosen: tuple[Candidate, Option], budget: int, sets: Sequence[tuple[Candidate, Option]], measured: Mapping[str, Measured]
 ) -> dict[str, Any]:
     """Compare a choice with brute force in the model, and with the fastest of all sets by measurement."""
+    option = chosen[1]
     best = min((one.seconds, one.peak) for _, one in sets if one.peak <= budget)
 
-    def peak(one: Candidate, other: Option) -> int:
-        return one.beside.with_step(measured[choose_line(other, {})].step_bytes, 0.0).peak_resident
+    def does_fit(candidate: Candidate, other: Option) -> bool:
+        step_bytes = measured[choose_line(other, {})].step_bytes
+        return candidate.beside.with_step(step_bytes, 0.0).peak_resident <= budget * (1 + MARGIN)
 
-    fitting = [measured[choose_line(other, {})].seconds for one, other in sets if peak(one, other) <= budget * (1 + MARGIN)]
     own = measured[choose_line(option, {})].seconds
+    best_s = min((measured[choose_line(other, {})].seconds for one, other in sets if does_fit(one, other)), default=math.nan)
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
         "chosen": choose_line(option, {}),
         "is_optimum": (round(option.seconds, 9), option.peak) == (round(best[0], 9), best[1]),
-        "predicted_s": option.seconds,
+        "predicted_s": predicted_seconds(*chosen),
         "measured_s": own,
-        "best_s": min(fitting),
-        "ratio": own / min(fitting),
+        "best_s": best_s,
+        "ratio": own / best_s,
+        "does_fit": does_fit(*chosen),
     }
 
 
 def train(arguments: Sequence[str], run_dir: Path, limit: int) -> int:
     """Train with the chosen switches; the peak of the resident memory, at which the run is killed if it exceeds the limit."""
+    shutil.rmtree(run_dir, ignore_errors=True)
     command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments, f"hydra.run.dir={run_dir}"]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    peak = 0
-    with run_dir.with_suffix(".log").open("wb") as log:
+    peak, path = 0, run_dir.with_suffix(".log")
+    with path.open("wb") as log:
         process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         while process.poll() is None:
             peak = max(peak, proportional_bytes(process))
             if peak > limit:
                 process.kill()
             time.sleep(0.02)
+    if process.returncode and peak <= limit:
+        raise RuntimeError(path.read_text(encoding="utf-8")[-2000:])
     return peak
 
 

@@ -1,6 +1,6 @@
 """Predicted against measured memory and time of trainings: a table over networks, switches, shapes, stages, batches and workers.
 
-    python benchmarks/memory.py output=<folder> [rows=70]
+    python -m benchmarks.memory output=<folder> [rows=70]
 
 Each row trains on synthetic scans in a process of its own; the same command goes on where it was interrupted. Instruments that `plan` does not use:
 the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the proportional set size of
@@ -23,20 +23,18 @@ import hydra
 import psutil
 import torch
 
+from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, proportional_bytes
 from medseg.build.run import make_data_module
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.data.samples import collate
-from medseg.errors import EXIT_USER_ERROR
 from medseg.io.atomic import replace_text
-from medseg.memory.heap import map_large_blocks
 from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, read_csv, write_csv
 
-ROOT = Path(__file__).resolve().parents[1]
 NETWORKS = {
     "unet": ["model=unet"],
     "unet_lean": ["model=unet_lean"],
@@ -56,7 +54,6 @@ SHAPES = {
     for shape in ((32, 32, 64), (64, 64, 64), (96, 64, 96))
 }
 STRIDE = 181
-HEAP_VARIABLE = "MALLOC_MMAP_THRESHOLD_"  # set by `map_large_blocks`
 # Batch, micro-batches, loader processes and averaged weights.
 LOADS = {
     "1 sample": ["data.num_workers=0"],
@@ -142,35 +139,12 @@ def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, floa
     }
 
 
-def proportional_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process and its children, in which a page that n of them share counts n times as its n-th part."""
-    total = 0
-    try:
-        for one in (process, *process.children(recursive=True)):
-            text = Path(f"/proc/{one.pid}/smaps_rollup").read_text(encoding="ascii")
-            total += 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
-    except (OSError, psutil.Error, StopIteration):
-        return 0  # one of them has just ended
-    return total
-
-
 def main() -> None:
     """Predict and measure all rows that the output folder lacks, and write the table after each."""
-    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    if "output" not in given or given.keys() - {"output", "rows"}:
-        say("benchmarks/memory.py: expected output=<folder> and perhaps rows=<number>")
-        sys.exit(EXIT_USER_ERROR)
-    output = Path(given["output"]).absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    library = output / "allocations.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True)
+    output, given = given_arguments(["rows"])
+    begin_anew()
+    library = allocation_counter(output)
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}", "logger=none"]
-    if HEAP_VARIABLE not in os.environ:
-        map_large_blocks()  # as in `train`
-        if (
-            HEAP_VARIABLE in os.environ
-        ):  # the process begins anew: libraries that are loaded by now have settled torch's part of it
-            os.execv(sys.executable, [sys.executable, *sys.argv])
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
     for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 70))]):

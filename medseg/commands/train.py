@@ -90,6 +90,6 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
         say(f"resuming {config.resume}")
     open_run(config, is_named=is_named)
     if has_finished:
-        say(f"already finished: {config.run_dir}; give steps=<more than {config.steps}> to prolong it")
+        say(f"already finished: {config.run_dir} has made the {config.steps} steps that were asked for")
         return None
     return config

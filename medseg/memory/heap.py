@@ -21,13 +21,13 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def map_large_blocks() -> None:
-    """Map large blocks of memory of this process and of those that it starts; must come before torch is loaded.
+    """Map large blocks of memory of this process and of those that it starts; must come before torch makes a tensor.
 
     Does nothing where the C library is not glibc, the kernel gives no huge pages, or the user has set glibc's variables.
     """
     if (
         platform.libc_ver()[0] != "glibc"
-        or {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(os.environ)
+        or {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"} & set(os.environ)
         or not _has_huge_pages()
     ):
         return

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.memory.heap import maps_large_blocks
 from medseg.memory.tracker import Call, Operand
 
 # A larger operation is measured on two parts of its slices. They are so large that the memory of each tensor is mapped anew, as for all larger
@@ -67,7 +68,8 @@ class KernelCosts:
         """
         self.device = device
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-        name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}"
+        heap = " mapped" if maps_large_blocks() else ""  # page faults are a part of the seconds
+        name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}{heap}"
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments

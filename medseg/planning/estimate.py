@@ -174,7 +174,8 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
             CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
         }
         if not workers:
-            resident[LOADING] = others + weights + sample.num_bytes + 2 * batch
+            gradients = memory.gradients if config.memory.accumulate > 1 else 0  # of the micro-batches before
+            resident[LOADING] = others + weights + gradients + sample.num_bytes + 2 * batch
     busy = 1 if is_gpu else min(torch.get_num_threads(), num_processors())
     other_seconds = process.seconds * config.memory.accumulate  # the loop runs once for each micro-batch
     return Estimate(memory, allocator, resident, 0.0, other_seconds, loader_seconds, workers, busy)

@@ -150,7 +150,7 @@ def status_of_run(run_dir: Path) -> Status:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether the run that `config.resume` names has made all of the steps that the configuration asks for."""
+    """Whether the run that `config.resume` names has finished, and the configuration asks for no more steps than it did then."""
     run_dir = _existing_run(str(config.resume))
     return status_of_run(run_dir) is Status.finished and load_config(run_dir, config.trusted_targets).steps >= config.steps
 

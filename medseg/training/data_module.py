@@ -313,7 +313,7 @@ class TrainLoader(DataLoader[Any]):
         # Its start unblocks SIGTERM.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
-        if self.num_workers:
+        if self.num_workers and self._iterator is None:  # else the workers run already
             # Workers that are forked share the memory of this process until either writes to it, and the garbage collector writes to every
             # object that it looks at. Frozen objects are left alone by the collectors of all processes.
             gc.collect()

@@ -210,7 +210,7 @@ def test_a_run_is_resumed_from_another_folder(tiny_table: Path, tmp_path: Path) 
     assert not list(elsewhere.rglob("20*")), "no empty run folder is left"
     # The same table by another name is no other configuration; the same name in another folder is.
     finished = forked.run([*first, f"resume={tmp_path / 'run'}"], cwd=tiny_table.parent, check=True)
-    assert f"already finished: {tmp_path / 'run'}; give steps=<more than 1>" in finished.stderr
+    assert f"already finished: {tmp_path / 'run'} has made the 1 steps" in finished.stderr
     other = forked.run([*relative, f"resume={tmp_path / 'run'}"], cwd=elsewhere)
     assert other.returncode == 2
     assert "data.cases" in other.stderr

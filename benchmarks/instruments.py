@@ -1,0 +1,56 @@
+"""Instruments of the memory benchmarks, none of which `plan` uses: allocations counted by a preloaded library, resident memory from /proc."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import psutil
+
+from medseg.console import say
+from medseg.errors import EXIT_USER_ERROR
+from medseg.memory.heap import map_large_blocks
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGUN_ANEW = "MEDSEG_BENCHMARK"
+
+
+def given_arguments(keys: Collection[str]) -> tuple[Path, dict[str, str]]:
+    """Read the arguments of a benchmark, `output=<folder>` and perhaps some keys; the folder, which is made, and the others."""
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    if "output" not in given or given.keys() - {"output", *keys}:
+        say(f"{Path(sys.argv[0]).name}: expected output=<folder> and perhaps {', '.join(f'{key}=…' for key in keys)}")
+        sys.exit(EXIT_USER_ERROR)
+    output = Path(given.pop("output")).absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    return output, given
+
+
+def allocation_counter(output: Path) -> Path:
+    """Compile `allocations.c` into a folder."""
+    library = output / "allocations.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True)
+    return library
+
+
+def begin_anew(**variables: str) -> None:
+    """Replace this process by one with the heap of `train` and some variables, once.
+
+    Both settle when a process begins, and the libraries of a benchmark have made tensors by now.
+    """
+    if BEGUN_ANEW not in os.environ:
+        map_large_blocks()
+        os.execve(sys.executable, sys.orig_argv, os.environ | variables | {BEGUN_ANEW: "1"})
+
+
+def proportional_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process and its children, in which a page that n of them share counts n times as its n-th part."""
+    total = 0
+    try:
+        for one in (process, *process.children(recursive=True)):
+            text = Path(f"/proc/{one.pid}/smaps_rollup").read_text(encoding="ascii")
+            total += 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+    except (OSError, psutil.Error, StopIteration):
+        return 0  # one of them has just ended
+    return total
