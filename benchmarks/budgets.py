@@ -51,7 +51,7 @@ SETTINGS = [
     "data.phantoms.num_train=2", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
 ]  # fmt: skip
 TRAINING = ["steps=6", "stage.validate_every=6"]
-ROUNDS, STEPS = 3, 3
+ROUNDS, STEPS = 3, 2
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
     "best_s": "best measured set that fits", "ratio": "measured / best", "does_fit": "its measured step fits",
@@ -113,7 +113,8 @@ def main() -> None:
 def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape) -> dict[str, Measured]:
     """Take steps with every set in rounds; the smallest time and the largest peak of each, by the arguments of its switches."""
     found: dict[str, Measured] = {}
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
+        print(f"round {number + 1} of {ROUNDS}", flush=True)
         for candidate, option in sets:
             memory = replace(candidate.config.memory, checkpointing=option.switches["memory.checkpointing"])
             now = take_steps(replace(candidate.config, memory=memory), shape)
