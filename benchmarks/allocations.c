@@ -15,7 +15,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SLOTS (1u << 22)
+#define SLOTS (1u << 16) /* 1 MiB: the table counts as resident memory of what is watched */
 
 static struct { uintptr_t address; size_t size; } table[SLOTS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -85,6 +85,9 @@ void free(void *pointer) {
             if (table[slot].address == (uintptr_t)pointer) {
                 live -= table[slot].size;
                 table[slot].address = 1;
+                /* Marks at the end of a chain are not needed: without this, the table would fill with them. */
+                if (!table[(slot + 1) & (SLOTS - 1)].address)
+                    for (; table[slot].address == 1; slot = (slot - 1) & (SLOTS - 1)) table[slot].address = 0;
                 break;
             }
         pthread_mutex_unlock(&lock);

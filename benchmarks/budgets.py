@@ -2,7 +2,8 @@
 
     python -m benchmarks.budgets output=<folder> [budgets=20]
 
-A network of six blocks is small enough to try every set of switches: each precision and layout with each subset of recomputed blocks. Every set
+A network of six blocks is small enough to try every set of switches that gives the same result: each layout with each subset of recomputed
+blocks. Every set
 takes steps in rounds, so that a processor that slows down slows all sets, with its allocations counted (`allocations.c`, preloaded). For each
 budget the choice is compared with the fastest set of the model that fits (brute force), and its measured seconds with those of the fastest
 measured set whose measured peak fits. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the
@@ -28,7 +29,7 @@ import hydra
 import psutil
 import torch
 
-from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, proportional_bytes
+from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, resident_bytes
 from benchmarks.memory import validated_shape
 from medseg.build.extensions import make_loss
 from medseg.build.network import make_network
@@ -46,12 +47,12 @@ from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, write_csv
 
 SETTINGS = [
-    "stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0", "stage.patch_size=[96,96,96]", "model=unet", "model.depth=1",
-    "model.blocks_per_level=[1,1]", "trainer.threads=1", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none",
+    "stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0", "stage.patch_size=[112,96,128]", "model=unet", "model.depth=1",
+    "model.blocks_per_level=[1,1]", "memory.precision=bf16", "trainer.threads=1", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none",
     "data.phantoms.num_train=2", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
 ]  # fmt: skip
 TRAINING = ["steps=6", "stage.validate_every=6"]
-ROUNDS, STEPS = 3, 2
+ROUNDS, STEPS, TAKEN = 3, 5, 3  # steps that count: in those before, the heap still takes its shape
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
     "best_s": "best measured set that fits", "ratio": "measured / best", "does_fit": "its measured step fits",
@@ -78,7 +79,7 @@ def main() -> None:
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
     torch.set_num_threads(1)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("plan", [*SETTINGS, *places, "run_dir=benchmark"]), PlanConfig)
+        config = to_config(hydra.compose("plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]), PlanConfig)
     config = replace(config, validation_shape=validated_shape(config))
     shape, machine = input_shape(config), Machine(config)
     found = [make_candidate(one, shape, machine) for one in combinations(config)]
@@ -90,12 +91,12 @@ def main() -> None:
     ]
     print(f"{len(sets)} sets of {len(found)} combinations and {len(found[0].model.blocks)} blocks", flush=True)
     measured = measure(sets, shape)
-    least, most = min(option.peak for _, option in sets), max(option.peak for _, option in sets)
+    peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))
     rows: list[dict[str, Any]] = []
     trained: dict[str, int] = {}  # peaks of the runs that came to their end
     for index in range(number):
-        budget = least + (most - least) * (index + 1) // number
+        budget = peaks[index * (len(peaks) - 1) // (number - 1)]
         best = fastest_option(found, budget, math.inf)
         assert best is not None, "no budget is less than the peak of the smallest set"
         line, limit = choose_line(best[1], {}), int(budget * (1 + MARGIN))
@@ -124,7 +125,7 @@ def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape) -> dict[str,
 
 
 def take_steps(config: PlanConfig, shape: Shape) -> Measured:
-    """Take some steps on random numbers; the first one also makes the optimiser's state and does not count."""
+    """Take some steps on random numbers, of which the last ones count; the first one also makes the optimiser's state."""
     counter = ctypes.CDLL(None).allocations_peak
     counter.restype = ctypes.c_size_t
     torch.manual_seed(0)
@@ -143,7 +144,7 @@ def take_steps(config: PlanConfig, shape: Shape) -> Measured:
         optimizer.zero_grad()
         durations_s.append(time.process_time() - start_s)
         peaks.append(counter())
-    return Measured(max(peaks[1:]), min(durations_s[1:]))
+    return Measured(max(peaks[-TAKEN:]), min(durations_s[-TAKEN:]))
 
 
 def predicted_seconds(candidate: Candidate, option: Option) -> float:
@@ -185,7 +186,7 @@ def train(arguments: Sequence[str], run_dir: Path, limit: int) -> int:
     with path.open("wb") as log:
         process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         while process.poll() is None:
-            peak = max(peak, proportional_bytes(process))
+            peak = max(peak, resident_bytes(process))
             if peak > limit:
                 process.kill()
             time.sleep(0.02)

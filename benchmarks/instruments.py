@@ -44,13 +44,24 @@ def begin_anew(**variables: str) -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | variables | {BEGUN_ANEW: "1"})
 
 
-def proportional_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process and its children, in which a page that n of them share counts n times as its n-th part."""
+def resident_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process and its children: a page that several of them share counts once.
+
+    Pages of files (libraries, mapped caches) are those of the process alone: its children share them, and so do other programs, with which the
+    proportional set size of the kernel would divide them.
+    """
     total = 0
     try:
+        total += 1024 * _kib(process.pid, "status")["RssFile"]
         for one in (process, *process.children(recursive=True)):
-            text = Path(f"/proc/{one.pid}/smaps_rollup").read_text(encoding="ascii")
-            total += 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
-    except (OSError, psutil.Error, StopIteration):
+            sizes = _kib(one.pid, "smaps_rollup")
+            total += 1024 * (sizes["Pss_Anon"] + sizes["Pss_Shmem"])
+    except (OSError, psutil.Error, KeyError):
         return 0  # one of them has just ended
     return total
+
+
+def _kib(pid: int, name: str) -> dict[str, int]:
+    """Sizes that a file of /proc gives."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii").splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}

@@ -3,8 +3,8 @@
     python -m benchmarks.memory output=<folder> [rows=70]
 
 Each row trains on synthetic scans in a process of its own; the same command goes on where it was interrupted. Instruments that `plan` does not use:
-the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the proportional set size of
-all processes in /proc, read every 20 ms. Seconds are processor time on one thread, which other programs do not lengthen.
+the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the resident memory of all
+processes in /proc, read every 20 ms. Seconds are processor time on one thread, which other programs do not lengthen.
 Writes `memory.csv` and `memory.md`.
 """
 
@@ -23,7 +23,7 @@ import hydra
 import psutil
 import torch
 
-from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, proportional_bytes
+from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, resident_bytes
 from medseg.build.run import make_data_module
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -126,7 +126,7 @@ def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, floa
         process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         peak = 0
         while process.poll() is None:
-            peak = max(peak, proportional_bytes(process))
+            peak = max(peak, resident_bytes(process))
             time.sleep(0.02)
     if process.returncode:
         raise RuntimeError((folder / "log").read_text(encoding="utf-8")[-2000:])

@@ -158,7 +158,13 @@ def predict_on_ray(
         if address and ":" in address:  # Ray tries a wrong one for minutes
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None if address else False)
+        ray.init(
+            address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=None if address else False,
+            runtime_env={"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"},  # also on other machines
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address") from error
     try:
