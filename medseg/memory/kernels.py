@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ from medseg.memory.tracker import Call, Operand
 MEASURED_BYTES = 40 * 2**20
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
-# Seconds of repetitions of an operation, of which the fastest counts.
+# Seconds of repetitions of an operation, of which the median counts.
 REPEATED_S = 0.004
 MAX_REPETITIONS = 20
+FURTHER_MOMENTS = 2
 # Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
 LEAST_DIVISOR = 8
 MARK = "medseg operation "
@@ -86,25 +88,23 @@ class KernelCosts:
             return
         parts = {key: parts_of(call) for key, call in missing.items()}
         with torch.no_grad():
-            runs = self._run_once({key: some[-1][1] for key, some in parts.items() if some})
+            workspaces = self._workspaces({key: some[-1][1] for key, some in parts.items() if some})
             # An operation without a workspace on its larger part has none on the whole.
-            smaller = self._run_once(
-                {key: some[0][1] for key, some in parts.items() if len(some) > 1 and key in runs and runs[key].workspace}
-            )
-            for key, some in parts.items():
-                if key not in runs:
-                    self.unmeasured.add(str(missing[key].operation))
-                    self.costs[key] = NOTHING
-                    continue
-                share, part = some[-1]
-                workspace, seconds = runs[key]
-                points = [*((some[0][0], one.workspace) for one in (smaller.get(key),) if one), (share, workspace)]
-                self.costs[key] = Cost(continued(points), min(seconds, self._seconds(part)) / share)
-            # For a moment the processor may have been slowed by other programs: what takes long is timed again a while later.
-            for key in runs:
-                (share, part), cost = parts[key][-1], self.costs[key]
-                if cost.seconds * share >= REPEATED_S:
-                    self.costs[key] = cost._replace(seconds=min(cost.seconds, self._seconds(part) / share))
+            smaller = self._workspaces({key: some[0][1] for key, some in parts.items() if len(some) > 1 and workspaces.get(key)})
+            durations_s = {key: [self._seconds(parts[key][-1][1])] for key in workspaces}
+            # For a moment the processor may be slowed by other programs: what takes long is timed again at other moments.
+            for _ in range(FURTHER_MOMENTS):
+                for key, found in durations_s.items():
+                    if found[0] >= REPEATED_S:
+                        found.append(self._seconds(parts[key][-1][1]))
+        for key, some in parts.items():
+            if key not in workspaces:
+                self.unmeasured.add(str(missing[key].operation))
+                self.costs[key] = NOTHING
+                continue
+            points = [(some[0][0], smaller[key])] if key in smaller else []
+            share = some[-1][0]
+            self.costs[key] = Cost(continued([*points, (share, workspaces[key])]), median(durations_s[key]) / share)
         self._buffers.clear()
         with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
             replace_text(self.path, json.dumps(self._read() | self.costs))
@@ -116,37 +116,33 @@ class KernelCosts:
         except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
             return {}
 
-    def _run_once(self, calls: Mapping[str, Call]) -> dict[str, Cost]:
-        """Run each operation once; those that fail are missing in the result."""
+    def _workspaces(self, calls: Mapping[str, Call]) -> dict[str, int]:
+        """Run each operation once and measure the bytes of its workspace; those that fail are missing in the result."""
         if self.device.type == "cuda":
-            return self._run_on_gpu(calls)
+            return self._workspaces_on_gpu(calls)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler's library, which prints lines otherwise
-        durations_s: dict[str, float] = {}
-        clock = self._clock()
+        numbers: dict[str, int] = {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            for index, (key, call) in enumerate(calls.items()):
+            for number, (key, call) in enumerate(calls.items()):
                 with contextlib.suppress(Exception):  # of any operation
                     run = self._prepared(call)
-                    with record_function(f"{MARK}{index}"):
-                        start_s = clock()
+                    with record_function(f"{MARK}{number}"):
                         _result = run()  # live at the end of the mark
-                        durations_s[key] = clock() - start_s
                     del _result
+                    numbers[key] = number
         found = _allocated_peaks(profiler.profiler.kineto_results.experimental_event_tree())
-        return {key: Cost(found.get(index, 0), durations_s[key]) for index, key in enumerate(calls) if key in durations_s}
+        return {key: found.get(number, 0) for key, number in numbers.items()}
 
-    def _run_on_gpu(self, calls: Mapping[str, Call]) -> dict[str, Cost]:
+    def _workspaces_on_gpu(self, calls: Mapping[str, Call]) -> dict[str, int]:
         found = {}
         for key, call in calls.items():
             with contextlib.suppress(Exception):
                 run = self._prepared(call)
                 torch.cuda.reset_peak_memory_stats()
-                start_s = time.perf_counter()
-                kept = run()
+                _result = run()
                 torch.cuda.synchronize()
-                seconds = time.perf_counter() - start_s
-                found[key] = Cost(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated(), seconds)
-                del kept
+                found[key] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+                del _result
         return found
 
     def _clock(self) -> Callable[[], float]:
@@ -163,7 +159,7 @@ class KernelCosts:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             durations_s.append(clock() - start_s)
-        return min(durations_s)
+        return median(durations_s)
 
     def _prepared(self, call: Call) -> Callable[[], Any]:
         """Make tensors for the arguments of an operation; return it as a function without arguments."""

@@ -12,6 +12,7 @@ from medseg.config.schema import PlanConfig
 from medseg.config.targets import TARGET
 from medseg.io.machine import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
+from medseg.memory.heap import maps_large_blocks
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
@@ -22,6 +23,9 @@ from medseg.planning.step import Shape, count_evaluation, count_memory, samples_
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
 # Checkpoints are serialised in memory, in a buffer that grows by an eighth.
 BUFFER_GROWTH = 1.125
+# Free memory that the heap keeps between the small tensors of a step where large ones are mapped: ten trainings of five networks held 18 to 60 MiB
+# more than their tensors at a bound of 64 MiB, small steps about half of their tensors.
+KEPT_BYTES, KEPT_PART = 48 * 2**20, 0.5
 # Part of a GPU's memory that its allocator loses to fragments.
 FRAGMENTS = 0.05
 
@@ -169,7 +173,7 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
         validation = machine.sample(config, validation_shape, is_training=False)
         others = process.main + workers * (process.worker + sample.num_bytes) + workers * config.data.prefetch * batch
         resident = {
-            STEP: others,
+            STEP: others + maps_large_blocks() * round(min(KEPT_BYTES, KEPT_PART * memory.peak)),
             VALIDATION: others + shared + allocator[VALIDATION] + validation.num_bytes,
             CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
         }

@@ -90,7 +90,7 @@ def test_strides_of_a_part_keep_their_order() -> None:
 
 def test_what_was_measured_is_read_again_and_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measured(tmp_path, small=convolution(12))
-    monkeypatch.setattr(KernelCosts, "_run_once", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(KernelCosts, "_workspaces", lambda *_: pytest.fail("measured again"))
     assert measured(tmp_path, small=convolution(12))["small"] == first["small"]
     monkeypatch.undo()
     first.path.write_text('{"small": [', encoding="utf-8")
