@@ -6,7 +6,7 @@ A network of six blocks is small enough to try every set of switches that gives 
 blocks. Every set
 takes steps in rounds, so that a processor that slows down slows all sets, with its allocations counted (`allocations.c`, preloaded). For each
 budget the choice is compared with the fastest set of the model that fits (brute force), and its measured seconds with those of the fastest
-measured set whose measured peak fits. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the
+measured set whose measured peak fits with the same margin. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the
 budget. Seconds are processor time on one thread. Writes `budgets.csv` and `budgets.md`.
 """
 
@@ -41,7 +41,7 @@ from medseg.config.schema import PlanConfig
 from medseg.io.atomic import replace_text
 from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
-from medseg.planning.choose import MARGIN, Candidate, Option, choose_line, combinations, fastest_option, make_candidate
+from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, combinations, fastest_option, make_candidate
 from medseg.planning.estimate import Machine
 from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, write_csv
@@ -91,6 +91,7 @@ def main() -> None:
     ]
     print(f"{len(sets)} sets of {len(found)} combinations and {len(found[0].model.blocks)} blocks", flush=True)
     measured = measure(sets, shape)
+    write_csv(output / "sets.csv", [describe(*one, measured) for one in sets])
     peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))
     rows: list[dict[str, Any]] = []
@@ -161,7 +162,7 @@ def compare(
 
     def does_fit(candidate: Candidate, other: Option) -> bool:
         step_bytes = measured[choose_line(other, {})].step_bytes
-        return candidate.beside.with_step(step_bytes, 0.0).peak_resident <= budget * (1 + MARGIN)
+        return candidate.beside.with_step(step_bytes, 0.0).peak_resident <= budget
 
     own = measured[choose_line(option, {})].seconds
     best_s = min((measured[choose_line(other, {})].seconds for one, other in sets if does_fit(one, other)), default=math.nan)
@@ -174,6 +175,18 @@ def compare(
         "best_s": best_s,
         "ratio": own / best_s,
         "does_fit": does_fit(*chosen),
+    }
+
+
+def describe(candidate: Candidate, option: Option, measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """Predicted and measured numbers of a set of switches."""
+    line = choose_line(option, {})
+    return {
+        "set": line,
+        "predicted_step_bytes": candidate.model.peak(blocks_of(option, candidate.model.blocks)),
+        "measured_step_bytes": measured[line].step_bytes,
+        "predicted_s": predicted_seconds(candidate, option),
+        "measured_s": measured[line].seconds,
     }
 
 

@@ -108,7 +108,9 @@ def validated_shape(config: PlanConfig) -> Shape:
 def predict(arguments: list[str]) -> dict[str, float]:
     """Predict a row."""
     config = compose(arguments)
-    found = estimate(config, input_shape(config), validated_shape(config), Machine(config))
+    machine = Machine(config)
+    machine.costs.costs.clear()  # timed anew for each row: the processor of a virtual machine may be half as fast some minutes later
+    found = estimate(config, input_shape(config), validated_shape(config), machine)
     return {
         "live_mib": found.memory.peak / 2**20,
         "allocator_mib": found.peak_allocator / 2**20,
