@@ -3,11 +3,10 @@
     python -m benchmarks.budgets output=<folder> [budgets=20]
 
 A network of six blocks is small enough to try every set of switches that gives the same result: each layout with each subset of recomputed
-blocks. Every set
-takes steps in rounds, so that a processor that slows down slows all sets, with its allocations counted (`allocations.c`, preloaded). For each
-budget the choice is compared with the fastest set of the model that fits (brute force), and its measured seconds with those of the fastest
-measured set whose measured peak fits with the same margin. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the
-budget. Seconds are processor time on one thread. Writes `budgets.csv` and `budgets.md`.
+blocks. Every set takes steps in rounds, so that a processor that slows down slows all sets, with its allocations counted (`allocations.c`,
+preloaded). For each budget the choice is compared with the fastest set of the model that fits (brute force), and its measured seconds with those
+of the fastest measured set whose measured peak fits with the same margin. Each chosen set then trains as `train` in a process that is killed when
+its resident memory exceeds the budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
 """
 
 import ctypes
