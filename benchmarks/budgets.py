@@ -16,8 +16,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
-import psutil
 import torch
 
-from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, resident_bytes
+from benchmarks.instruments import allocation_counter, begin_anew, given_arguments, train
 from benchmarks.memory import validated_shape
 from medseg.build.extensions import make_loss
 from medseg.build.network import make_network
@@ -96,17 +93,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     trained: dict[str, int] = {}  # peaks of the runs that came to their end
     for index in range(number):
-        budget = peaks[index * (len(peaks) - 1) // (number - 1)]
+        budget = peaks[max(0, (index + 1) * len(peaks) // number - 1)]
         best = fastest_option(found, budget, math.inf)
         assert best is not None, "no budget is less than the peak of the smallest set"
         line, limit = choose_line(best[1], {}), int(budget * (1 + MARGIN))
-        if line not in trained:
-            peak = train([*SETTINGS, *places, *TRAINING, *line.split()], output / f"run_{index}", limit)
-            if peak <= limit:
-                trained[line] = peak
-        rows.append(
-            compare(best, budget, sets, measured) | {"resident_mib": trained.get(line, peak) / 2**20, "is_under": line in trained}
-        )
+        peak = trained.get(line)
+        if peak is None:
+            run_dir = output / f"run_{index}"
+            shutil.rmtree(run_dir, ignore_errors=True)
+            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+            peak = train([*SETTINGS, *places, *TRAINING, *line.split()], run_dir, environment, limit)
+        if peak <= limit:
+            trained[line] = peak
+        rows.append(compare(best, budget, sets, measured) | {"resident_mib": peak / 2**20, "is_under": peak <= limit})
         print(" ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in rows[-1].values()), flush=True)
     write(rows, [predicted_seconds(*one) / measured[choose_line(one[1], {})].seconds for one in sets], output)
 
@@ -187,24 +186,6 @@ def describe(candidate: Candidate, option: Option, measured: Mapping[str, Measur
         "predicted_s": predicted_seconds(candidate, option),
         "measured_s": measured[line].seconds,
     }
-
-
-def train(arguments: Sequence[str], run_dir: Path, limit: int) -> int:
-    """Train with the chosen switches; the peak of the resident memory, at which the run is killed if it exceeds the limit."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments, f"hydra.run.dir={run_dir}"]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    peak, path = 0, run_dir.with_suffix(".log")
-    with path.open("wb") as log:
-        process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-        while process.poll() is None:
-            peak = max(peak, resident_bytes(process))
-            if peak > limit:
-                process.kill()
-            time.sleep(0.02)
-    if process.returncode and peak <= limit:
-        raise RuntimeError(path.read_text(encoding="utf-8")[-2000:])
-    return peak
 
 
 def write(rows: Sequence[dict[str, Any]], ratios: Sequence[float], output: Path) -> None:

@@ -1,9 +1,11 @@
 """Instruments of the memory benchmarks, none of which `plan` uses: allocations counted by a preloaded library, resident memory from /proc."""
 
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -42,6 +44,26 @@ def begin_anew(**variables: str) -> None:
     if BEGUN_ANEW not in os.environ:
         map_large_blocks()
         os.execve(sys.executable, sys.orig_argv, os.environ | variables | {BEGUN_ANEW: "1"})
+
+
+def train(arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str], limit: float = math.inf) -> int:
+    """Train in a process of its own; the peak of the resident memory, read every 20 ms. A run that exceeds the limit is killed.
+
+    Raises:
+        RuntimeError: If the run fails, with the end of its output.
+    """
+    command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments, f"hydra.run.dir={run_dir}"]
+    peak, path = 0, run_dir.with_suffix(".log")
+    with path.open("wb") as log:
+        process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        while process.poll() is None:
+            peak = max(peak, resident_bytes(process))
+            if peak > limit:
+                process.kill()
+            time.sleep(0.02)
+    if process.returncode and peak <= limit:
+        raise RuntimeError(path.read_text(encoding="utf-8")[-2000:])
+    return peak
 
 
 def resident_bytes(process: psutil.Process) -> int:

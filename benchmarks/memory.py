@@ -4,7 +4,8 @@
 
 Each row trains on synthetic scans in a process of its own; the same command goes on where it was interrupted. Instruments that `plan` does not use:
 the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the resident memory of all
-processes in /proc, read every 20 ms. Seconds are processor time on one thread, which other programs do not lengthen.
+processes in /proc, read every 20 ms. Seconds are processor time on one thread: keep
+the machine quiet, since programs on other processors lengthen it too.
 Writes `memory.csv` and `memory.md`.
 """
 
@@ -13,17 +14,13 @@ import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import hydra
-import psutil
 import torch
 
-from benchmarks.instruments import ROOT, allocation_counter, begin_anew, given_arguments, resident_bytes
+from benchmarks.instruments import allocation_counter, begin_anew, given_arguments, train
 from medseg.build.run import make_data_module
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -122,16 +119,7 @@ def predict(arguments: list[str]) -> dict[str, float]:
 def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, float]:
     """Train a row in a process of its own and watch it."""
     counts = folder / "allocations"
-    command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments, f"hydra.run.dir={folder / 'run'}"]
-    environment = os.environ | {"LD_PRELOAD": str(library), "ALLOCATIONS": str(counts)}
-    with (folder / "log").open("wb") as log:
-        process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, resident_bytes(process))
-            time.sleep(0.02)
-    if process.returncode:
-        raise RuntimeError((folder / "log").read_text(encoding="utf-8")[-2000:])
+    peak = train(arguments, folder / "run", os.environ | {"LD_PRELOAD": str(library), "ALLOCATIONS": str(counts)})
     lines = [line for line in read_csv(folder / "run" / "history.csv") if line["loss"]]
     busy_s = [float(line["seconds_per_step"]) * float(line["cpu_percent"]) / 100 for line in lines]
     return {

@@ -70,7 +70,7 @@ class KernelCosts:
         """
         self.device = device
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-        heap = " mapped" if maps_large_blocks() else ""  # page faults are a part of the seconds
+        heap = " mapped" if device.type == "cpu" and maps_large_blocks() else ""  # page faults are a part of the seconds
         name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}{heap}"
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()

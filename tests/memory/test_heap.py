@@ -58,6 +58,16 @@ def test_without_huge_pages_the_heap_stays_as_it_is(monkeypatch: pytest.MonkeyPa
         assert not {"MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE"} & set(os.environ)
 
 
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_variables_of_the_user_leave_the_heap_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
+    for one in names:
+        monkeypatch.delenv(one, raising=False)
+    monkeypatch.setenv(name, "1")
+    heap.map_large_blocks()
+    assert {one: os.environ[one] for one in names & set(os.environ)} == {name: "1"}
+
+
 def test_every_command_maps_large_blocks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(entry, "map_large_blocks", lambda: called.append(True))
