@@ -3,10 +3,11 @@
     python -m benchmarks.budgets output=<folder> [budgets=20]
 
 A network of six blocks is small enough to try every set of switches that gives the same result: each layout with each subset of recomputed
-blocks. Every set takes steps in rounds, so that a processor that slows down slows all sets, with its allocations counted (`allocations.c`,
-preloaded). For each budget the choice is compared with the fastest set of the model that fits (brute force), and its measured seconds with those
-of the fastest measured set whose measured peak fits with the same margin. Each chosen set then trains as `train` in a process that is killed when
-its resident memory exceeds the budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
+blocks. Every set takes steps in rounds, in a new order each, with its allocations counted (`allocations.c`, preloaded); its time in a round is
+divided by the median of the round, so that a processor that slows down for a minute does not decide. For each budget the choice is compared
+with the fastest set of the model that fits (brute force), and its measured seconds with those of the fastest measured set whose measured peak
+fits with the same margin. The fastest of many noisy times is too fast: the sets that might be the fastest for a budget are measured again, and
+only these times count. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import gc
 import itertools
 import math
 import os
+import random
 import shutil
 import statistics
 import time
@@ -48,7 +50,9 @@ SETTINGS = [
     "data.phantoms.num_train=2", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
 ]  # fmt: skip
 TRAINING = ["steps=6", "stage.validate_every=6"]
-ROUNDS, STEPS, TAKEN = 3, 5, 3  # steps that count: in those before, the heap still takes its shape
+ROUNDS, FINAL_ROUNDS = 3, 12
+STEPS, TAKEN = 3, 2  # steps that count: in those before, the heap still takes its shape
+NEARLY_BEST = 1.1
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
     "best_s": "best measured set that fits", "ratio": "measured / best", "does_fit": "its measured step fits",
@@ -61,7 +65,7 @@ class Measured(NamedTuple):
 
     Attributes:
         step_bytes: Largest number of allocated bytes in a step.
-        seconds: Processor time of a step.
+        seconds: Median processor time of a step.
     """
 
     step_bytes: int
@@ -86,15 +90,22 @@ def main() -> None:
         for blocks in itertools.combinations(one.model.blocks, count)
     ]
     print(f"{len(sets)} sets of {len(found)} combinations and {len(found[0].model.blocks)} blocks", flush=True)
-    measured = measure(sets, shape)
-    write_csv(output / "sets.csv", [describe(*one, measured) for one in sets])
     peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))
+    budgets = [peaks[max(0, (index + 1) * len(peaks) // number - 1)] for index in range(number)]
+    choices = [fastest_option(found, budget, math.inf) for budget in budgets]
+    measured = measure(sets, shape, ROUNDS)
+    write_csv(output / "sets.csv", [describe(*one, measured) for one in sets])
+    finalists = {choose_line(choice[1], {}) for choice in choices if choice is not None}
+    for budget in budgets:
+        fitting = {line_of(one): measured[line_of(one)].seconds for one in sets if does_fit(one, budget, measured)}
+        finalists |= {line for line, seconds in fitting.items() if seconds <= NEARLY_BEST * min(fitting.values())}
+    final = [one for one in sets if line_of(one) in finalists]
+    print(f"{len(final)} sets are among the fastest for a budget", flush=True)
+    final_measured = measure(final, shape, FINAL_ROUNDS)
     rows: list[dict[str, Any]] = []
     trained: dict[str, int] = {}  # peaks of the runs that came to their end
-    for index in range(number):
-        budget = peaks[max(0, (index + 1) * len(peaks) // number - 1)]
-        best = fastest_option(found, budget, math.inf)
+    for index, (budget, best) in enumerate(zip(budgets, choices, strict=True)):
         assert best is not None, "no budget is less than the peak of the smallest set"
         line, limit = choose_line(best[1], {}), int(budget * (1 + MARGIN))
         peak = trained.get(line)
@@ -105,26 +116,34 @@ def main() -> None:
             peak = train([*SETTINGS, *places, *TRAINING, *line.split()], run_dir, environment, limit)
         if peak <= limit:
             trained[line] = peak
-        rows.append(compare(best, budget, sets, measured) | {"resident_mib": peak / 2**20, "is_under": peak <= limit})
+        rows.append(
+            compare(best, budget, sets, final, final_measured) | {"resident_mib": peak / 2**20, "is_under": peak <= limit}
+        )
         print(" ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in rows[-1].values()), flush=True)
     write(rows, [predicted_seconds(*one) / measured[choose_line(one[1], {})].seconds for one in sets], output)
 
 
-def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape) -> dict[str, Measured]:
-    """Take steps with every set in rounds; the smallest time and the largest peak of each, by the arguments of its switches."""
-    found: dict[str, Measured] = {}
-    for number in range(ROUNDS):
-        print(f"round {number + 1} of {ROUNDS}", flush=True)
-        for candidate, option in sets:
+def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape, rounds: int) -> dict[str, Measured]:
+    """Take steps with every set in rounds: the median time and the largest peak of each, by the arguments of its switches."""
+    relative: dict[str, list[float]] = {line_of(one): [] for one in sets}
+    peaks, middles_s = dict.fromkeys(relative, 0), []
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", flush=True)
+        taken = {}
+        for candidate, option in random.Random(number).sample(sets, len(sets)):
             memory = replace(candidate.config.memory, checkpointing=option.switches["memory.checkpointing"])
-            now = take_steps(replace(candidate.config, memory=memory), shape)
-            before = found.setdefault(choose_line(option, {}), now)
-            found[choose_line(option, {})] = Measured(max(before.step_bytes, now.step_bytes), min(before.seconds, now.seconds))
-    return found
+            taken[choose_line(option, {})] = take_steps(replace(candidate.config, memory=memory), shape)
+        middles_s.append(statistics.median(second for _, durations_s in taken.values() for second in durations_s))
+        for line, (peak, durations_s) in taken.items():
+            peaks[line] = max(peaks[line], peak)
+            relative[line] += [second / middles_s[-1] for second in durations_s]
+    return {
+        line: Measured(peaks[line], statistics.median(found) * statistics.median(middles_s)) for line, found in relative.items()
+    }
 
 
-def take_steps(config: PlanConfig, shape: Shape) -> Measured:
-    """Take some steps on random numbers, of which the last ones count; the first one also makes the optimiser's state."""
+def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
+    """Take some steps on random numbers: the largest peak in bytes and the seconds of the last ones, which count."""
     counter = ctypes.CDLL(None).allocations_peak
     counter.restype = ctypes.c_size_t
     torch.manual_seed(0)
@@ -143,7 +162,7 @@ def take_steps(config: PlanConfig, shape: Shape) -> Measured:
         optimizer.zero_grad()
         durations_s.append(time.process_time() - start_s)
         peaks.append(counter())
-    return Measured(max(peaks[-TAKEN:]), min(durations_s[-TAKEN:]))
+    return max(peaks[-TAKEN:]), durations_s[-TAKEN:]
 
 
 def predicted_seconds(candidate: Candidate, option: Option) -> float:
@@ -151,19 +170,36 @@ def predicted_seconds(candidate: Candidate, option: Option) -> float:
     return option.seconds - candidate.beside.seconds_per_step
 
 
+def line_of(one: tuple[Candidate, Option]) -> str:
+    """Arguments of the switches of a set."""
+    return choose_line(one[1], {})
+
+
+def does_fit(one: tuple[Candidate, Option], budget: int, measured: Mapping[str, Measured]) -> bool:
+    """Whether the measured step of a set fits into a budget with what there is beside it."""
+    return one[0].beside.with_step(measured[line_of(one)].step_bytes, 0.0).peak_resident <= budget
+
+
 def compare(
-    chosen: tuple[Candidate, Option], budget: int, sets: Sequence[tuple[Candidate, Option]], measured: Mapping[str, Measured]
+    chosen: tuple[Candidate, Option],
+    budget: int,
+    sets: Sequence[tuple[Candidate, Option]],
+    final: Sequence[tuple[Candidate, Option]],
+    measured: Mapping[str, Measured],
 ) -> dict[str, Any]:
-    """Compare a choice with brute force in the model, and with the fastest of all sets by measurement."""
+    """Compare a choice with brute force in the model, and with the fastest of the measured sets.
+
+    Args:
+        chosen: The choice.
+        budget: Bytes.
+        sets: All sets.
+        final: Those that might be the fastest by measurement.
+        measured: Measurements of these.
+    """
     option = chosen[1]
     best = min((one.seconds, one.peak) for _, one in sets if one.peak <= budget)
-
-    def does_fit(candidate: Candidate, other: Option) -> bool:
-        step_bytes = measured[choose_line(other, {})].step_bytes
-        return candidate.beside.with_step(step_bytes, 0.0).peak_resident <= budget
-
-    own = measured[choose_line(option, {})].seconds
-    best_s = min((measured[choose_line(other, {})].seconds for one, other in sets if does_fit(one, other)), default=math.nan)
+    own = measured[line_of(chosen)].seconds
+    best_s = min((measured[line_of(one)].seconds for one in final if does_fit(one, budget, measured)), default=math.nan)
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
         "chosen": choose_line(option, {}),
@@ -172,7 +208,7 @@ def compare(
         "measured_s": own,
         "best_s": best_s,
         "ratio": own / best_s,
-        "does_fit": does_fit(*chosen),
+        "does_fit": does_fit(chosen, budget, measured),
     }
 
 
