@@ -16,6 +16,7 @@ from medseg.config.targets import TARGET, bind_arguments, import_target
 from medseg.console import say
 from medseg.data import augment as effects
 from medseg.data import transforms
+from medseg.data.disease import Disease
 from medseg.errors import UserError, first_line
 from medseg.losses import adapter as losses
 from medseg.metrics import adapter as metrics
@@ -32,6 +33,7 @@ EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
     "flip": effects.Flip,
+    "disease": Disease,
     "resolution": effects.Resolution,
     "noise": effects.Noise,
     "contrast": effects.Contrast,
@@ -90,7 +92,8 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     made: list[Any] = []
     for n, node in enumerate(augment.transforms):
         if node == "effects":
-            made += make_effects(vars(augment))
+            values = vars(augment) | {"window_hu": task.channels[0].window_hu}
+            made += _call("augment", partial(make_effects, values))
             continue
         key = f"augment.transforms[{n}]"
         made.append(_call(key, _bind("transform", key, node, config.trusted_targets, transforms.default_arguments)))

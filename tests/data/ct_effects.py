@@ -15,4 +15,4 @@ CT: dict[str, Any] = yaml.safe_load((conf_dir() / "augment" / "ct.yaml").read_te
 
 def effects(**values: Any) -> Transforms:
     """The effects of `augment=ct` with some other values."""
-    return Transforms(make_effects({**CT, **values}))
+    return Transforms(make_effects({**CT, "window_hu": (-1000.0, 400.0), **values}))

@@ -1,0 +1,189 @@
+"""Disease painted into organs whose outline is known, so that networks learn outlines that go on through it.
+
+Radii, densities and the share of a lung are ranges of what chest CTs show; densities follow the terms of the Fleischner Society (Hansell et
+al., Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medseg.data.augment import Effect, Spacing
+from medseg.geometry.grid import VoxelBox
+
+# The outline of a lung is half way between lung and soft tissue: voxels that are partly lung lie beyond it, and are painted too.
+RIM_MM = 2.0
+GRAIN_MM = 12.0  # of the noise that roughens borders and texture
+MAX_LESIONS = 3
+
+
+class Lesion(NamedTuple):
+    """A lesion.
+
+    Attributes:
+        depth_mm: Distance from its border, positive inside, (D, H, W).
+        hu: Its density.
+        edge_mm: Width of its border.
+    """
+
+    depth_mm: Tensor
+    hu: float
+    edge_mm: float
+
+
+class Place(NamedTuple):
+    """An organ in which a lesion is drawn.
+
+    Attributes:
+        points_mm: Coordinates z, y (towards the back) and x, which broadcast to (D, H, W).
+        organ: Its voxels, (D, H, W) bool.
+        rough: Smooth noise of unit variance, (D, H, W).
+        rng: Generator of the sample.
+    """
+
+    points_mm: tuple[Tensor, Tensor, Tensor]
+    organ: Tensor
+    rough: Tensor
+    rng: np.random.Generator
+
+    def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
+        """Depth in a rough ball about a random voxel of the organ."""
+        voxels = self.organ.flatten().nonzero()[:, 0]
+        chosen = np.unravel_index(int(voxels[int(self.rng.integers(len(voxels)))]), tuple(self.organ.shape))
+        radius = math.exp(self.rng.uniform(*map(math.log, radius_mm)))
+        squares = [(axis - axis.flatten()[int(at)]) ** 2 for axis, at in zip(self.points_mm, chosen, strict=True)]
+        return radius - (squares[0] + squares[1] + squares[2]).sqrt() + rough_mm * self.rough
+
+    def lowest(self, share: tuple[float, float], tilt: float, rough_mm: float) -> Tensor:
+        """Depth below a plane that cuts off a share of the organ at its back, and in a tilted plane also at its base or apex."""
+        z, x = self.rng.uniform(-tilt, tilt, size=2)
+        height = (self.points_mm[1] - z * self.points_mm[0] + x * self.points_mm[2]) / math.sqrt(1 + z * z + x * x)
+        heights = height.expand(self.organ.shape)[self.organ]
+        # A sample of the voxels is enough for a quantile.
+        level = float(torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - self.rng.uniform(*share)))
+        return height - level + rough_mm * self.rough
+
+
+def _consolidation(place: Place) -> Lesion:
+    return Lesion(place.ball((12.0, 50.0), 6.0), place.rng.uniform(0.0, 60.0), 5.0)
+
+
+def _ground_glass(place: Place) -> Lesion:
+    return Lesion(place.ball((15.0, 60.0), 8.0), place.rng.uniform(-650.0, -300.0), 12.0)
+
+
+def _mass(place: Place) -> Lesion:
+    return Lesion(place.ball((6.0, 35.0), 1.5), place.rng.uniform(20.0, 80.0), 1.5)
+
+
+def _collapse(place: Place) -> Lesion:
+    return Lesion(place.lowest((0.05, 0.45), 1.0, 4.0), place.rng.uniform(10.0, 60.0), 4.0)
+
+
+def _effusion(place: Place) -> Lesion:
+    return Lesion(place.lowest((0.03, 0.4), 0.15, 0.5), place.rng.uniform(-5.0, 25.0), 1.5)
+
+
+KINDS: dict[str, Callable[[Place], Lesion]] = {
+    "consolidation": _consolidation, "ground_glass": _ground_glass, "mass": _mass, "collapse": _collapse, "effusion": _effusion,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Disease(Effect):
+    """Up to three lesions painted into one labelled organ: lung that is denser than air becomes as dense as the lesion.
+
+    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse. Pleural fluid (`effusion`) lies outside
+    the lung: it becomes background. Only the first channel is painted.
+
+    Attributes:
+        probability: Probability that a sample is painted.
+        kinds: Keys of `KINDS`, of which each lesion is one.
+        window_hu: HU of -1 and 1 in the image.
+
+    Raises:
+        ValueError: If a kind is unknown, or HU of the image are not known.
+    """
+
+    probability: float
+    kinds: Sequence[str]
+    window_hu: tuple[float, float] | None
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.kinds) - KINDS.keys():
+            raise ValueError(f"disease_kinds: expected some of {', '.join(KINDS)}, got {', '.join(map(str, unknown))}")
+        if self.probability and not (self.kinds and self.window_hu):
+            raise ValueError(
+                "disease_probability: disease is painted in HU, in at least one kind; the first channel must have a window"
+            )
+
+    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+        """Paint the first channel, in place."""
+        # Without disease nothing is drawn: the samples of older configurations stay.
+        if self.probability and rng.random() < self.probability:
+            values = [value for value in labels.unique().tolist() if value]
+            if values and self.window_hu is not None:
+                low, high = self.window_hu
+                half = (high - low) / 2
+                hu = image[0].mul_(half).add_(low + half)
+                paint_disease(hu, labels, values[int(rng.integers(len(values)))], self.kinds, rng, spacing_mm)
+                hu.sub_(low + half).div_(half)
+        return image, labels
+
+
+def paint_disease(
+    image_hu: Tensor, labels: Tensor, value: int, kinds: Sequence[str], rng: np.random.Generator, spacing_mm: Spacing
+) -> None:
+    """Paint one to three lesions into an organ, in place.
+
+    Args:
+        image_hu: (D, H, W) float32; y runs to the patient's back.
+        labels: (D, H, W) uint8. Pleural fluid becomes 0.
+        value: Value of the organ, which is there.
+        kinds: Keys of `KINDS`, at least one.
+        rng: Source of all choices.
+        spacing_mm: Voxel spacing, (z, y, x).
+    """
+    rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
+    found = (labels == value).nonzero()
+    tight = VoxelBox(tuple(found.min(0).values.tolist()), tuple((found.max(0).values + 1).tolist()))
+    box = tight.expanded(tuple(rim)).clipped(tuple(labels.shape)).slices()
+    image_hu, labels = image_hu[box], labels[box]
+    for _ in range(int(rng.integers(1, MAX_LESIONS, endpoint=True))):
+        organ = labels == value
+        if not organ.any():
+            return
+        z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
+        place = Place((z[:, None, None], y[:, None], x), organ, _smooth_noise(organ.shape, spacing_mm, rng), rng)
+        kind = kinds[int(rng.integers(len(kinds)))]
+        lesion = KINDS[kind](place)
+        share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0).mul_(_grown(organ, rim))
+        grain = torch.from_numpy(rng.standard_normal(organ.shape, dtype=np.float32)).mul_(rng.uniform(5.0, 25.0))
+        denser = grain.add_(lesion.hu).add_(place.rough, alpha=8.0).sub_(image_hu).clamp_(min=0.0)
+        image_hu.add_(share.mul_(denser))
+        if kind == "effusion":
+            labels[organ & (lesion.depth_mm > 0)] = 0
+
+
+def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:
+    """Grow a mask (D, H, W) by a number of voxels along each axis: 1 where it is, else 0, float32."""
+    grown = mask[None, None].float()
+    for axis, width in enumerate(voxels):
+        around = [width if other == axis else 0 for other in range(3)]
+        grown = F.max_pool3d(grown, [2 * one + 1 for one in around], stride=1, padding=around)
+    return grown[0, 0]
+
+
+def _smooth_noise(shape: Sequence[int], spacing_mm: Spacing, rng: np.random.Generator) -> Tensor:
+    """Draw noise of unit variance whose grain is `GRAIN_MM`, (D, H, W)."""
+    coarse = [2 + math.ceil(size * mm / GRAIN_MM) for size, mm in zip(shape, spacing_mm, strict=True)]
+    values = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32))
+    noise = F.interpolate(values[None, None], size=tuple(shape), mode="trilinear", align_corners=True)[0, 0]
+    # Linear interpolation lowers the variance between the points of the grid.
+    return noise / noise.std().clamp(min=1e-3)

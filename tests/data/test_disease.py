@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+from torch import Tensor
+
+from medseg.data.disease import KINDS, RIM_MM, Disease, paint_disease
+from medseg.data.sampler import sample_rng
+
+SPACING_MM = (2.5, 1.5, 2.0)
+SHAPE = (40, 60, 50)
+WINDOW_HU = (-1000.0, 400.0)
+
+
+def chest() -> tuple[Tensor, Tensor]:
+    """Two ellipsoids of lung (-850 HU) in soft tissue (40 HU); label 1 at larger x."""
+    z, y, x = np.ogrid[: SHAPE[0], : SHAPE[1], : SHAPE[2]]
+    labels = np.zeros(SHAPE, dtype=np.uint8)
+    for value, middle_x in ((1, 37), (2, 12)):
+        labels[((z - 20) / 17) ** 2 + ((y - 30) / 25) ** 2 + ((x - middle_x) / 10) ** 2 < 1] = value
+    image = np.where(labels > 0, -850, 40) + np.random.default_rng(0).normal(0, 10, SHAPE)
+    return torch.from_numpy(image.astype(np.float32)), torch.from_numpy(labels)
+
+
+def painted(kind: str, n: int) -> tuple[Tensor, Tensor]:
+    image, labels = chest()
+    paint_disease(image, labels, 1, [kind], sample_rng(3, n), SPACING_MM)
+    return image, labels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lung_becomes_denser_and_nothing_beyond_its_rim_changes(kind: str) -> None:
+    image, labels = chest()
+    away_mm = ndimage.distance_transform_edt(labels.numpy() != 1, sampling=SPACING_MM)
+    shares = []
+    for n in range(20):
+        new, _ = painted(kind, n)
+        assert bool((new >= image).all())
+        changed = (new != image).numpy()
+        # A rim of whole voxels, along each axis.
+        assert away_mm[changed].max() < np.linalg.norm([RIM_MM + mm for mm in SPACING_MM])
+        shares.append((new - image)[labels == 1].gt(100).float().mean().item())
+    assert min(shares) > 0
+    assert 0.02 < np.mean(shares) < 0.8
+
+
+@pytest.mark.parametrize("kind", set(KINDS) - {"effusion"})
+def test_the_outline_stays(kind: str) -> None:
+    assert all(torch.equal(painted(kind, n)[1], chest()[1]) for n in range(10))
+
+
+def test_fluid_leaves_the_lung_at_its_back() -> None:
+    for n in range(10):
+        image, labels = painted("effusion", n)
+        gone = (labels != chest()[1]).numpy()
+        assert set(labels[gone].tolist()) == {0}
+        assert not gone[chest()[1].numpy() != 1].any()
+        # Fluid is water: its core, away from its surface, and the lung beside it keeps its density.
+        assert -15 < np.median(image.numpy()[ndimage.binary_erosion(gone)]) < 35
+        assert float(image[labels == 1].median()) < -800
+        y = np.argwhere(gone)[:, 1].mean()
+        assert y > np.argwhere(labels.numpy() == 1)[:, 1].mean() + 5
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("consolidation", -10, 70), ("mass", 10, 90), ("ground_glass", -660, -290)])
+def test_the_core_has_the_density_of_its_kind(kind: str, low: float, high: float) -> None:
+    medians = []
+    for n in range(20):
+        new, labels = painted(kind, n)
+        core = ndimage.binary_erosion(((new - chest()[0]) > 100).numpy() & (labels == 1).numpy(), iterations=4)
+        if core.any():
+            medians.append(float(np.median(new.numpy()[core])))
+    assert len(medians) > 3
+    assert low - 20 < min(medians)
+    assert max(medians) < high + 20
+
+
+def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothing() -> None:
+    def sample(**values: Any) -> tuple[Tensor, np.random.Generator]:
+        image, labels = chest()
+        rng, arguments = sample_rng(5, 1), {"probability": 1.0, "kinds": list(KINDS), "window_hu": WINDOW_HU}
+        unit = ((image + 300) / 700)[None]
+        return Disease(**{**arguments, **values})(unit, labels, rng, SPACING_MM)[0], rng
+
+    assert torch.equal(sample()[0], sample()[0])
+    assert not torch.equal(sample()[0], sample(probability=0.0)[0])
+    assert sample(probability=0.0)[1].random() == sample_rng(5, 1).random()
+    image, _ = chest()
+    assert torch.equal(sample(probability=0.0)[0][0], (image + 300) / 700)
+    # In units of the window the same lesions.
+    expected, labels = chest()
+    rng = sample_rng(5, 1)
+    rng.random()
+    paint_disease(expected, labels, [1, 2][int(rng.integers(2))], list(KINDS), rng, SPACING_MM)
+    assert torch.allclose(sample()[0][0] * 700 - 300, expected, atol=0.01)
+
+
+def test_a_crop_without_an_organ_stays() -> None:
+    image = torch.zeros(1, 8, 8, 8)
+    labels = torch.zeros(8, 8, 8, dtype=torch.uint8)
+    new, _ = Disease(1.0, list(KINDS), WINDOW_HU)(image.clone(), labels, sample_rng(0, 0), SPACING_MM)
+    assert torch.equal(new, image)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [({"kinds": ["fibrosis"]}, "fibrosis"), ({"kinds": []}, "at least one kind"), ({"window_hu": None}, "window")],
+)
+def test_what_cannot_be_painted_is_refused(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Disease(**{"probability": 0.5, "kinds": ["mass"], "window_hu": WINDOW_HU, **values})
