@@ -1,0 +1,45 @@
+"""Presence loss: whether a class is in the image at all, by global pooling of the logits."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class PresenceLoss(nn.Module):
+    """Binary cross-entropy of the presence of each class but the background.
+
+    The logit of a presence is the mean, over the `voxels` where it is largest, of the logit of the class minus that of the background. It
+    adds no weights, so it works with every network and at every size: a class that is absent is pushed below the background
+    everywhere, not only on average.
+    """
+
+    target_form = "indices"
+
+    def __init__(self, voxels: int = 1000) -> None:
+        """Set the pooling.
+
+        Args:
+            voxels: Voxels that decide, at least one; a smaller image takes all of its own.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        super().__init__()
+        if voxels < 1:
+            raise ValueError(f"voxels: at least one must decide, got {voxels}")
+        self.voxels = voxels
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Score the presence of all classes.
+
+        Args:
+            logits: (N, K, D, H, W).
+            target: (N, D, H, W), integers in [0, K).
+
+        Returns:
+            The mean over samples and classes, a scalar.
+        """
+        scores = (logits[:, 1:] - logits[:, :1]).flatten(2)
+        presence = scores.topk(min(self.voxels, scores.shape[2]), dim=2, sorted=False).values.mean(2)
+        is_there = torch.stack([(target == value).flatten(1).any(1) for value in range(1, logits.shape[1])], dim=1)
+        return F.binary_cross_entropy_with_logits(presence, is_there.to(presence.dtype))
