@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from medseg.build.network import make_described_network, to_tuples
 from medseg.build.task import with_known_labels
+from medseg.cascade.bound import DiceBound
 from medseg.cascade.stage import TrainedStage
 from medseg.config.schema import UNET, Precision, Resampling
 from medseg.config.targets import TARGET, check_target
@@ -87,6 +88,7 @@ def load_stage(
             device=device,
             rule=GridRule(**metadata.get("grid_rule", {})),
             checkpoints={str(path): checksum(path)},
+            dice_bound=DiceBound(**metadata["dice_bound"]) if metadata.get("dice_bound") else None,
         )
     except RuntimeError as error:
         if is_out_of_memory(error):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.plausibility import agreement, distortion_warnings, most_disputed_xyz_mm, volume_warnings, voxel_ml
@@ -63,6 +64,7 @@ class Segmentation:
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
+        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`; empty for stages without one.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
         statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone leaves it empty.
@@ -79,6 +81,7 @@ class Segmentation:
     tiling_plans: dict[str, str] = field(default_factory=dict)
     distortions: dict[str, float] = field(default_factory=dict)
     agreements: dict[str, float] = field(default_factory=dict)
+    dice_at_least: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
     most_disputed_xyz_mm: tuple[float, ...] | None = None
     statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -127,6 +130,12 @@ class Cascade:
     def last(self) -> TrainedStage:
         """The stage that makes the final labels."""
         return self.stages[-1]
+
+    @property
+    def dice_bound(self) -> DiceBound | None:
+        """Bound that was calibrated for these two stages together; None for other pairs and for several checkpoints."""
+        bounds = {stage.dice_bound for stage in self.stages if not stage.others}
+        return bounds.pop() if len(bounds) == 1 and len(self.stages) == 2 else None
 
     @property
     def steps(self) -> list[str]:
@@ -182,6 +191,8 @@ class Cascade:
                 result.agreements = agreement(found.labels, found.grid, labels, grid, regions)
                 result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid)
         _remove_contradictions(result, labels, task, options)
+        if (bound := self.dice_bound) is not None:
+            result.dice_at_least = {name: bound.at(agreed) for name, agreed in result.agreements.items() if name in result.boxes}
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
             result.warnings.append("no label found at all: the result is empty; check that the scan shows the organs of the task")
         result.warnings += volume_warnings(result.volumes_ml, labels, task)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from medseg.cascade.bound import DiceBound
 from medseg.data.task import Task
 from medseg.errors import UserError, is_out_of_memory, require
 from medseg.geometry.grid import VoxelGrid
@@ -106,6 +107,7 @@ class TrainedStage:
         tile_workers: Processes that share the tiles; None = this process alone.
         resampling: Filter that brings a scan to the stage's spacing, see `medseg.preprocess.resample`.
         warnings: Sentences about how its use differs from its training, for every result.
+        dice_bound: Lower bound on the Dice coefficient of its results, calibrated with one other stage; None without calibration.
     """
 
     network: nn.Module
@@ -124,6 +126,7 @@ class TrainedStage:
     tile_workers: TileWorkers | None = None
     resampling: str = ANTIALIASED
     warnings: tuple[str, ...] = ()
+    dice_bound: DiceBound | None = None
 
     @property
     def divisor(self) -> tuple[int, int, int]:

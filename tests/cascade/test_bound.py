@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medseg.cascade.bound import calibrate, count_covered
+
+
+def patients(count: int, rng: np.random.Generator) -> dict[str, list[tuple[float, float]]]:
+    """Patients of one or two regions whose errors follow the agreement loosely, and each other."""
+    found = {}
+    for n in range(count):
+        skill = rng.exponential(1.0)
+        agreements = rng.uniform(0.8, 1.0, rng.integers(1, 3))
+        found[str(n)] = [(a, 1 - min(1.0, skill * (1.02 - a) * rng.uniform(0.1, 1.0))) for a in agreements]
+    return found
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
+def test_new_patients_reach_the_bound_as_often_as_stated(level: float) -> None:
+    """Coverage over many calibrations lies between the level and one patient more (Lei et al., theorem 2.2)."""
+    rng, hits, trials, count = np.random.default_rng(0), 0, 4000, 19
+    for _ in range(trials):
+        bound = calibrate(patients(count, rng), level)
+        assert bound is not None
+        hits += all(dice >= bound.at(agreement) for agreement, dice in patients(1, rng)["0"])
+    spread = 4 * np.sqrt(level * (1 - level) / trials)
+    assert level - spread < hits / trials < level + 1 / (count + 1) + spread
+
+
+def test_the_bound_is_the_worst_ratio_but_those_that_the_level_leaves_out() -> None:
+    scores = {str(n): [(0.98, 1 - 0.04 * n / 10), (0.5, 1.0)] for n in range(1, 11)}
+    bound = calibrate(scores, 0.9)  # of ten patients the largest
+    assert bound is not None
+    assert (bound.num_patients, bound.level) == (10, 0.9)
+    assert bound.at(0.98) == pytest.approx(0.96)
+    assert bound.at(0.93) == pytest.approx(1 - 0.09)
+    assert bound.at(0.0) == 0.0
+    looser = calibrate(scores, 0.5)
+    assert looser is not None
+    assert looser.at(0.98) == pytest.approx(1 - 0.04 * 0.6)
+
+
+def test_too_few_patients_give_no_bound() -> None:
+    rng = np.random.default_rng(1)
+    assert calibrate(patients(8, rng), 0.9) is None
+    assert calibrate(patients(9, rng), 0.9) is not None
+    assert calibrate({}, 0.9) is None
+
+
+def test_each_patient_is_judged_by_the_others() -> None:
+    scores = {str(n): [(0.9, 0.95)] for n in range(20)}
+    assert count_covered(scores, 0.9) == 20
+    assert count_covered(scores | {"bad": [(0.99, 0.2)]}, 0.9) == 20
