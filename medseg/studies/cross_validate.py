@@ -1,10 +1,10 @@
-"""Cross-validation by patient, on whole scans and on partial ones that are cut out of them."""
+"""Cross-validation by patient, on whole scans and on harder ones that are made of them."""
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,18 @@ from hydra.core.hydra_config import HydraConfig
 
 from medseg.build.cases import file_values
 from medseg.build.task import make_task
+from medseg.cascade.bound import OFFSET, calibrate, count_covered
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
 from medseg.data.task import Task
 from medseg.errors import require
 from medseg.evaluation.scoring import METRICS
-from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
-from medseg.io.read import read_image, read_labels
-from medseg.io.write import write_image, write_labels
-from medseg.preprocess.orient import orient
 from medseg.report.spacings import distance_text
 from medseg.report.tables import Formats, markdown_table, read_csv, write_csv
-from medseg.studies.recipes import Step, cascade_steps, label_values_argument, last_checkpoint, run_steps
+from medseg.studies.pieces import cut_partial_scans, oriented_labels, paint_scan
+from medseg.studies.recipes import BOUND, Step, cascade_steps, label_values_argument, last_checkpoint, run_steps
 
 Row = dict[str, Any]
 # Column of folds.md to its heading.
@@ -33,15 +31,10 @@ COLUMNS = {
     "case": "case", "fold": "fold", "region": "region", "trust": "reference", "dice": "Dice", "nsd_1mm": "NSD 1 mm", "hd95_mm": "HD95 mm",
     "volume_pred_ml": "predicted ml", "volume_ref_ml": "reference ml", "share_in_crop": "in the crop",
 }  # fmt: skip
-
-# Shares of the organ's height in a part with one of its ends, and in the middle part.
-SHARE_OF_END = 0.25
-SHARE_OF_MIDDLE = 0.35
-# A lower organ is not cut.
-LEAST_HEIGHT_MM = 100.0
-# A part without organ keeps this distance, since references may stop a slice early, and is at least this high.
-GAP_MM = 5.0
-LEAST_MM = 15.0
+LEVEL = 0.9  # of the lower bound on Dice
+TRUSTED = ("", "reference")
+PIECES = "Pieces cut out of these scans:"
+DISEASED = "These scans with disease painted into their organs:"
 
 
 def cross_validate(config: CrossValidateConfig) -> int:
@@ -64,12 +57,20 @@ def cross_validate(config: CrossValidateConfig) -> int:
     label_values = label_values_argument(config.data.label_values or {})
     task_given = [one for one in HydraConfig.get().overrides.task if one.startswith("task")]
     scored: dict[str, tuple[int, Case]] = {}
+    groups: dict[str, set[str]] = {"": set(), PIECES: set(), DISEASED: set()}
+    organ = [value for value, name in values.items() if name in task.labels]
     steps: list[Step] = []
     for fold in range(config.num_folds):
         held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
-        if config.pieces:
-            organ = [value for value, name in values.items() if name in task.labels]
-            held_out += [part for case in held_out if case.labels for part in cut_partial_scans(case, organ, output / "pieces")]
+        whole = [case for case in held_out if case.labels]
+        made = {
+            "": held_out,
+            PIECES: [part for case in whole if config.pieces for part in cut_partial_scans(case, organ, output / "pieces")],
+            DISEASED: [ill for case in whole if config.diseased for ill in paint_scan(case, organ, output / "diseased")],
+        }
+        for heading, some in made.items():
+            groups[heading] |= {case.name for case in some}
+        held_out = [case for some in made.values() for case in some]
         scored |= {case.name: (fold, case) for case in held_out}
         folder = output / f"fold_{fold}"
         data = [
@@ -98,7 +99,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
     )
     # The folds share the trainings on phantoms: equal commands run once.
     run_steps(list(dict.fromkeys(map(tuple, steps))))
-    write_rows(fold_rows(scored, output, task, values), output, {case.name for case in cases})
+    rows = fold_rows(scored, output, task, values)
+    write_rows(rows, output, groups)
+    write_bound([row for row in rows if row["case"] in groups[""]], {name: case for name, (_, case) in scored.items()}, output)
     print((output / "folds.md").read_text(encoding="utf-8"))
     return 0
 
@@ -119,6 +122,7 @@ def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, 
                 "region": region,
                 "trust": score["trust"],
                 **{metric: float(score[metric]) for metric in METRICS},
+                "agreement": report["agreements"].get(region),
                 "share_in_crop": share_in_crop(case, region_values, report["boxes"].get(region)),
                 "total_s": round(report["durations_s"]["total"], 1),
             }
@@ -151,89 +155,43 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     return float(np.all((indices >= low - half) & (indices <= high + half), axis=1).mean())
 
 
-def cut_partial_scans(case: Case, values: Sequence[int], folder: Path) -> list[Case]:
-    """Cut a case along z and write the parts with their labels; existing files are kept.
-
-    Args:
-        case: Case with labels.
-        values: Values of the organ in its label file.
-        folder: Folder of `<case>_<part>.nii.gz` and `<case>_<part>_labels.nii.gz`.
-
-    Returns:
-        The parts as cases; see `slice_ranges` for the parts that a scan has.
-    """
-    labels, grid = oriented_labels(case)
-    has_organ = np.array([np.isin(plane, values).any() for plane in labels])
-    ranges = dict(slice_ranges(has_organ, grid.spacing_mm[0]))
-    paths = {name: (folder / f"{case.name}_{name}.nii.gz", folder / f"{case.name}_{name}_labels.nii.gz") for name in ranges}
-    if not all(path.is_file() for pair in paths.values() for path in pair):
-        scan = read_image(case.image, case.series)
-        image, image_grid, _ = orient(scan.array, scan.grid)
-        for name, (start, stop) in ranges.items():
-            box = VoxelBox((start, 0, 0), (stop, *image.shape[1:]))
-            write_image(paths[name][0], image[box.slices()], image_grid.crop(box))
-            write_labels(paths[name][1], labels[box.slices()], grid.crop(box))
-    return [
-        replace(case, name=f"{case.name}_{name}", image=image_path, labels=labels_path, series=None)
-        for name, (image_path, labels_path) in paths.items()
-    ]
-
-
-def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Choose the slices of each part.
-
-    Args:
-        has_organ: Per slice, from the feet up, whether it contains the organ; all may be False.
-        step_mm: Distance between slices.
-
-    Yields:
-        Name and half-open range of slices. `bases` and `apices` extend to the end of the scan and exist only if the organ ends before
-        it; `below` and `above` contain no organ.
-
-    Example:
-        >>> dict(slice_ranges(np.array([False] * 6 + [True] * 20), 5.0))
-        {'below': (0, 5), 'bases': (0, 11), 'middle': (12, 20)}
-    """
-    slices = np.flatnonzero(has_organ)
-    if len(slices) == 0:
-        return
-    first, stop, end = int(slices[0]), int(slices[-1]) + 1, len(has_organ)
-    height = stop - first
-    gap, least = math.ceil(GAP_MM / step_mm), math.ceil(LEAST_MM / step_mm)
-    share, margin = math.ceil(SHARE_OF_END * height), (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2
-    if first - gap >= least:
-        yield "below", (0, first - gap)
-    if height * step_mm >= LEAST_HEIGHT_MM:
-        if first > 0:
-            yield "bases", (0, first + share)
-        yield "middle", (first + margin, stop - margin)
-        if stop < end:
-            yield "apices", (stop - share, end)
-    if end - stop - gap >= least:
-        yield "above", (stop + gap, end)
-
-
-def oriented_labels(case: Case) -> tuple[np.ndarray, VoxelGrid]:
-    """Read the labels of a case in the orientation of networks, with their grid."""
-    assert case.labels is not None, "only cases with labels are cut and scored"
-    volume = read_labels(case.labels)
-    labels, grid, _ = orient(volume.array, volume.grid)
-    return labels, grid
-
-
-def write_rows(rows: Sequence[Row], output: Path, whole: Set[str]) -> None:
+def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]) -> None:
     """Write `folds.csv` and `folds.md`.
 
     Args:
         rows: From `fold_rows`.
         output: Folder.
-        whole: Names of the whole scans; partial scans get a table of their own.
+        groups: Line above each table to the names of its scans.
     """
     write_csv(output / "folds.csv", rows)
-    text = _section([row for row in rows if row["case"] in whole])
-    if partial := [row for row in rows if row["case"] not in whole]:
-        text += f"\nPieces cut out of these scans:\n\n{_section(partial)}"
-    replace_text(output / "folds.md", text)
+    tables = {heading: [row for row in rows if row["case"] in names] for heading, names in groups.items()}
+    texts = [f"{heading}\n\n{_section(some)}" if heading else _section(some) for heading, some in tables.items() if some]
+    replace_text(output / "folds.md", "\n".join(texts))
+
+
+def write_bound(rows: Sequence[Row], cases: Mapping[str, Case], output: Path) -> None:
+    """Calibrate the lower bound on Dice on the whole scans: `bound.json`, which `make_weights` stores, and a line in `folds.md`.
+
+    Args:
+        rows: From `fold_rows`, of whole scans; those count whose reference is not said to be doubtful.
+        cases: Cases by name.
+        output: Folder.
+    """
+    scores: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["agreement"] is not None and row["trust"] in TRUSTED:
+            scores.setdefault(cases[row["case"]].patient or row["case"], []).append((row["agreement"], row["dice"]))
+    (output / BOUND).unlink(missing_ok=True)
+    if (bound := calibrate(scores, LEVEL)) is None:
+        return
+    replace_text(output / BOUND, json.dumps(asdict(bound)))
+    usual = [bound.at(agreement) for regions in scores.values() for agreement, _ in regions]
+    text = (
+        f"Lower bound on Dice at a level of {LEVEL:.0%}, from the agreement of the stages: 1 - {bound.factor:.3g} * (1 - agreement + {OFFSET:g}); "
+        f"median {median(usual):.3f}. Each patient judged by the others: {count_covered(scores, LEVEL)} of {len(scores)} patients are above it "
+        "with every region.\n"
+    )
+    replace_text(output / "folds.md", (output / "folds.md").read_text(encoding="utf-8") + "\n" + text)
 
 
 def _section(rows: Sequence[Row]) -> str:

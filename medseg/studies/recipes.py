@@ -25,6 +25,8 @@ from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status, status_of
 from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
 
+BOUND = "bound.json"
+"""File of `cross_validate` with the lower bound on Dice."""
 Step = Sequence[str]
 """Arguments of `medseg`, the command first."""
 
@@ -221,6 +223,8 @@ def make_weights(config: MakeWeightsConfig) -> int:
     sums = ""
     for stage in ("coarse", "fine"):
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
+        if (runs / BOUND).is_file():
+            metadata["dice_bound"] = json.loads((runs / BOUND).read_text(encoding="utf-8"))
         path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
         sums += f"{write_weights(path, without_folders(metadata), weights)}  {path.name}\n"
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights")

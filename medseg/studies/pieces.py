@@ -1,0 +1,162 @@
+"""Harder scans made of whole ones: parts along z, half chests, and scans with disease painted in."""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from medseg.data.case_table import Case
+from medseg.data.disease import KINDS, paint_disease
+from medseg.data.sampler import sample_rng
+from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_image, write_labels
+from medseg.preprocess.orient import orient
+
+# Shares of the organ's height in a part with one of its ends, and in the middle part.
+SHARE_OF_END = 0.25
+SHARE_OF_MIDDLE = 0.35
+# A lower organ is not cut.
+LEAST_HEIGHT_MM = 100.0
+# A part without organ keeps this distance, since references may stop a slice early, and is at least this high.
+GAP_MM = 5.0
+LEAST_MM = 15.0
+Files = tuple[Path, Path]
+
+
+def cut_partial_scans(case: Case, values: Sequence[int], folder: Path) -> list[Case]:
+    """Cut a case along z, and between its organs along x, and write the parts with their labels; existing files are kept.
+
+    Args:
+        case: Case with labels.
+        values: Values of the organs in its label file.
+        folder: Folder of `<case>_<part>.nii.gz` and `<case>_<part>_labels.nii.gz`.
+
+    Returns:
+        The parts as cases; see `slice_ranges` and `halves` for the parts that a scan has.
+    """
+    labels, grid = oriented_labels(case)
+    has_organ = np.array([np.isin(plane, values).any() for plane in labels])
+    depth, height, width = labels.shape
+    boxes = {name: VoxelBox((a, 0, 0), (b, height, width)) for name, (a, b) in slice_ranges(has_organ, grid.spacing_mm[0])}
+    boxes |= {name: VoxelBox((0, 0, a), (depth, height, b)) for name, (a, b) in halves(labels, values)}
+    files = _files(case, boxes, folder)
+    if not _exist(files):
+        image, image_grid = oriented_image(case)
+        for name, box in boxes.items():
+            write_image(files[name][0], np.ascontiguousarray(image[box.slices()]), image_grid.crop(box))
+            write_labels(files[name][1], np.ascontiguousarray(labels[box.slices()]), grid.crop(box))
+    return _as_cases(case, files)
+
+
+def paint_scan(case: Case, values: Sequence[int], folder: Path) -> list[Case]:
+    """Paint disease into every organ of a case, see `paint_disease`, and write it; existing files are kept.
+
+    Args:
+        case: Case with labels.
+        values: Values of the organs in its label file.
+        folder: Folder of `<case>_diseased.nii.gz` and `<case>_diseased_labels.nii.gz`.
+
+    Returns:
+        The painted case; none if the scan shows no organ.
+    """
+    labels, grid = oriented_labels(case)
+    present = [value for value in values if (labels == value).any()]
+    files = _files(case, ["diseased"] if present else [], folder)
+    if not _exist(files):
+        scan, scan_grid = oriented_image(case)
+        # Each case has its own disease, the same in every study.
+        rng = sample_rng(zlib.crc32(case.name.encode()), 0)
+        image, target = torch.from_numpy(scan.astype(np.float32)), torch.from_numpy(labels.copy())
+        for value in present:
+            paint_disease(image, target, value, list(KINDS), rng, grid.spacing_mm)
+        write_image(files["diseased"][0], image.round().to(torch.int16).numpy(), scan_grid)
+        write_labels(files["diseased"][1], target.numpy(), grid)
+    return _as_cases(case, files)
+
+
+def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Choose the slices of each part.
+
+    Args:
+        has_organ: Per slice, from the feet up, whether it contains the organ; all may be False.
+        step_mm: Distance between slices.
+
+    Yields:
+        Name and half-open range of slices. `bases` and `apices` extend to the end of the scan and exist only if the organ ends before
+        it; `below` and `above` contain no organ.
+
+    Example:
+        >>> dict(slice_ranges(np.array([False] * 6 + [True] * 20), 5.0))
+        {'below': (0, 5), 'bases': (0, 11), 'middle': (12, 20)}
+    """
+    slices = np.flatnonzero(has_organ)
+    if len(slices) == 0:
+        return
+    first, stop, end = int(slices[0]), int(slices[-1]) + 1, len(has_organ)
+    height = stop - first
+    gap, least = math.ceil(GAP_MM / step_mm), math.ceil(LEAST_MM / step_mm)
+    share, margin = math.ceil(SHARE_OF_END * height), (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2
+    if first - gap >= least:
+        yield "below", (0, first - gap)
+    if height * step_mm >= LEAST_HEIGHT_MM:
+        if first > 0:
+            yield "bases", (0, first + share)
+        yield "middle", (first + margin, stop - margin)
+        if stop < end:
+            yield "apices", (stop - share, end)
+    if end - stop - gap >= least:
+        yield "above", (stop + gap, end)
+
+
+def halves(labels: np.ndarray, values: Sequence[int]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Choose the columns of half chests: the scan is cut in the middle of its organs, if it has two.
+
+    Args:
+        labels: (D, H, W), x to the patient's left.
+        values: Values of the organs.
+
+    Yields:
+        Name, `right_half` or `left_half` of the patient, and half-open range of columns.
+    """
+    present = np.isin(values, labels)
+    if present.sum() == 2:
+        columns = np.flatnonzero(np.isin(labels, values).any(axis=(0, 1)))
+        middle = int(columns[0] + columns[-1] + 1) // 2
+        yield "right_half", (0, middle)
+        yield "left_half", (middle, labels.shape[2])
+
+
+def oriented_image(case: Case) -> tuple[np.ndarray, VoxelGrid]:
+    """Read the scan of a case in the orientation of networks, with its grid."""
+    scan = read_image(case.image, case.series)
+    image, grid, _ = orient(scan.array, scan.grid)
+    return image, grid
+
+
+def oriented_labels(case: Case) -> tuple[np.ndarray, VoxelGrid]:
+    """Read the labels of a case in the orientation of networks, with their grid."""
+    assert case.labels is not None, "only cases with labels are cut and scored"
+    volume = read_labels(case.labels)
+    labels, grid, _ = orient(volume.array, volume.grid)
+    return labels, grid
+
+
+def _files(case: Case, names: Sequence[str] | Mapping[str, VoxelBox], folder: Path) -> dict[str, Files]:
+    """Files of image and labels of each part of a case."""
+    return {name: (folder / f"{case.name}_{name}.nii.gz", folder / f"{case.name}_{name}_labels.nii.gz") for name in names}
+
+
+def _exist(files: Mapping[str, Files]) -> bool:
+    return all(path.is_file() for pair in files.values() for path in pair)
+
+
+def _as_cases(case: Case, files: Mapping[str, Files]) -> list[Case]:
+    return [
+        replace(case, name=f"{case.name}_{name}", image=image_path, labels=labels_path, series=None)
+        for name, (image_path, labels_path) in files.items()
+    ]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medseg.data.case_table import Case
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_image, write_labels
+from medseg.studies.pieces import cut_partial_scans, halves, paint_scan, slice_ranges
+
+# Stored from head to feet: slice 0 is the highest.
+HEAD_FIRST_GRID = VoxelGrid((60, 4, 5), (5.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((1, 0, 0), (0, 1, 0), (0, 0, -1)))
+
+
+@pytest.mark.parametrize(
+    ("below", "organ", "above", "expected"),
+    [
+        (0, 40, 0, {"middle": (13, 27)}),
+        (1, 40, 1, {"bases": (0, 11), "middle": (14, 28), "apices": (31, 42)}),
+        (9, 40, 5, {"below": (0, 8), "bases": (0, 19), "middle": (22, 36), "apices": (39, 54), "above": (50, 54)}),
+        (9, 10, 0, {"below": (0, 8)}),
+        (9, 0, 9, {}),
+    ],
+)
+def test_the_slices_of_each_part(below: int, organ: int, above: int, expected: dict[str, tuple[int, int]]) -> None:
+    assert dict(slice_ranges(np.repeat([False, True, False], [below, organ, above]), 5.0)) == expected
+
+
+def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) -> None:
+    image = np.arange(np.prod(HEAD_FIRST_GRID.shape), dtype=np.int16).reshape(HEAD_FIRST_GRID.shape)
+    labels = np.zeros(HEAD_FIRST_GRID.shape, dtype=np.uint8)
+    labels[10:50, 1:3, 1:3] = 7
+    write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
+    write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
+    parts = {part.name: part for part in cut_partial_scans(case, [7], tmp_path / "pieces")}
+    assert set(parts) == {"c_below", "c_bases", "c_middle", "c_apices", "c_above"}
+    for name, part in parts.items():
+        assert (part.patient, part.trust) == ("p", {"lung": "reference"})
+        assert part.labels is not None
+        cut, cut_labels = read_image(part.image), read_labels(part.labels)
+        assert cut.grid.is_close(cut_labels.grid)
+        assert bool((cut_labels.array == 7).any()) == (name not in {"c_below", "c_above"})
+        # Each voxel at its own world point.
+        place = np.round(HEAD_FIRST_GRID.world_to_index_zyx(cut.grid.index_to_world_xyz_mm([1, 2, 3]))).astype(int)
+        assert cut.array[1, 2, 3] == image[tuple(place)]
+    assert read_image(parts["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[0] == pytest.approx(19)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()}
+    assert [part.name for part in cut_partial_scans(case, [7], tmp_path / "pieces")] == list(parts)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()} == before
+
+
+def test_halves_lie_between_two_organs_and_only_there() -> None:
+    labels = np.zeros((3, 4, 20), dtype=np.uint8)
+    labels[:, 1:3, 3:8] = 2
+    assert not list(halves(labels, [1, 2]))
+    labels[:, 1:3, 11:17] = 1
+    assert dict(halves(labels, [1, 2])) == {"right_half": (0, 10), "left_half": (10, 20)}
+    labels[0, 0, 0] = 3
+    assert not list(halves(labels, [1, 2, 3]))
+
+
+def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path: Path) -> None:
+    image = np.full(HEAD_FIRST_GRID.shape, -800, dtype=np.int16)
+    labels = np.zeros(HEAD_FIRST_GRID.shape, dtype=np.uint8)
+    labels[10:50, 1:3, 1:3] = 7
+    write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
+    write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
+    (ill,), (again,) = (paint_scan(case, [7, 8], tmp_path / name) for name in ("a", "b"))
+    assert (ill.name, ill.patient, ill.trust) == ("c_diseased", "p", {"lung": "reference"})
+    assert ill.labels is not None
+    painted = read_image(ill.image)
+    assert np.array_equal(painted.array, read_image(again.image).array)
+    assert painted.grid.is_close(read_labels(ill.labels).grid)
+    assert (painted.array > -800).any()
+    # The first slice of the scan is the highest one, that of what is written the lowest.
+    assert not (painted.array > -800)[52:].any()
+    assert not (painted.array > -800)[:8].any()
+    assert paint_scan(case, [9], tmp_path / "none") == []
