@@ -96,7 +96,7 @@ def main() -> None:
     choices = [fastest_option(found, budget, math.inf) for budget in budgets]
     measured = measure(sets, shape, ROUNDS)
     write_csv(output / "sets.csv", [describe(*one, measured) for one in sets])
-    finalists = {choose_line(choice[1], {}) for choice in choices if choice is not None}
+    finalists = {line_of(choice) for choice in choices if choice is not None}
     for budget in budgets:
         fitting = {line_of(one): measured[line_of(one)].seconds for one in sets if does_fit(one, budget, measured)}
         finalists |= {line for line, seconds in fitting.items() if seconds <= NEARLY_BEST * min(fitting.values())}
@@ -107,7 +107,7 @@ def main() -> None:
     trained: dict[str, int] = {}  # peaks of the runs that came to their end
     for index, (budget, best) in enumerate(zip(budgets, choices, strict=True)):
         assert best is not None, "no budget is less than the peak of the smallest set"
-        line, limit = choose_line(best[1], {}), int(budget * (1 + MARGIN))
+        line, limit = line_of(best), int(budget * (1 + MARGIN))
         peak = trained.get(line)
         if peak is None:
             run_dir = output / f"run_{index}"
@@ -120,7 +120,7 @@ def main() -> None:
             compare(best, budget, sets, final, final_measured) | {"resident_mib": peak / 2**20, "is_under": peak <= limit}
         )
         print(" ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in rows[-1].values()), flush=True)
-    write(rows, [predicted_seconds(*one) / measured[choose_line(one[1], {})].seconds for one in sets], output)
+    write(rows, sets, measured, output)
 
 
 def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape, rounds: int) -> dict[str, Measured]:
@@ -224,10 +224,19 @@ def describe(candidate: Candidate, option: Option, measured: Mapping[str, Measur
     }
 
 
-def write(rows: Sequence[dict[str, Any]], ratios: Sequence[float], output: Path) -> None:
+def write(
+    rows: Sequence[dict[str, Any]], sets: Sequence[tuple[Candidate, Option]], measured: Mapping[str, Measured], output: Path
+) -> None:
     """Write `budgets.csv`, and `budgets.md` with a summary above its table."""
     write_csv(output / "budgets.csv", list(rows))
-    shown = [{key: f"{value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()} for row in rows]
+    ratios = [predicted_seconds(*one) / measured[line_of(one)].seconds for one in sets]
+    # What all sets have in common is left out.
+    common = set.intersection(*(set(line_of(one).split()) for one in sets))
+    shown = [
+        {key: f"{value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()}
+        | {"chosen": " ".join(word.removeprefix("memory.") for word in row["chosen"].split() if word not in common)}
+        for row in rows
+    ]
     summary = [
         f"* optimum of the model: {sum(row['is_optimum'] for row in rows)} of {len(rows)}",
         f"* measured seconds of the chosen set over the best measured one: median {statistics.median(row['ratio'] for row in rows):.3f}, "

@@ -185,6 +185,7 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
         divisor=find_divisor(config),
         max_voxels=stage.max_voxels,
         slab_share=stage.slab_share or 0.0,
+        side_share=stage.side_share or 0.0,
         patch_size=stage.patch_size,
         boundary_share=stage.boundary_share or 0.0,
         elsewhere_share=stage.elsewhere_share or 0.0,

@@ -626,6 +626,10 @@ def _stage_rules(config: TrainConfig) -> Rules:
             stage.slab_share is None,
             "stage.slab_share: only the coarse stage uses it; the fine stage uses augment.truncate_probability",
         ),
+        (
+            stage.side_share is None,
+            "stage.side_share: only the coarse stage uses it; the fine stage uses augment.narrow_probability",
+        ),
         *((getattr(stage, key) is not None, f"stage.{key}: the fine stage needs a value") for key in FINE_KEYS),
         (
             (stage.region_from is RegionFrom.coarse) == (stage.coarse is not None),

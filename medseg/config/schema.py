@@ -195,6 +195,10 @@ class StageConfig:
     patience: Annotated[
         int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
     ]
+    # Absent from older run folders.
+    side_share: Annotated[
+        float | None, Knob("Coarse stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
+    ] = None
 
 
 @dataclass(kw_only=True)
@@ -313,6 +317,13 @@ class AugmentConfig:
     circle_probability: Annotated[float, Knob("Probability of a round field of view.", "[0, 1]")]
     circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the longer side.", "(0, inf)")]
     # Absent from older run folders.
+    disease_probability: Annotated[
+        float, Knob("Probability of disease painted into a labelled organ of a CT, whose outline stays.", "[0, 1]")
+    ] = 0.0
+    disease_kinds: Annotated[
+        list[str],
+        Knob("Kinds of disease, of which up to three are painted: consolidation, ground_glass, mass, collapse, effusion."),
+    ] = field(default_factory=lambda: ["consolidation", "ground_glass", "mass", "collapse", "effusion"])
     transforms: Annotated[
         list[Any], Knob("Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}.")
     ] = field(default_factory=lambda: ["effects"])
@@ -848,7 +859,11 @@ class CrossValidateConfig(RecipeConfig):
     """Keys of `cross_validate`."""
 
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
-    pieces: Annotated[bool, Knob("Also score partial scans: apices, middle and bases of each organ, and its surroundings.")]
+    pieces: Annotated[
+        bool,
+        Knob("Also score partial scans: apices, middle and bases of each organ, its surroundings, halves with one organ of two."),
+    ]
+    diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its organs.")]
     task: TaskConfig
     data: LabelsConfig
 

@@ -31,8 +31,9 @@ from medseg.preprocess.resample import resample_image, resample_labels
 
 # Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
 BOUNDARY_TRIES = 8
-# Smallest part of a volume that is cut out as a scan of its own.
+# Smallest part of a volume that is cut out as a scan of its own, along z and along x.
 LEAST_SLAB = 0.15
+LEAST_SIDE = 0.35
 
 
 Found = tuple[VoxelBox, tuple[int, ...]]
@@ -68,10 +69,16 @@ class _Scan(NamedTuple):
     case: CachedCase
     task: Task
 
-    def slab(self, first: int, stop: int) -> "_Scan":
-        """Take a range of slices, as if no more had been scanned."""
-        grid = self.grid.crop(VoxelBox((first, 0, 0), (stop, *self.grid.shape[1:])))
-        return self._replace(images=[image[first:stop] for image in self.images], labels=self.labels[first:stop], grid=grid)
+    def part(self, axis: int, first: int, stop: int) -> "_Scan":
+        """Take a range of slices (axis 0) or columns (axis 2), as if no more had been scanned."""
+        box = VoxelBox.full(self.grid.shape)
+        start, end = list(box.start), list(box.stop)
+        start[axis], end[axis] = first, stop
+        box = VoxelBox.of(start, end)
+        slices = box.slices()
+        return self._replace(
+            images=[image[slices] for image in self.images], labels=self.labels[slices], grid=self.grid.crop(box)
+        )
 
     def body(self) -> VoxelBox:
         """Find the box of the body."""
@@ -123,6 +130,7 @@ class Samples(Dataset[Sample]):
         weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
         max_voxels: Coarse stage: bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
         slab_share: Coarse stage: share of samples that are cut to a random range of slices, as if no more had been scanned.
+        side_share: Coarse stage: share of samples that are cut to a random range of columns: half chests.
         is_mirrored: Fine stage: whether regions on the patient's right are mirrored along x, so that all look like left ones.
         boundary_share: Share of patches that contain a voxel at the boundary of the region (fine stage) or of a label of the case
             (coarse stage; each label is chosen equally often).
@@ -149,6 +157,7 @@ class Samples(Dataset[Sample]):
         weights: Sequence[float] | None = None,
         max_voxels: int | None = None,
         slab_share: float = 0.0,
+        side_share: float = 0.0,
         is_mirrored: bool = False,
         boundary_share: float = 0.0,
         elsewhere_share: float = 0.0,
@@ -171,7 +180,7 @@ class Samples(Dataset[Sample]):
         self.task, self.crops, self.seed, self.is_coarse = task, crops, seed, is_coarse
         self.patch_size, self.augmentation, self.jitter = patch_size, augmentation, jitter
         self.max_voxels, self.slab_share, self.is_mirrored = max_voxels, slab_share, is_mirrored
-        self.boundary_share, self.elsewhere_share = boundary_share, elsewhere_share
+        self.boundary_share, self.elsewhere_share, self.side_share = boundary_share, elsewhere_share, side_share
 
     def __len__(self) -> int:
         """Items of one pass."""
@@ -229,6 +238,8 @@ class Samples(Dataset[Sample]):
         """Choose a whole case or a slab of it, and the crop about its body."""
         scan, rule, divisor = self._scan(case), self.crops.rule, self.crops.divisor
         body = scan.body()
+        if self.side_share and rng.random() < self.side_share:  # without it nothing is drawn: the samples of older runs stay
+            scan, body = _cut(scan, body, 2, LEAST_SIDE, rng)
         if rule != PLAIN:
             spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
             scan, body = self._cut_slab(scan, body, rng)
@@ -262,10 +273,7 @@ class Samples(Dataset[Sample]):
         """Cut `slab_share` of the scans to a random range of the body's slices; return the scan and its body."""
         if rng.random() >= self.slab_share:
             return scan, body
-        num_slices = max(1, int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0)))
-        first = body.start[0] + int(rng.integers(0, body.shape[0] - num_slices, endpoint=True))
-        scan = scan.slab(first, first + num_slices)
-        return scan, scan.body()
+        return _cut(scan, body, 0, LEAST_SLAB, rng)
 
     def _bounded_depth(self, shape: tuple[int, int, int]) -> int | None:
         """Count the slices, a multiple of the divisor, that a filled shape keeps under `max_voxels`; None if it is under it."""
@@ -345,6 +353,14 @@ class Samples(Dataset[Sample]):
                 maps = case.grid.axis_map_to(crop.lattice)
                 return [round(scale * index + offset) for index, (scale, offset) in zip(centre, maps, strict=True)]
         return None
+
+
+def _cut(scan: _Scan, body: VoxelBox, axis: int, least: float, rng: np.random.Generator) -> tuple[_Scan, VoxelBox]:
+    """Cut a scan to a random range of its body along an axis, at least a share of it; return the scan and its body."""
+    size = max(1, int(body.shape[axis] * rng.uniform(least, 1.0)))
+    first = body.start[axis] + int(rng.integers(0, body.shape[axis] - size, endpoint=True))
+    scan = scan.part(axis, first, first + size)
+    return scan, scan.body()
 
 
 def _is_trusted(case: CachedCase, parts: Sequence[str], train_trust: str) -> bool:

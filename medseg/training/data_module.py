@@ -52,6 +52,7 @@ class StageInput:
         patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
         max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
         slab_share: Coarse stage: share of samples cut to a random range of slices.
+        side_share: Coarse stage: share of samples cut to a random range of columns.
         boundary_share: Share of patches that must hold a voxel of the region's boundary.
         elsewhere_share: Share of samples cut anywhere in the scan.
         region_margin_mm: Added on every side of a region.
@@ -75,6 +76,7 @@ class StageInput:
     box_jitter_mm: float
     is_mirrored: bool
     tile_size: tuple[int, int, int] | None
+    side_share: float = 0.0
 
 
 class CasesDataModule(pl.LightningDataModule):
@@ -248,6 +250,7 @@ class CasesDataModule(pl.LightningDataModule):
             weights=self.weights,
             max_voxels=given.max_voxels,
             slab_share=given.slab_share,
+            side_share=given.side_share,
             boundary_share=given.boundary_share,
             elsewhere_share=given.elsewhere_share,
             train_trust=self.train_trust,

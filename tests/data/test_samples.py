@@ -165,6 +165,28 @@ def test_slabs_are_scans_of_their_own_of_all_lengths(cached_cases: list[CachedCa
     assert len(lengths) > 5
 
 
+def test_half_chests_are_ranges_of_columns_of_whole_scans(cached_cases: list[CachedCase], task: Task) -> None:
+    samples = coarse(cached_cases, task, augmentation=None, side_share=1.0)
+    by_name, places = {case.name: case for case in cached_cases}, set()
+    for n in range(30):
+        sample, case = samples[n], by_name[samples[n]["case"]]
+        whole = normalise_hu(np.array(case.image_hu), task.window_hu)
+        depth, height, width = (int(stop - start) for start, stop in sample["inside"])
+        assert sample["inside"][:, 0].tolist() == [0, 0, 0]
+        # Rows and slices may be those of a smaller body.
+        part, labels = sample["image"][0, :depth, :height, :width].numpy(), sample["target"][:depth, :height, :width].numpy()
+        found = [
+            (z, y, x)
+            for z, y, x in np.ndindex(*np.subtract(whole.shape, (depth, height, width)) + 1)
+            if np.array_equal(part, whole[z : z + depth, y : y + height, x : x + width])
+        ]
+        assert len(found) == 1
+        (z, y, x) = found[0]
+        assert np.array_equal(labels, case.labels[z : z + depth, y : y + height, x : x + width])
+        places.add((case.name, x, width))
+    assert len(places) > 20
+
+
 def test_a_fine_sample_is_its_box_with_the_region_alone(cached_cases: list[CachedCase], task: Task) -> None:
     by_name = {case.name: case for case in cached_cases}
     samples = fine(cached_cases, task, augmentation=None, patch_size=None, jitter=False)
