@@ -134,8 +134,8 @@ class Cascade:
     @property
     def dice_bound(self) -> DiceBound | None:
         """Bound that was calibrated for these two stages together; None for other pairs and for several checkpoints."""
-        bounds = {stage.dice_bound for stage in self.stages if not stage.others}
-        return bounds.pop() if len(bounds) == 1 and len(self.stages) == 2 else None
+        is_pair = self.fine is not None and self.fine.dice_bound == self.coarse.dice_bound
+        return self.coarse.dice_bound if is_pair and not any(stage.others for stage in self.stages) else None
 
     @property
     def steps(self) -> list[str]:

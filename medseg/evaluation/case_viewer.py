@@ -40,6 +40,7 @@ class CaseReport(NamedTuple):
     warnings: Sequence[str] = ()
     agreements: Mapping[str, float] = {}
     most_disputed_xyz_mm: Sequence[float] | None = None
+    dice_at_least: Mapping[str, float] = {}
 
 
 def pack_case(
@@ -110,6 +111,7 @@ def write_case_viewer(
         {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
         report.agreements,
         USUAL_AGREEMENT,
+        report.dice_at_least,
         {name: point for name, point in places.items() if point is not None},
     )
     write_viewer(path, packed.volumes, words, structures_of(task), task.channels[0].window_hu, is_ct=task.is_ct)

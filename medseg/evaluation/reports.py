@@ -57,6 +57,7 @@ def read_words(prediction: Path) -> CaseReport:
             [str(text) for text in report["warnings"]],
             {str(name): float(dice) for name, dice in report["agreements"].items()},
             None if place is None else [float(x) for x in place],
+            {str(name): float(dice) for name, dice in report.get("dice_at_least", {}).items()},  # absent from older reports
         )
     except _NO_REPORT:
         return CaseReport()

@@ -156,6 +156,7 @@ class ViewerWords:
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient of the two stages.
         usual_agreement: Smaller coefficients are marked.
+        dice_at_least: Region to a lower bound on its Dice coefficient with a reference.
         places: What a key jumps to: name to world point (LPS) in mm.
     """
 
@@ -166,6 +167,7 @@ class ViewerWords:
     rows: Mapping[int, Sequence[str]]
     agreements: Mapping[str, float]
     usual_agreement: float
+    dice_at_least: Mapping[str, float]
     places: Mapping[str, Sequence[float]]
 
 

@@ -196,7 +196,9 @@ def write_results(
             _write_preview(path, result, views, task, structures)
         elif kind == "viewer":
             assert views.packed is not None, "a viewer takes one"
-            report = CaseReport(result.status, result.warnings, result.agreements, result.most_disputed_xyz_mm)
+            report = CaseReport(
+                result.status, result.warnings, result.agreements, result.most_disputed_xyz_mm, result.dice_at_least
+            )
             write_case_viewer(path, views.packed, result.statistics, report, task)
         elif kind == "itksnap":
             replace_text(path, itk_snap_text(structures))

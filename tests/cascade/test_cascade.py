@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan, stage
 
+from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Channel, Region, Task
@@ -134,6 +137,24 @@ def test_stages_that_disagree_are_said_aloud() -> None:
     assert warning == (
         f"left_lung: the two stages agree by {result.agreements['left_lung']:.2f} only (Dice; 0.85 and more is usual): look at the result"
     )
+
+
+def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
+    volume, target = scan()
+    bound = DiceBound(0.5, 0.9, 20)
+
+    def segment(coarse: DiceBound | None, fine: DiceBound | None) -> Segmentation:
+        stages = (
+            replace(stage(CoarseOracle(), "coarse"), dice_bound=coarse),
+            replace(stage(FineOracle(), "fine"), dice_bound=fine),
+        )
+        return Cascade(*stages).segment(volume)
+
+    result = segment(bound, DiceBound(0.5, 0.9, 20))
+    assert result.dice_at_least == {name: bound.at(agreed) for name, agreed in result.agreements.items()}
+    assert result.dice_at_least["right_lung"] <= dice(result.labels == 2, target == 2)
+    for others in ((bound, None), (None, None), (bound, DiceBound(0.4, 0.9, 20))):
+        assert segment(*others).dice_at_least == {}
 
 
 def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:

@@ -56,7 +56,12 @@ def differences(page: Path) -> np.ndarray:
 
 
 def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
-    report = {"status": "warnings", "warnings": ["the bed was taken for a lung"], "agreements": {"organ": 0.71}}
+    report = {
+        "status": "warnings",
+        "warnings": ["the bed was taken for a lung"],
+        "agreements": {"organ": 0.71},
+        "dice_at_least": {"organ": 0.64},
+    }
     (folder / "pred" / "bad.json").write_text(json.dumps({**report, "most_disputed_xyz_mm": [0, 25, 9]}))
     (folder / "pred" / "worse.json").write_text('{"status": 1, "warnings": [], "agreements": []}')
     page = evaluated(folder, "cases.csv", num_viewers=2)
@@ -69,6 +74,7 @@ def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
     viewer = (folder / "out" / "viewers" / "bad.html").read_text(encoding="utf-8")
     assert "the bed was taken for a lung" in viewer
     assert "0.710" in viewer, "agreement of the stages"
+    assert "at least</dt><dd>0.64<" in viewer, "and what it says of the Dice coefficient"
     assert "0.700" in viewer, "Dice"
     assert 'class="status' not in (folder / "out" / "viewers" / "worse.html").read_text(encoding="utf-8"), (
         "report of another program"

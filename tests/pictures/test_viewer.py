@@ -29,6 +29,7 @@ WORDS = ViewerWords(
     {1: ["12"], 2: ["0"]},
     {"left_lung": 0.8},
     0.85,
+    {"left_lung": 0.61},
     {"worst": [1.0, 2.0, 3.0]},
 )
 
