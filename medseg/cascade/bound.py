@@ -21,11 +21,18 @@ class DiceBound:
         factor: Largest error of a region, 1 - Dice, in units of 1 - agreement + `OFFSET`.
         level: Share of patients whose regions all reach their bounds, in (0, 1).
         num_patients: Patients of the calibration.
+
+    Raises:
+        ValueError: If a number is out of its range.
     """
 
     factor: float
     level: float
     num_patients: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.factor < math.inf and 0 < self.level < 1 and self.num_patients >= 1):
+            raise ValueError(f"a bound on Dice has a factor >= 0, a level in (0, 1) and patients, got {self}")
 
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""

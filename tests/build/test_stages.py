@@ -16,6 +16,7 @@ from medseg.build.network import load_initial_weights, make_network
 from medseg.build.run import make_metadata
 from medseg.build.stages import load_stage, load_stages
 from medseg.build.task import make_task, with_known_labels
+from medseg.cascade.bound import DiceBound
 from medseg.cascade.stage import CascadeOptions
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -258,3 +259,15 @@ def test_a_checkpoint_of_a_pretrained_network_downloads_nothing(monkeypatch: pyt
     with pytest.raises(UserError):
         load_stage(Path("f.ckpt"), "fine", torch.device("cpu"))
     assert seen == [{**node, "pretrained": False}]
+
+
+def test_a_bound_on_dice_comes_from_the_file_and_nonsense_is_refused(tmp_path: Path) -> None:
+    path, bound = tmp_path / "w.safetensors", {"factor": 2.5, "level": 0.9, "num_patients": 20}
+    write(path, compose())
+    assert load_stage(path, "fine", CPU).dice_bound is None
+    write(path, compose(), dice_bound=bound)
+    assert load_stage(path, "fine", CPU).dice_bound == DiceBound(2.5, 0.9, 20)
+    for changes in ({"factor": "much"}, {"factor": -1.0}, {"level": 1.0}, {"num_patients": 0}, {"colour": "red"}):
+        write(path, compose(), dice_bound=bound | changes)
+        with pytest.raises(UserError, match="its metadata are damaged or of another version"):
+            load_stage(path, "fine", CPU)
