@@ -97,7 +97,7 @@ KINDS: dict[str, Callable[[Place], Lesion]] = {
 
 @dataclass(frozen=True)
 class Disease(Effect):
-    """Up to three lesions painted into one labelled organ: lung that is denser than air becomes as dense as the lesion.
+    """Up to three lesions painted into one labelled organ: what is less dense than a lesion becomes as dense.
 
     The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse. Pleural fluid (`effusion`) lies outside
     the lung: it becomes background. Only the first channel is painted.
