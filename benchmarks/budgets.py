@@ -177,7 +177,8 @@ def line_of(one: tuple[Candidate, Option]) -> str:
 
 def does_fit(one: tuple[Candidate, Option], budget: int, measured: Mapping[str, Measured]) -> bool:
     """Whether the measured step of a set fits into a budget with what there is beside it."""
-    return one[0].beside.with_step(measured[line_of(one)].step_bytes, 0.0).peak_resident <= budget
+    step_bytes = measured[line_of(one)].step_bytes
+    return one[0].beside.with_step(step_bytes, step_bytes, 0.0).peak_resident <= budget
 
 
 def compare(

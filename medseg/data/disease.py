@@ -56,7 +56,8 @@ class Place(NamedTuple):
         """Depth in a rough ball about a random voxel of the organ."""
         voxels = self.organ.flatten().nonzero()[:, 0]
         chosen = np.unravel_index(int(voxels[int(self.rng.integers(len(voxels)))]), tuple(self.organ.shape))
-        radius = math.exp(self.rng.uniform(*map(math.log, radius_mm)))
+        low, high = map(math.log, radius_mm)
+        radius = math.exp(self.rng.uniform(low, high))
         squares = [(axis - axis.flatten()[int(at)]) ** 2 for axis, at in zip(self.points_mm, chosen, strict=True)]
         return radius - (squares[0] + squares[1] + squares[2]).sqrt() + rough_mm * self.rough
 

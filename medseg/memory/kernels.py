@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
-from medseg.memory.heap import maps_large_blocks
+from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
+from medseg.memory.profile import peak_resident_bytes, reset_peak_resident, resident_bytes
 from medseg.memory.tracker import Call, Operand
 
 # A larger operation is measured on two parts of its slices. They are so large that the memory of each tensor is mapped anew, as for all larger
@@ -44,14 +45,16 @@ class Cost(NamedTuple):
 
     Attributes:
         workspace: Bytes that its kernel takes beside arguments and result, and frees.
+        written: Bytes of them that the kernel writes; the system provides no memory for the others.
         seconds: Duration.
     """
 
     workspace: int
+    written: int
     seconds: float
 
 
-NOTHING = Cost(0, 0.0)
+NOTHING = Cost(0, 0, 0.0)
 
 
 class KernelCosts:
@@ -91,6 +94,7 @@ class KernelCosts:
             workspaces = self._workspaces({key: some[-1][1] for key, some in parts.items() if some})
             # An operation without a workspace on its larger part has none on the whole.
             smaller = self._workspaces({key: some[0][1] for key, some in parts.items() if len(some) > 1 and workspaces.get(key)})
+            written = {key: self._written_share(parts[key][-1][1], size) for key, size in workspaces.items()}
             durations_s = {key: [self._seconds(parts[key][-1][1])] for key in workspaces}
             # For a moment the processor may be slowed by other programs: what takes long is timed again at other moments.
             for _ in range(FURTHER_MOMENTS):
@@ -104,7 +108,8 @@ class KernelCosts:
                 continue
             points = [(some[0][0], smaller[key])] if key in smaller else []
             share = some[-1][0]
-            self.costs[key] = Cost(continued([*points, (share, workspaces[key])]), median(durations_s[key]) / share)
+            workspace = continued([*points, (share, workspaces[key])])
+            self.costs[key] = Cost(workspace, round(written[key] * workspace), median(durations_s[key]) / share)
         self._buffers.clear()
         with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
             replace_text(self.path, json.dumps(self._read() | self.costs))
@@ -112,7 +117,9 @@ class KernelCosts:
     def _read(self) -> dict[str, Cost]:
         try:
             known = json.loads(self.path.read_text(encoding="utf-8"))
-            return {key: Cost(int(workspace), float(seconds)) for key, (workspace, seconds) in known.items()}
+            return {
+                key: Cost(int(workspace), int(written), float(seconds)) for key, (workspace, written, seconds) in known.items()
+            }
         except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
             return {}
 
@@ -144,6 +151,26 @@ class KernelCosts:
                 found[key] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
                 del _result
         return found
+
+    def _written_share(self, call: Call, workspace: int) -> float:
+        """Share of the workspace of an operation that it writes, by the largest resident memory of the process; 1 where it is not known.
+
+        Memory of the heap may be resident already: only that of mapped blocks is told apart.
+        """
+        if self.device.type == "cuda" or workspace < MAPPED_BYTES or not maps_large_blocks():
+            return 1.0
+        run = self._prepared(call)
+        run()  # what the libraries make once
+        try:
+            reset_peak_resident()
+        except OSError:
+            return 1.0
+        before = resident_bytes()
+        result = run()
+        peak, after = peak_resident_bytes(), resident_bytes()
+        kept = sum(one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor))
+        # A result from the heap adds nothing to what is resident, and a workspace from the heap may stay there.
+        return min(1.0, max(peak - after, peak - before - kept, 0) / workspace)
 
     def _clock(self) -> Callable[[], float]:
         """Clock of the device; one thread is timed by its processor time, which other programs on the machine do not lengthen."""

@@ -32,6 +32,15 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def reset_peak_resident() -> None:
+    """Let the largest resident memory of this process begin anew at the present one.
+
+    Raises:
+        OSError: If the system cannot.
+    """
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def release_free_memory() -> None:
     """Give the free pages of the C library's heap back to the system; glibc keeps up to 0.3 GB of them after a network."""
     with suppress(OSError, AttributeError):  # another C library

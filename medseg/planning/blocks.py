@@ -48,7 +48,7 @@ class Moment:
 
 
 class StepModel:
-    """Peak and seconds of a training step as functions of the recomputed blocks.
+    """Resident peak and seconds of a training step as functions of the recomputed blocks.
 
     Made of two timelines of the same step, without and with recomputation of all blocks. A segment of the step adds to what is live at its
     start the same bytes whatever the other blocks do; what is live at its start follows from which blocks save or take each storage.
@@ -91,11 +91,12 @@ class StepModel:
             self.extra_seconds[block] += other_seconds - seconds
             held = {} if one.owner.kind == UPDATE else self._held(plain.held, order, one)
             freed = sum(size for literals, size in held.items() if any(not literal.is_recomputed for literal in literals))
-            self.moments.append(Moment(one.start_bytes - freed, held, block, rise(one, costs), rise(other, costs)))
+            rises = (rise(segment, costs, is_resident=True) for segment in (one, other))
+            self.moments.append(Moment(one.start_bytes - freed, held, block, *rises))
         del self.extra_seconds[""]
 
     def peak(self, recomputed: Collection[str] = ()) -> int:
-        """Largest number of bytes in a step that recomputes some blocks."""
+        """Largest number of resident bytes in a step that recomputes some blocks."""
         return max(
             moment.base
             + sum(
@@ -185,9 +186,16 @@ class StepModel:
         return dict(found)
 
 
-def rise(segment: Segment, costs: KernelCosts) -> int:
-    """Bytes by which the peak of a segment exceeds its start, with the workspaces of its operations."""
-    tops = [after + max(known, costs[key].workspace) for after, known, key in segment.calls]
+def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
+    """Bytes by which the peak of a segment exceeds its start, with the workspaces of its operations.
+
+    Args:
+        segment: Part of a step.
+        costs: Measured costs of its operations.
+        is_resident: Whether only the part of a workspace counts that is written, and so resident.
+    """
+    workspaces = [costs[key].written if is_resident else costs[key].workspace for *_, key in segment.calls]
+    tops = [after + max(known, num_bytes) for (after, known, _), num_bytes in zip(segment.calls, workspaces, strict=True)]
     return max(0, max(tops, default=0) - segment.start_bytes)
 
 

@@ -62,7 +62,8 @@ class Candidate:
 
     def option(self, blocks: Collection[str]) -> Option:
         """Find peak and seconds with some blocks recomputed."""
-        found = self.beside.with_step(self.model.peak(blocks), self.model.duration(blocks))
+        peak = self.model.peak(blocks)
+        found = self.beside.with_step(peak, peak, self.model.duration(blocks))
         return Option(switches_of(self.config, blocks, self.model.blocks), found.peak_resident, found.seconds_per_step)
 
 

@@ -73,10 +73,20 @@ class Estimate:
         busy_s = self.compute_seconds * self.busy_processors + self.other_seconds + self.loader_seconds
         return max(own_s, self.loader_seconds / self.num_workers, busy_s / num_processors())
 
-    def with_step(self, num_bytes: int, seconds: float) -> "Estimate":
-        """Add the peak and the seconds of a training step to what there is beside it."""
-        allocator, resident = (phases | {STEP: phases[STEP] + num_bytes} for phases in (self.allocator, self.resident))
-        return replace(self, allocator=allocator, resident=resident, compute_seconds=seconds)
+    def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
+        """Add the peaks and the seconds of a training step to what there is beside it.
+
+        Args:
+            allocated: Bytes of torch's allocator.
+            resident: Bytes of them that are resident; not those of a workspace that its kernel does not write.
+            seconds: Duration of the operations.
+        """
+        return replace(
+            self,
+            allocator=self.allocator | {STEP: self.allocator[STEP] + allocated},
+            resident=self.resident | {STEP: self.resident[STEP] + resident},
+            compute_seconds=seconds,
+        )
 
 
 class Machine:
@@ -98,21 +108,22 @@ class Machine:
         libraries = {"has_logger": bool(config.logger), "has_monai": config.model[TARGET].startswith("monai.")}
         self.process: Callable[[], ProcessCost] = cache(lambda: process_cost(self.folder, **libraries))
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
-        self._evaluations: dict[str, int] = {}
+        self._evaluations: dict[str, tuple[int, int]] = {}
 
     def measure(self, *timelines: Timeline) -> None:
         """Measure the operations of timelines that are new on this machine."""
         used = {key for timeline in timelines for segment in timeline.segments for _, _, key in segment.calls}
         self.costs.measure({key: call for timeline in timelines for key, call in timeline.calls.items() if key in used})
 
-    def evaluation(self, config: PlanConfig, shape: Shape) -> int:
-        """Find the peak bytes of the evaluation of a case, once for each network, precision and layout."""
+    def evaluation(self, config: PlanConfig, shape: Shape) -> tuple[int, int]:
+        """Find the allocated and the resident peak bytes of the evaluation of a case, once for each network, precision and layout."""
         switches = config.memory.precision, config.memory.channels_last
         key = repr((config.model, config.inference.tile_size, switches, shape))
         if key not in self._evaluations:
             beside, timeline = count_evaluation(config, shape)
             self.measure(timeline)
-            self._evaluations[key] = beside + max(one.start_bytes + rise(one, self.costs) for one in timeline.segments)
+            allocated, resident = peaks(timeline, self.costs)
+            self._evaluations[key] = beside + allocated, beside + resident
         return self._evaluations[key]
 
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
@@ -134,9 +145,17 @@ def estimate(config: PlanConfig, shape: Shape, validation_shape: Shape, machine:
     timeline = Timeline()
     memory = count_memory(config, shape, timeline=timeline)
     machine.measure(timeline)
-    step_peak = max(segment.start_bytes + rise(segment, machine.costs) for segment in timeline.segments)
     beside = estimate_beside(config, shape, validation_shape, machine, memory)
-    return beside.with_step(step_peak, step_seconds(timeline, machine.costs, config))
+    return beside.with_step(*peaks(timeline, machine.costs), step_seconds(timeline, machine.costs, config))
+
+
+def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
+    """Largest numbers of allocated and of resident bytes of a timeline."""
+    allocated, resident = (
+        max(one.start_bytes + rise(one, costs, is_resident=is_resident) for one in timeline.segments)
+        for is_resident in (False, True)
+    )
+    return allocated, resident
 
 
 def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> float:
@@ -165,7 +184,8 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
     process = machine.process()
     # A worker's batch lies in memory that processes share, which is not of torch's allocator.
     shared = batch if workers and not is_gpu else 0
-    allocator = {STEP: -shared, VALIDATION: machine.evaluation(config, validation_shape) + lasting}
+    allocated, evaluated = (num_bytes + lasting for num_bytes in machine.evaluation(config, validation_shape))
+    allocator = {STEP: -shared, VALIDATION: allocated}
     if is_gpu:
         resident = {phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes() for phase, num_bytes in allocator.items()}
     else:
@@ -174,7 +194,7 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
         others = process.main + workers * (process.worker + sample.num_bytes) + workers * config.data.prefetch * batch
         resident = {
             STEP: others + maps_large_blocks() * round(min(KEPT_BYTES, KEPT_PART * memory.peak)),
-            VALIDATION: others + shared + allocator[VALIDATION] + validation.num_bytes,
+            VALIDATION: others + shared + evaluated + validation.num_bytes,
             CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
         }
         if not workers:

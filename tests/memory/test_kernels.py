@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +38,31 @@ def test_the_workspace_of_a_convolution_of_one_channel_is_its_matrix_of_columns(
     cost = measured(tmp_path, small=convolution(12))["small"]
     assert cost.workspace == 27 * 12**3 * 4
     assert 0 < cost.seconds < 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell the largest resident memory anew")
+def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        """Writes a quarter of a workspace of 256 MiB, and a result of 64 MiB."""
+
+        _schema = SimpleNamespace(is_mutable=False)
+
+        def __call__(self) -> torch.Tensor:
+            result = torch.ones(2**26, dtype=torch.uint8)
+            torch.empty(2**28, dtype=torch.uint8)[: 2**26].fill_(1)
+            return result
+
+    costs, call = KernelCosts(tmp_path, CPU), Call(Kernel(), (), {})
+    monkeypatch.setattr(kernels, "maps_large_blocks", lambda: True)
+    assert costs._written_share(call, 2**28) == pytest.approx(0.25, abs=0.02)
+    monkeypatch.setattr(kernels, "maps_large_blocks", lambda: False)
+    assert costs._written_share(call, 2**28) == 1.0, "blocks of a heap may be resident before"
+
+
+def test_a_matrix_of_columns_is_written_whole(tmp_path: Path) -> None:
+    cost = measured(tmp_path, large=convolution(64, size=64))["large"]
+    assert cost.workspace > 2**24
+    assert cost.written == pytest.approx(cost.workspace, rel=0.05)
 
 
 def test_an_operation_that_allocates_its_result_alone_has_no_workspace(tmp_path: Path) -> None:
@@ -106,4 +133,4 @@ def test_an_operation_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
     wrong: Any = Call(aten.add.Tensor, (operand(3, 5), operand(4, 7)), {})
     costs = measured(tmp_path, wrong=wrong)
     assert costs.unmeasured == {"aten.add.Tensor"}
-    assert costs["wrong"] == (0, 0.0)
+    assert costs["wrong"] == (0, 0, 0.0)
