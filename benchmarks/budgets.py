@@ -64,7 +64,7 @@ class Measured(NamedTuple):
     """Measurement of a set of switches.
 
     Attributes:
-        step_bytes: Largest number of allocated bytes in a step.
+        step_bytes: Largest number of resident bytes of tensors and workspaces in a step.
         seconds: Median processor time of a step.
     """
 
@@ -89,12 +89,17 @@ def main() -> None:
         for count in range(len(one.model.blocks) + 1)
         for blocks in itertools.combinations(one.model.blocks, count)
     ]
+    # The counter sees all of each workspace, written or not.
+    machine.costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()}
+    counted = {id(one): make_candidate(one.config, shape, machine).model for one in found}
+    unwritten = {line_of((one, option)): counted[id(one)].peak(recomputed) - one.model.peak(recomputed)
+                 for one, option in sets for recomputed in [blocks_of(option, one.model.blocks)]}  # fmt: skip
     print(f"{len(sets)} sets of {len(found)} combinations and {len(found[0].model.blocks)} blocks", flush=True)
     peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))
     budgets = [peaks[max(0, (index + 1) * len(peaks) // number - 1)] for index in range(number)]
     choices = [fastest_option(found, budget, math.inf) for budget in budgets]
-    measured = measure(sets, shape, ROUNDS)
+    measured = measure(sets, shape, ROUNDS, unwritten)
     write_csv(output / "sets.csv", [describe(*one, measured) for one in sets])
     finalists = {line_of(choice) for choice in choices if choice is not None}
     for budget in budgets:
@@ -102,7 +107,7 @@ def main() -> None:
         finalists |= {line for line, seconds in fitting.items() if seconds <= NEARLY_BEST * min(fitting.values())}
     final = [one for one in sets if line_of(one) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
-    final_measured = measure(final, shape, FINAL_ROUNDS)
+    final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
     rows: list[dict[str, Any]] = []
     trained: dict[str, int] = {}  # peaks of the runs that came to their end
     for index, (budget, best) in enumerate(zip(budgets, choices, strict=True)):
@@ -123,8 +128,17 @@ def main() -> None:
     write(rows, sets, measured, output)
 
 
-def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape, rounds: int) -> dict[str, Measured]:
-    """Take steps with every set in rounds: the median time and the largest peak of each, by the arguments of its switches."""
+def measure(
+    sets: Sequence[tuple[Candidate, Option]], shape: Shape, rounds: int, unwritten: Mapping[str, int]
+) -> dict[str, Measured]:
+    """Take steps with every set in rounds: the median time and the largest peak of each, by the arguments of its switches.
+
+    Args:
+        sets: The sets.
+        shape: Voxels of a sample, (D, H, W).
+        rounds: How often each is visited.
+        unwritten: Bytes of workspaces at its peak that no kernel writes, by the arguments of its switches; the counter sees them too.
+    """
     relative: dict[str, list[float]] = {line_of(one): [] for one in sets}
     peaks, middles_s = dict.fromkeys(relative, 0), []
     for number in range(rounds):
@@ -137,8 +151,9 @@ def measure(sets: Sequence[tuple[Candidate, Option]], shape: Shape, rounds: int)
         for line, (peak, durations_s) in taken.items():
             peaks[line] = max(peaks[line], peak)
             relative[line] += [second / middles_s[-1] for second in durations_s]
+    middle_s = statistics.median(middles_s)
     return {
-        line: Measured(peaks[line], statistics.median(found) * statistics.median(middles_s)) for line, found in relative.items()
+        line: Measured(peaks[line] - unwritten[line], statistics.median(found) * middle_s) for line, found in relative.items()
     }
 
 

@@ -32,8 +32,8 @@ LOSS_KEYS = ("output_weights", "factor", "target_form")
 EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
-    "flip": effects.Flip,
     "disease": Disease,
+    "flip": effects.Flip,
     "resolution": effects.Resolution,
     "noise": effects.Noise,
     "contrast": effects.Contrast,
@@ -92,7 +92,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     made: list[Any] = []
     for n, node in enumerate(augment.transforms):
         if node == "effects":
-            values = vars(augment) | {"window_hu": task.channels[0].window_hu}
+            values = vars(augment) | {"window_hu": task.channels[0].window_hu, "ignore_label": task.ignore_label}
             made += _call("augment", partial(make_effects, values))
             continue
         key = f"augment.transforms[{n}]"

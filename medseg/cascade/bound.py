@@ -1,8 +1,10 @@
-"""Lower bound on the Dice coefficient of a region with its reference, which the user does not have, from the agreement of the two stages.
+"""Lower bound on the Dice coefficient that a region would have with a reference, from the agreement of the two stages.
 
-Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094): for a new patient
-like those of the calibration, all bounds hold with at least the stated probability, whatever the distribution. Scans of one patient are not
-independent, so a patient counts once, with the worst of its regions.
+Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094). With one network, a
+patient like those of the calibration has all regions above their bounds with at least the stated probability, on average over calibrations. Here each
+patient of the calibration was segmented by the networks of its fold, and the bound is used with networks that were trained on all of them: it holds
+as far as these are not worse. It speaks of regions that are there; it says nothing of one that was found where there is none, or not found.
+Scans of one patient are not independent, so a patient counts once, with the worst of its regions.
 """
 
 import math
@@ -18,9 +20,10 @@ class DiceBound:
     """A calibrated bound.
 
     Attributes:
-        factor: Largest error of a region, 1 - Dice, in units of 1 - agreement + `OFFSET`.
+        factor: Largest error of a region, 1 - Dice, in units of 1 - agreement + `offset`.
         level: Share of patients whose regions all reach their bounds, in (0, 1).
         num_patients: Patients of the calibration.
+        offset: Added to the disagreement, > 0.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -29,14 +32,15 @@ class DiceBound:
     factor: float
     level: float
     num_patients: int
+    offset: float = OFFSET
 
     def __post_init__(self) -> None:
-        if not (0 <= self.factor < math.inf and 0 < self.level < 1 and self.num_patients >= 1):
-            raise ValueError(f"a bound on Dice has a factor >= 0, a level in (0, 1) and patients, got {self}")
+        if not (0 <= self.factor < math.inf and 0 < self.level < 1 and self.num_patients >= 1 and 0 < self.offset < math.inf):
+            raise ValueError(f"a bound on Dice has a factor >= 0, a level in (0, 1), patients and an offset > 0, got {self}")
 
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
-        return max(0.0, 1.0 - self.factor * (1.0 - agreement + OFFSET))
+        return max(0.0, 1.0 - self.factor * (1.0 - agreement + self.offset))
 
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]
@@ -47,7 +51,7 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     """Fit the bound to held-out patients.
 
     Args:
-        scores: Of patients that no network was trained on; each has a region at least.
+        scores: Of patients that were segmented by networks which had not seen them; each has a region at least.
         level: Share of patients for which the bound shall hold, in (0, 1).
 
     Returns:
@@ -58,10 +62,19 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     return DiceBound(largest[rank - 1], level, len(largest)) if 1 <= rank <= len(largest) else None
 
 
-def count_covered(scores: Scores, level: float) -> int:
-    """Count the patients all of whose regions reach the bound that the other patients give."""
+def count_covered(groups: Sequence[Scores], level: float) -> int | None:
+    """Count the patients all of whose regions reach the bound that the patients of the other groups give.
+
+    Groups must differ in more than chance, as folds with networks of their own do. Of patients left out one by one, a part that
+    the level alone decides would be covered, whatever the scores are.
+
+    Returns:
+        The number; None if the others of some group are too few.
+    """
     covered = 0
-    for patient, regions in scores.items():
-        bound = calibrate({other: found for other, found in scores.items() if other != patient}, level)
-        covered += bound is not None and all(dice >= bound.at(agreement) for agreement, dice in regions)
+    for index, scores in enumerate(groups):
+        others = {patient: found for other in (*groups[:index], *groups[index + 1 :]) for patient, found in other.items()}
+        if (bound := calibrate(others, level)) is None:
+            return None
+        covered += sum(all(dice >= bound.at(agreement) for agreement, dice in regions) for regions in scores.values())
     return covered

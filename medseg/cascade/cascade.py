@@ -133,9 +133,9 @@ class Cascade:
 
     @property
     def dice_bound(self) -> DiceBound | None:
-        """Bound that was calibrated for these two stages together; None for other pairs and for several checkpoints."""
+        """Bound that was calibrated for these two stages together; None for other pairs, several checkpoints and flips."""
         is_pair = self.fine is not None and self.fine.dice_bound == self.coarse.dice_bound
-        return self.coarse.dice_bound if is_pair and not any(stage.others for stage in self.stages) else None
+        return self.coarse.dice_bound if is_pair and not any(stage.has_views(self.options) for stage in self.stages) else None
 
     @property
     def steps(self) -> list[str]:

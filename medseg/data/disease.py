@@ -1,4 +1,4 @@
-"""Disease painted into organs whose outline is known, so that networks learn outlines that go on through it.
+"""Disease painted into lungs whose outline is known, so that networks learn outlines that go on through it.
 
 Radii, densities and the share of a lung are ranges of what chest CTs show; densities follow the terms of the Fleischner Society (Hansell et
 al., Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
@@ -21,6 +21,8 @@ from medseg.geometry.grid import VoxelBox
 RIM_MM = 2.0
 GRAIN_MM = 12.0  # of the noise that roughens borders and texture
 MAX_LESIONS = 3
+# An organ with a larger median is no lung, and stays as it is.
+MAX_LUNG_HU = -300.0
 
 
 class Lesion(NamedTuple):
@@ -91,22 +93,24 @@ def _effusion(place: Place) -> Lesion:
     return Lesion(place.lowest((0.03, 0.4), 0.15, 0.5), place.rng.uniform(-5.0, 25.0), 1.5)
 
 
+EFFUSION = "effusion"
 KINDS: dict[str, Callable[[Place], Lesion]] = {
-    "consolidation": _consolidation, "ground_glass": _ground_glass, "mass": _mass, "collapse": _collapse, "effusion": _effusion,
+    "consolidation": _consolidation, "ground_glass": _ground_glass, "mass": _mass, "collapse": _collapse, EFFUSION: _effusion,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Disease(Effect):
-    """Up to three lesions painted into one labelled organ: what is less dense than a lesion becomes as dense.
+    """Up to three lesions painted into one lung: what is less dense than a lesion becomes as dense.
 
     The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse. Pleural fluid (`effusion`) lies outside
-    the lung: it becomes background. Only the first channel is painted.
+    the lung: it becomes background. Only the first channel is painted, and only a label whose median is below `MAX_LUNG_HU`.
 
     Attributes:
         probability: Probability that a sample is painted.
         kinds: Keys of `KINDS`, of which each lesion is one.
         window_hu: HU of -1 and 1 in the image.
+        ignore_label: Label of voxels that are ignored, and stay; None where there are none.
 
     Raises:
         ValueError: If a kind is unknown, or HU of the image are not known.
@@ -115,20 +119,23 @@ class Disease(Effect):
     probability: float
     kinds: Sequence[str]
     window_hu: tuple[float, float] | None
+    ignore_label: int | None = None
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - KINDS.keys():
             raise ValueError(f"disease_kinds: expected some of {', '.join(KINDS)}, got {', '.join(map(str, unknown))}")
-        if self.probability and not (self.kinds and self.window_hu):
+        if self.probability and not self.kinds:
+            raise ValueError(f"disease_kinds is empty; name one at least of {', '.join(KINDS)}")
+        if self.probability and not self.window_hu:
             raise ValueError(
-                "disease_probability: disease is painted in HU, in at least one kind; the first channel must have a window"
+                f"disease_probability={self.probability:g} needs HU, but the first channel of the task has no window; give 0"
             )
 
     def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
         """Paint the first channel, in place."""
         # Without disease nothing is drawn: the samples of older configurations stay.
         if self.probability and rng.random() < self.probability:
-            values = [value for value in labels.unique().tolist() if value]
+            values = [value for value in labels.unique().tolist() if value not in (0, self.ignore_label)]
             if values and self.window_hu is not None:
                 low, high = self.window_hu
                 half = (high - low) / 2
@@ -141,7 +148,7 @@ class Disease(Effect):
 def paint_disease(
     image_hu: Tensor, labels: Tensor, value: int, kinds: Sequence[str], rng: np.random.Generator, spacing_mm: Spacing
 ) -> None:
-    """Paint one to three lesions into an organ, in place.
+    """Paint one to three lesions into a lung, in place; pleural fluid first, since it makes the lung smaller. No lung: nothing.
 
     Args:
         image_hu: (D, H, W) float32; y runs to the patient's back.
@@ -156,19 +163,22 @@ def paint_disease(
     tight = VoxelBox(tuple(found.min(0).values.tolist()), tuple((found.max(0).values + 1).tolist()))
     box = tight.expanded(tuple(rim)).clipped(tuple(labels.shape)).slices()
     image_hu, labels = image_hu[box], labels[box]
-    for _ in range(int(rng.integers(1, MAX_LESIONS, endpoint=True))):
+    if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
+        return
+    number = int(rng.integers(1, MAX_LESIONS, endpoint=True))
+    drawn = [kinds[int(rng.integers(len(kinds)))] for _ in range(number)]
+    for kind in sorted(drawn, key=lambda one: one != EFFUSION):
         organ = labels == value
         if not organ.any():
             return
         z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
         place = Place((z[:, None, None], y[:, None], x), organ, _smooth_noise(organ.shape, spacing_mm, rng), rng)
-        kind = kinds[int(rng.integers(len(kinds)))]
         lesion = KINDS[kind](place)
         share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0).mul_(_grown(organ, rim))
         grain = torch.from_numpy(rng.standard_normal(organ.shape, dtype=np.float32)).mul_(rng.uniform(5.0, 25.0))
         denser = grain.add_(lesion.hu).add_(place.rough, alpha=8.0).sub_(image_hu).clamp_(min=0.0)
         image_hu.add_(share.mul_(denser))
-        if kind == "effusion":
+        if kind == EFFUSION:
             labels[organ & (lesion.depth_mm > 0)] = 0
 
 

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 class PresenceLoss(nn.Module):
     """Binary cross-entropy of the presence of each class but the background.
 
-    The logit of a presence is the mean, over the `voxels` where it is largest, of the logit of the class minus that of the background. It
-    adds no weights, so it works with every network and at every size: a class that is absent is pushed below the background
-    everywhere, not only on average.
+    The logit of a presence is the mean, over the `voxels` where it is largest (for a class that is there, at most as many as it has), of
+    the logit of the class minus that of the background. It adds no weights, so it works with every network and at every size: a class that is
+    absent is pushed below the background everywhere, not only on average.
     """
 
     target_form = "indices"
@@ -39,7 +39,10 @@ class PresenceLoss(nn.Module):
         Returns:
             The mean over samples and classes, a scalar.
         """
-        scores = (logits[:, 1:] - logits[:, :1]).flatten(2)
-        presence = scores.topk(min(self.voxels, scores.shape[2]), dim=2, sorted=False).values.mean(2)
-        is_there = torch.stack([(target == value).flatten(1).any(1) for value in range(1, logits.shape[1])], dim=1)
+        most = min(self.voxels, target[0].numel())
+        scores = (logits[:, 1:] - logits[:, :1]).flatten(2).topk(most, dim=2).values
+        sizes = torch.stack([(target == value).flatten(1).sum(1) for value in range(1, logits.shape[1])], dim=1)
+        is_there = sizes > 0
+        pooled = torch.where(is_there, sizes.clamp(max=most), most)[..., None]
+        presence = (scores * (torch.arange(most, device=scores.device) < pooled)).sum(2) / pooled[..., 0]
         return F.binary_cross_entropy_with_logits(presence, is_there.to(presence.dtype))

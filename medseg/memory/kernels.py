@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
-from medseg.memory.profile import peak_resident_bytes, reset_peak_resident, resident_bytes
+from medseg.memory.profile import peak_resident_bytes, release_free_memory, reset_peak_resident, resident_bytes
 from medseg.memory.tracker import Call, Operand
 
 # A larger operation is measured on two parts of its slices. They are so large that the memory of each tensor is mapped anew, as for all larger
@@ -155,12 +155,13 @@ class KernelCosts:
     def _written_share(self, call: Call, workspace: int) -> float:
         """Share of the workspace of an operation that it writes, by the largest resident memory of the process; 1 where it is not known.
 
-        Memory of the heap may be resident already: only that of mapped blocks is told apart.
+        Where large blocks are not mapped, what the heap keeps decides what is resident.
         """
         if self.device.type == "cuda" or workspace < MAPPED_BYTES or not maps_large_blocks():
             return 1.0
         run = self._prepared(call)
         run()  # what the libraries make once
+        release_free_memory()  # free memory of the heap that is resident would not be seen again
         try:
             reset_peak_resident()
         except OSError:

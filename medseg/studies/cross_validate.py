@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from medseg.build.cases import file_values
 from medseg.build.task import make_task
-from medseg.cascade.bound import OFFSET, calibrate, count_covered
+from medseg.cascade.bound import calibrate, count_covered
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
@@ -23,7 +23,7 @@ from medseg.io.atomic import check_writable, replace_text
 from medseg.report.spacings import distance_text
 from medseg.report.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.studies.pieces import cut_partial_scans, oriented_labels, paint_scan
-from medseg.studies.recipes import BOUND, Step, cascade_steps, label_values_argument, last_checkpoint, run_steps
+from medseg.studies.recipes import BOUND, Step, cascade_steps, experiments, label_values_argument, last_checkpoint, run_steps
 
 Row = dict[str, Any]
 # Column of folds.md to its heading.
@@ -58,15 +58,19 @@ def cross_validate(config: CrossValidateConfig) -> int:
     task_given = [one for one in HydraConfig.get().overrides.task if one.startswith("task")]
     scored: dict[str, tuple[int, Case]] = {}
     groups: dict[str, set[str]] = {"": set(), PIECES: set(), DISEASED: set()}
-    organ = [value for value, name in values.items() if name in task.labels]
+    require(
+        task.is_ct or not config.diseased, "diseased=true paints in HU, but the first channel of the task is no CT; leave it out"
+    )
+    parts = {region.name: region.labels for region in task.regions} or {name: (name,) for name in task.labels}
+    organs = [[value for value, name in values.items() if name in labels] for labels in parts.values()]
     steps: list[Step] = []
     for fold in range(config.num_folds):
         held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
         whole = [case for case in held_out if case.labels]
         made = {
             "": held_out,
-            PIECES: [part for case in whole if config.pieces for part in cut_partial_scans(case, organ, output / "pieces")],
-            DISEASED: [ill for case in whole if config.diseased for ill in paint_scan(case, organ, output / "diseased")],
+            PIECES: [part for case in whole if config.pieces for part in cut_partial_scans(case, organs, output / "pieces")],
+            DISEASED: [ill for case in whole if config.diseased for ill in paint_scan(case, organs, output / "diseased")],
         }
         for heading, some in made.items():
             groups[heading] |= {case.name for case in some}
@@ -101,7 +105,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     run_steps(list(dict.fromkeys(map(tuple, steps))))
     rows = fold_rows(scored, output, task, values)
     write_rows(rows, output, groups)
-    write_bound([row for row in rows if row["case"] in groups[""]], {name: case for name, (_, case) in scored.items()}, output)
+    write_bound([row for row in rows if row["case"] in groups[""]], {name: case for name, (_, case) in scored.items()}, config)
     print((output / "folds.md").read_text(encoding="utf-8"))
     return 0
 
@@ -122,7 +126,7 @@ def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, 
                 "region": region,
                 "trust": score["trust"],
                 **{metric: float(score[metric]) for metric in METRICS},
-                "agreement": report["agreements"].get(region),
+                "agreement": report["agreements"].get(region) if region in report["boxes"] else None,
                 "share_in_crop": share_in_crop(case, region_values, report["boxes"].get(region)),
                 "total_s": round(report["durations_s"]["total"], 1),
             }
@@ -169,29 +173,33 @@ def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]
     replace_text(output / "folds.md", "\n".join(texts))
 
 
-def write_bound(rows: Sequence[Row], cases: Mapping[str, Case], output: Path) -> None:
+def write_bound(rows: Sequence[Row], cases: Mapping[str, Case], config: CrossValidateConfig) -> None:
     """Calibrate the lower bound on Dice on the whole scans: `bound.json`, which `make_weights` stores, and a line in `folds.md`.
 
     Args:
-        rows: From `fold_rows`, of whole scans; those count whose reference is not said to be doubtful.
+        rows: From `fold_rows`, of whole scans. Those count whose region was found and whose reference is not said to be doubtful.
         cases: Cases by name.
-        output: Folder.
+        config: Names the experiments, which the file keeps, and the folder.
     """
-    scores: dict[str, list[tuple[float, float]]] = {}
+    output = Path(config.output)
+    folds: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         if row["agreement"] is not None and row["trust"] in TRUSTED:
-            scores.setdefault(cases[row["case"]].patient or row["case"], []).append((row["agreement"], row["dice"]))
+            patients = folds.setdefault(row["fold"], {})
+            patients.setdefault(cases[row["case"]].patient or row["case"], []).append((row["agreement"], row["dice"]))
+    scores = {patient: found for patients in folds.values() for patient, found in patients.items()}
     (output / BOUND).unlink(missing_ok=True)
     if (bound := calibrate(scores, LEVEL)) is None:
         return
-    replace_text(output / BOUND, json.dumps(asdict(bound)))
+    replace_text(output / BOUND, json.dumps({"bound": asdict(bound), "experiments": experiments(config)}))
     usual = [bound.at(agreement) for regions in scores.values() for agreement, _ in regions]
     text = (
-        f"Lower bound on Dice at a level of {LEVEL:.0%}, from the agreement of the stages: 1 - {bound.factor:.3g} * (1 - agreement + {OFFSET:g}); "
-        f"median {median(usual):.3f}. Each patient judged by the others: {count_covered(scores, LEVEL)} of {len(scores)} patients are above it "
-        "with every region.\n"
+        f"Lower bound on Dice at a level of {LEVEL:.0%}: 1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g}), from {len(scores)} "
+        f"patients; its median over their regions is {median(usual):.3f}."
     )
-    replace_text(output / "folds.md", (output / "folds.md").read_text(encoding="utf-8") + "\n" + text)
+    if (covered := count_covered(list(folds.values()), LEVEL)) is not None:
+        text += f" With the bound of the other folds, {covered} of them reach it with every region."
+    replace_text(output / "folds.md", (output / "folds.md").read_text(encoding="utf-8") + f"\n{text}\n")
 
 
 def _section(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from medseg.data.sampler import sample_rng
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image, write_labels
+from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import orient
+from medseg.preprocess.scale import AS_STORED
 
 # Shares of the organ's height in a part with one of its ends, and in the middle part.
 SHARE_OF_END = 0.25
@@ -28,22 +31,22 @@ LEAST_MM = 15.0
 Files = tuple[Path, Path]
 
 
-def cut_partial_scans(case: Case, values: Sequence[int], folder: Path) -> list[Case]:
+def cut_partial_scans(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
     """Cut a case along z, and between its organs along x, and write the parts with their labels; existing files are kept.
 
     Args:
         case: Case with labels.
-        values: Values of the organs in its label file.
+        organs: Values of each organ in its label file.
         folder: Folder of `<case>_<part>.nii.gz` and `<case>_<part>_labels.nii.gz`.
 
     Returns:
         The parts as cases; see `slice_ranges` and `halves` for the parts that a scan has.
     """
     labels, grid = oriented_labels(case)
-    has_organ = np.array([np.isin(plane, values).any() for plane in labels])
+    has_organ = np.array([np.isin(plane, list(chain(*organs))).any() for plane in labels])
     depth, height, width = labels.shape
     boxes = {name: VoxelBox((a, 0, 0), (b, height, width)) for name, (a, b) in slice_ranges(has_organ, grid.spacing_mm[0])}
-    boxes |= {name: VoxelBox((0, 0, a), (depth, height, b)) for name, (a, b) in halves(labels, values)}
+    boxes |= {name: VoxelBox((0, 0, a), (depth, height, b)) for name, (a, b) in halves(labels, organs)}
     files = _files(case, boxes, folder)
     if not _exist(files):
         image, image_grid = oriented_image(case)
@@ -53,30 +56,33 @@ def cut_partial_scans(case: Case, values: Sequence[int], folder: Path) -> list[C
     return _as_cases(case, files)
 
 
-def paint_scan(case: Case, values: Sequence[int], folder: Path) -> list[Case]:
-    """Paint disease into every organ of a case, see `paint_disease`, and write it; existing files are kept.
+def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
+    """Paint disease into both lungs of a case, see `paint_disease`, and write it in HU; existing files are kept.
 
     Args:
-        case: Case with labels.
-        values: Values of the organs in its label file.
+        case: Case with labels, a CT.
+        organs: Values of each organ in its label file.
         folder: Folder of `<case>_diseased.nii.gz` and `<case>_diseased_labels.nii.gz`.
 
     Returns:
         The painted case; none if the scan shows no organ.
     """
     labels, grid = oriented_labels(case)
-    present = [value for value in values if (labels == value).any()]
+    present = [values for values in organs if np.isin(labels, values).any()]
     files = _files(case, ["diseased"] if present else [], folder)
     if not _exist(files):
         scan, scan_grid = oriented_image(case)
         # Each case has its own disease, the same in every study.
         rng = sample_rng(zlib.crc32(case.name.encode()), 0)
-        image, target = torch.from_numpy(scan.astype(np.float32)), torch.from_numpy(labels.copy())
-        for value in present:
-            paint_disease(image, target, value, list(KINDS), rng, grid.spacing_mm)
+        image = torch.from_numpy(case.hu.apply(scan).astype(np.float32).clip(*HU_LIMITS))
+        painted = labels.copy()
+        for values in present:
+            organ = torch.from_numpy(np.isin(labels, values).astype(np.uint8))
+            paint_disease(image, organ, 1, list(KINDS), rng, grid.spacing_mm)
+            painted[np.isin(labels, values) & (organ.numpy() == 0)] = 0
         write_image(files["diseased"][0], image.round().to(torch.int16).numpy(), scan_grid)
-        write_labels(files["diseased"][1], target.numpy(), grid)
-    return _as_cases(case, files)
+        write_labels(files["diseased"][1], painted, grid)
+    return [replace(one, hu=AS_STORED) for one in _as_cases(case, files)]
 
 
 def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -113,19 +119,18 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
         yield "above", (stop + gap, end)
 
 
-def halves(labels: np.ndarray, values: Sequence[int]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Choose the columns of half chests: the scan is cut in the middle of its organs, if it has two.
+def halves(labels: np.ndarray, organs: Sequence[Sequence[int]]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Choose the columns of half chests: the scan is cut in the middle of its organs, if it shows two.
 
     Args:
         labels: (D, H, W), x to the patient's left.
-        values: Values of the organs.
+        organs: Values of each organ.
 
     Yields:
         Name, `right_half` or `left_half` of the patient, and half-open range of columns.
     """
-    present = np.isin(values, labels)
-    if present.sum() == 2:
-        columns = np.flatnonzero(np.isin(labels, values).any(axis=(0, 1)))
+    if sum(bool(np.isin(labels, values).any()) for values in organs) == 2:
+        columns = np.flatnonzero(np.isin(labels, list(chain(*organs))).any(axis=(0, 1)))
         middle = int(columns[0] + columns[-1] + 1) // 2
         yield "right_half", (0, middle)
         yield "left_half", (middle, labels.shape[2])

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import OmegaConf
 
+from medseg.cascade.bound import DiceBound
 from medseg.config.check import to_config
 from medseg.config.overrides import text_of
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
@@ -218,18 +219,44 @@ def make_weights(config: MakeWeightsConfig) -> int:
     runs, output = Path(config.runs), Path(config.output)
     read_cases(Path(config.cases))  # a damaged table stops the command here
     check_writable(output)
+    bound = read_bound(runs / BOUND, config)
     data = [f"data.cases={Path(config.cases).absolute()}", "data.fold=all", "data.val_patients=[]", "data.test_patients=[]"]
     run_steps(cascade_steps(config, runs / "all", data, runs))
     sums = ""
     for stage in ("coarse", "fine"):
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
-        if (runs / BOUND).is_file():
-            metadata["dice_bound"] = json.loads((runs / BOUND).read_text(encoding="utf-8"))
+        metadata["dice_bound"] = bound
         path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
         sums += f"{write_weights(path, without_folders(metadata), weights)}  {path.name}\n"
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights")
     replace_text(output / CHECKSUMS, sums)
     return 0
+
+
+def experiments(config: RecipeConfig) -> dict[str, str | None]:
+    """Experiments of both stages, and of their trainings on phantoms."""
+    return {key: getattr(config, key) for key in ("coarse", "fine", "pretrain_coarse", "pretrain_fine")}
+
+
+def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
+    """Read the bound on Dice that `cross_validate` calibrated with the same experiments; None without one.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        bound = asdict(DiceBound(**found["bound"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a bound of cross_validate ({error!r}); start cross_validate again, or remove the file"
+        ) from error
+    if found["experiments"] != experiments(config):
+        print(f"{path}: of other experiments; the weights get no bound on Dice")
+        return None
+    return bound
 
 
 def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:

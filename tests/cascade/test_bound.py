@@ -48,7 +48,11 @@ def test_too_few_patients_give_no_bound() -> None:
     assert calibrate({}, 0.9) is None
 
 
-def test_each_patient_is_judged_by_the_others() -> None:
-    scores = {str(n): [(0.9, 0.95)] for n in range(20)}
-    assert count_covered(scores, 0.9) == 20
-    assert count_covered(scores | {"bad": [(0.99, 0.2)]}, 0.9) == 20
+def test_each_group_is_judged_by_the_others() -> None:
+    def group(first: int, error: float, count: int = 10) -> dict[str, list[tuple[float, float]]]:
+        return {str(first + n): [(0.9, 1 - error - 0.001 * n)] for n in range(count)}
+
+    # Of the ten others the tenth in order is the largest error: 0.059, then 0.109.
+    assert count_covered([group(0, 0.05), group(10, 0.1)], 0.9) == 10
+    assert count_covered([group(0, 0.05), group(10, 0.0545)], 0.9) == 10 + 5
+    assert count_covered([group(0, 0.05), group(10, 0.05, count=8)], 0.9) is None

@@ -113,6 +113,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage uses it"),
         (["stage=fine", "stage.max_voxels=10"], "stage.patch_size"),
         (["stage=fine", "stage.slab_share=0.3"], "augment.truncate_probability"),
+        (["stage=fine", "stage.side_share=0.3"], "augment.narrow_probability"),
         (["stage=fine", "stage.region_from=coarse"], "go together"),
         (["stage=fine", "augment.flip_axes=[2]"], "swaps the sides"),
         (["task=abdomen", "stage=single", "augment.flip_axes=[2]"], "swaps the sides"),

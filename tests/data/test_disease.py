@@ -99,16 +99,41 @@ def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothi
     assert torch.allclose(sample()[0][0] * 700 - 300, expected, atol=0.01)
 
 
-def test_a_crop_without_an_organ_stays() -> None:
-    image = torch.zeros(1, 8, 8, 8)
-    labels = torch.zeros(8, 8, 8, dtype=torch.uint8)
-    new, _ = Disease(1.0, list(KINDS), WINDOW_HU)(image.clone(), labels, sample_rng(0, 0), SPACING_MM)
-    assert torch.equal(new, image)
+def test_fluid_never_takes_what_another_lesion_has_painted() -> None:
+    """Where the label has become background, the density is that of fluid: consolidation there would be an example of both."""
+    num_mixed = 0
+    for n in range(40):
+        image, labels = chest()
+        paint_disease(image, labels, 1, ["mass", "effusion"], sample_rng(4, n), SPACING_MM)
+        gone = (labels != chest()[1]).numpy()
+        kept = ((image - chest()[0]) > 700).numpy() & (labels == 1).numpy()
+        num_mixed += gone.any() and kept.any()
+        if gone.any():
+            assert np.median(image.numpy()[ndimage.binary_erosion(gone)]) < 35
+    assert num_mixed > 5
+
+
+@pytest.mark.parametrize("content", ["nothing", "liver", "ignored"])
+def test_what_is_no_lung_stays(content: str) -> None:
+    hu, labels = chest()
+    image = ((hu + 300) / 700)[None]
+    if content == "nothing":
+        labels.zero_()
+    elif content == "liver":
+        image[:, labels > 0] = 0.5
+    else:
+        labels[labels > 0] = 3
+    before = labels.clone()
+    disease = Disease(1.0, list(KINDS), WINDOW_HU, ignore_label=3)
+    for n in range(10):
+        new, target = disease(image.clone(), labels.clone(), sample_rng(0, n), SPACING_MM)
+        assert torch.allclose(new, image, atol=1e-6)
+        assert torch.equal(target, before)
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
-    [({"kinds": ["fibrosis"]}, "fibrosis"), ({"kinds": []}, "at least one kind"), ({"window_hu": None}, "window")],
+    [({"kinds": ["fibrosis"]}, "fibrosis"), ({"kinds": []}, "disease_kinds is empty"), ({"window_hu": None}, "window")],
 )
 def test_what_cannot_be_painted_is_refused(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):

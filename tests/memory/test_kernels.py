@@ -43,26 +43,38 @@ def test_the_workspace_of_a_convolution_of_one_channel_is_its_matrix_of_columns(
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell the largest resident memory anew")
 def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel:
-        """Writes a quarter of a workspace of 256 MiB, and a result of 64 MiB."""
+        """Writes a quarter of a workspace of 256 MiB, in large or small blocks, and a result of 64 MiB."""
 
         _schema = SimpleNamespace(is_mutable=False)
 
+        def __init__(self, num_blocks: int) -> None:
+            self.num_blocks = num_blocks
+
         def __call__(self) -> torch.Tensor:
             result = torch.ones(2**26, dtype=torch.uint8)
-            torch.empty(2**28, dtype=torch.uint8)[: 2**26].fill_(1)
+            blocks = [torch.empty(2**28 // self.num_blocks, dtype=torch.uint8) for _ in range(self.num_blocks)]
+            for block in blocks:
+                block[: len(block) // 4].fill_(1)
             return result
 
-    costs, call = KernelCosts(tmp_path, CPU), Call(Kernel(), (), {})
+    costs = KernelCosts(tmp_path, CPU)
     monkeypatch.setattr(kernels, "maps_large_blocks", lambda: True)
-    assert costs._written_share(call, 2**28) == pytest.approx(0.25, abs=0.02)
+    for num_blocks in (1, 2**8):  # blocks of 1 MiB come from the heap
+        call = Call(Kernel(num_blocks), (), {})
+        assert costs._written_share(call, 2**28) == pytest.approx(0.25, abs=0.02)
     monkeypatch.setattr(kernels, "maps_large_blocks", lambda: False)
     assert costs._written_share(call, 2**28) == 1.0, "blocks of a heap may be resident before"
 
 
-def test_a_matrix_of_columns_is_written_whole(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell the largest resident memory anew")
+def test_a_matrix_of_columns_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "maps_large_blocks", lambda: True)
+    monkeypatch.setattr(kernels, "reset_peak_resident", lambda reset=kernels.reset_peak_resident: resets.append(reset()))
+    resets: list[None] = []
     cost = measured(tmp_path, large=convolution(64, size=64))["large"]
     assert cost.workspace > 2**24
     assert cost.written == pytest.approx(cost.workspace, rel=0.05)
+    assert resets, "it was measured"
 
 
 def test_an_operation_that_allocates_its_result_alone_has_no_workspace(tmp_path: Path) -> None:

@@ -6,15 +6,20 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 
 from medseg.cascade.cascade import RegionBox
 from medseg.data.case_table import Case, read_case_table, write_case_table
+from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
-from medseg.studies.cross_validate import share_in_crop, write_rows
+from medseg.studies.cross_validate import share_in_crop, write_bound, write_rows
+from medseg.studies.recipes import BOUND, read_bound
 
 # Stored from the patient's left to right and from back to front.
 GRID = VoxelGrid((8, 20, 30), (4.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((-1, 0, 0), (0, -1, 0), (0, 0, 1)))
@@ -74,3 +79,31 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     assert "Diseased" not in text, "no such scan"
     scans, pieces = text.split("Pieces cut out of these scans:")
     assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)
+
+
+def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(output=str(tmp_path), coarse="a", fine="b", pretrain_coarse=None, pretrain_fine=None)
+    (tmp_path / "folds.md").write_text("table\n")
+    cases = {f"c{n}": Case(f"c{n}", Path("i"), Path("l"), f"p{n // 2}") for n in range(24)}
+    rows = [{"case": name, "fold": n // 2 % 3, "agreement": 0.98, "dice": 0.98 - 0.001 * n, "trust": "reference"}
+            for n, name in enumerate(cases)]  # fmt: skip
+    rows += [{"case": "c0", "fold": 0, "agreement": agreement, "dice": 0.0, "trust": trust}
+             for agreement, trust in ((None, "reference"), (0.98, "approximate"), (1.0, "absent"))]  # fmt: skip
+    write_bound(rows, cases, config)
+    # Twelve patients of two scans; the worse scan of each counts, and of 13 · 0.9 the twelfth: the last.
+    assert read_bound(tmp_path / BOUND, config) == {
+        "factor": pytest.approx((1 - 0.957) / 0.04),
+        "level": 0.9,
+        "num_patients": 12,
+        "offset": 0.02,
+    }
+    text = (tmp_path / "folds.md").read_text()
+    assert text.startswith("table\n")
+    assert "from 12 patients" in text
+    config.fine = "c"
+    assert read_bound(tmp_path / BOUND, config) is None, "of other experiments"
+    (tmp_path / BOUND).write_text('{"bound": ')
+    with pytest.raises(UserError, match="start cross_validate again"):
+        read_bound(tmp_path / BOUND, config)
+    write_bound(rows[:6], cases, config)
+    assert read_bound(tmp_path / BOUND, config) is None, "too few patients, and the old file is gone"

@@ -36,7 +36,7 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
     write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
     write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
-    parts = {part.name: part for part in cut_partial_scans(case, [7], tmp_path / "pieces")}
+    parts = {part.name: part for part in cut_partial_scans(case, [[7]], tmp_path / "pieces")}
     assert set(parts) == {"c_below", "c_bases", "c_middle", "c_apices", "c_above"}
     for name, part in parts.items():
         assert (part.patient, part.trust) == ("p", {"lung": "reference"})
@@ -49,18 +49,20 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
         assert cut.array[1, 2, 3] == image[tuple(place)]
     assert read_image(parts["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[0] == pytest.approx(19)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()}
-    assert [part.name for part in cut_partial_scans(case, [7], tmp_path / "pieces")] == list(parts)
+    assert [part.name for part in cut_partial_scans(case, [[7]], tmp_path / "pieces")] == list(parts)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()} == before
 
 
 def test_halves_lie_between_two_organs_and_only_there() -> None:
     labels = np.zeros((3, 4, 20), dtype=np.uint8)
     labels[:, 1:3, 3:8] = 2
-    assert not list(halves(labels, [1, 2]))
+    assert not list(halves(labels, [[1], [2]]))
     labels[:, 1:3, 11:17] = 1
-    assert dict(halves(labels, [1, 2])) == {"right_half": (0, 10), "left_half": (10, 20)}
+    assert dict(halves(labels, [[1], [2]])) == {"right_half": (0, 10), "left_half": (10, 20)}
+    assert dict(halves(labels, [[1, 5], [2, 4]])) == {"right_half": (0, 10), "left_half": (10, 20)}
     labels[0, 0, 0] = 3
-    assert not list(halves(labels, [1, 2, 3]))
+    assert not list(halves(labels, [[1, 3]])), "two lobes of one organ"
+    assert not list(halves(labels, [[1], [2], [3]]))
 
 
 def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path
     write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
     write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
-    (ill,), (again,) = (paint_scan(case, [7, 8], tmp_path / name) for name in ("a", "b"))
+    (ill,), (again,) = (paint_scan(case, [[7], [8]], tmp_path / name) for name in ("a", "b"))
     assert (ill.name, ill.patient, ill.trust) == ("c_diseased", "p", {"lung": "reference"})
     assert ill.labels is not None
     painted = read_image(ill.image)
@@ -80,4 +82,4 @@ def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path
     # The first slice of the scan is the highest one, that of what is written the lowest.
     assert not (painted.array > -800)[52:].any()
     assert not (painted.array > -800)[:8].any()
-    assert paint_scan(case, [9], tmp_path / "none") == []
+    assert paint_scan(case, [[9]], tmp_path / "none") == []
