@@ -318,7 +318,7 @@ class AugmentConfig:
     circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the longer side.", "(0, inf)")]
     # Absent from older run folders.
     disease_probability: Annotated[
-        float, Knob("Probability of disease painted into a labelled organ of a CT, whose outline stays.", "[0, 1]")
+        float, Knob("Probability of disease painted into a labelled lung, whose outline stays.", "[0, 1]")
     ] = 0.0
     disease_kinds: Annotated[
         list[str],
@@ -861,9 +861,9 @@ class CrossValidateConfig(RecipeConfig):
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
     pieces: Annotated[
         bool,
-        Knob("Also score partial scans: apices, middle and bases of each organ, its surroundings, halves with one organ of two."),
+        Knob("Also score partial scans: apices, middle and bases of each organ, its surroundings, halves of the chest with one lung each."),
     ]
-    diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its organs.")]
+    diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its lungs.")]
     task: TaskConfig
     data: LabelsConfig
 

@@ -34,7 +34,7 @@ COLUMNS = {
 LEVEL = 0.9  # of the lower bound on Dice
 TRUSTED = ("", "reference")
 PIECES = "Pieces cut out of these scans:"
-DISEASED = "These scans with disease painted into their organs:"
+DISEASED = "These scans with disease painted into their lungs:"
 
 
 def cross_validate(config: CrossValidateConfig) -> int:
