@@ -861,7 +861,9 @@ class CrossValidateConfig(RecipeConfig):
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
     pieces: Annotated[
         bool,
-        Knob("Also score partial scans: apices, middle and bases of each organ, its surroundings, halves of the chest with one lung each."),
+        Knob(
+            "Also score partial scans: apices, middle and bases of each organ, its surroundings, halves of the chest with one lung each."
+        ),
     ]
     diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its lungs.")]
     task: TaskConfig
