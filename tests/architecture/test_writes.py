@@ -12,6 +12,7 @@ ALLOWED = {
     "io/nifti.py": "voxels into its temporary file",
     "io/simpleitk.py": "voxels into its temporary file; a copy of a header in a temporary folder",
     "data/cache.py": "a temporary folder, whose files reach the disk before it gets its name",
+    "memory/profile.py": "a request to the kernel, in /proc",
     "planning/process.py": "the log of a tiny training, in a temporary folder",
     "planning/samples.py": "a synthetic case, in a temporary folder",
     "runs/ranks.py": "lines appended to a log",

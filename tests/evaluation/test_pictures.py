@@ -74,7 +74,7 @@ def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
     viewer = (folder / "out" / "viewers" / "bad.html").read_text(encoding="utf-8")
     assert "the bed was taken for a lung" in viewer
     assert "0.710" in viewer, "agreement of the stages"
-    assert "at least</dt><dd>0.64<" in viewer, "and what it says of the Dice coefficient"
+    assert "at least (in 9 of 10 patients)</dt><dd>0.64<" in viewer, "and what it says of the Dice coefficient"
     assert "0.700" in viewer, "Dice"
     assert 'class="status' not in (folder / "out" / "viewers" / "worse.html").read_text(encoding="utf-8"), (
         "report of another program"

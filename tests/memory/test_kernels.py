@@ -61,7 +61,7 @@ def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(tmp_path:
     monkeypatch.setattr(kernels, "maps_large_blocks", lambda: True)
     for num_blocks in (1, 2**8):  # blocks of 1 MiB come from the heap
         call = Call(Kernel(num_blocks), (), {})
-        assert costs._written_share(call, 2**28) == pytest.approx(0.25, abs=0.02)
+        assert costs._written_share(call, 2**28) == pytest.approx(0.25, abs=0.1)
     monkeypatch.setattr(kernels, "maps_large_blocks", lambda: False)
     assert costs._written_share(call, 2**28) == 1.0, "blocks of a heap may be resident before"
 
