@@ -7,7 +7,8 @@ blocks. Every set takes steps in rounds, in a new order each, with its allocatio
 divided by the median of the round, so that a processor that slows down for a minute does not decide. For each budget the choice is compared
 with the fastest set of the model that fits (brute force), and its measured seconds with those of the fastest measured set whose measured peak
 fits with the same margin. The fastest of many noisy times is too fast: the sets that might be the fastest for a budget are measured again, and
-only these times count. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
+only these times count. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget.
+Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
 """
 
 import ctypes
@@ -91,9 +92,12 @@ def main() -> None:
     ]
     # The counter sees all of each workspace, written or not.
     machine.costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()}
-    counted = {id(one): make_candidate(one.config, shape, machine).model for one in found}
-    unwritten = {line_of((one, option)): counted[id(one)].peak(recomputed) - one.model.peak(recomputed)
-                 for one, option in sets for recomputed in [blocks_of(option, one.model.blocks)]}  # fmt: skip
+    unwritten = {}
+    for one in found:
+        counted, own = make_candidate(one.config, shape, machine).model, one.model
+        for option in (option for candidate, option in sets if candidate is one):
+            blocks = blocks_of(option, own.blocks)
+            unwritten[line_of((one, option))] = counted.peak(blocks) - own.peak(blocks)
     print(f"{len(sets)} sets of {len(found)} combinations and {len(found[0].model.blocks)} blocks", flush=True)
     peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))

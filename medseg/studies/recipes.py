@@ -248,12 +248,12 @@ def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        bound = asdict(DiceBound(**found["bound"]))
+        bound, trained = asdict(DiceBound(**found["bound"])), found["experiments"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: not a bound of cross_validate ({error!r}); start cross_validate again, or remove the file"
         ) from error
-    if found["experiments"] != experiments(config):
+    if trained != experiments(config):
         print(f"{path}: of other experiments; the weights get no bound on Dice")
         return None
     return bound
