@@ -6,8 +6,8 @@ A network of six blocks is small enough to try every set of switches that gives 
 blocks. Every set takes steps in rounds, in a new order each, with its allocations counted (`allocations.c`, preloaded); its time in a round is
 divided by the median of the round, so that a processor that slows down for a minute does not decide. For each budget the choice is compared
 with the fastest set of the model that fits (brute force), and its measured seconds with those of the fastest measured set whose measured peak
-fits with the same margin. The fastest of many noisy times is too fast: the sets that might be the fastest for a budget are measured again, and
-only these times count. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget.
+fits with the same margin. The smallest of many noisy times is too optimistic: the sets that might be the fastest for a budget are measured again,
+and only the second measurement counts. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget.
 Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
 """
 
@@ -40,7 +40,7 @@ from medseg.config.schema import PlanConfig
 from medseg.io.atomic import replace_text
 from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
-from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, combinations, fastest_option, make_candidate
+from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, fastest_option, make_candidates
 from medseg.planning.estimate import Machine
 from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, write_csv
@@ -51,8 +51,8 @@ SETTINGS = [
     "data.phantoms.num_train=2", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
 ]  # fmt: skip
 TRAINING = ["steps=6", "stage.validate_every=6"]
-ROUNDS, FINAL_ROUNDS = 3, 12
-STEPS, TAKEN = 3, 2  # steps that count: in those before, the heap still takes its shape
+ROUNDS, FINAL_ROUNDS = 2, 12
+STEPS, TAKEN = 5, 3  # steps that count: in those before, the heap still takes its shape
 NEARLY_BEST = 1.1
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
@@ -83,7 +83,7 @@ def main() -> None:
         config = to_config(hydra.compose("plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]), PlanConfig)
     config = replace(config, validation_shape=validated_shape(config))
     shape, machine = input_shape(config), Machine(config)
-    found = [make_candidate(one, shape, machine) for one in combinations(config)]
+    found = make_candidates(config, shape, machine)
     sets = [
         (one, one.option(blocks))
         for one in found
@@ -93,8 +93,8 @@ def main() -> None:
     # The counter sees all of each workspace, written or not.
     machine.costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()}
     unwritten = {}
-    for one in found:
-        counted, own = make_candidate(one.config, shape, machine).model, one.model
+    for one, same in zip(found, make_candidates(config, shape, machine), strict=True):
+        counted, own = same.model, one.model
         for option in (option for candidate, option in sets if candidate is one):
             blocks = blocks_of(option, own.blocks)
             unwritten[line_of((one, option))] = counted.peak(blocks) - own.peak(blocks)

@@ -5,9 +5,9 @@
 
 The scans are a slab of 4 cm of one phantom with different noise, about a second of work each; the weights are those that are
 included. The disturbed run loses two actors, then its driver, then a node; the command is started again. Targets: every scan has a
-result, none is computed again once its `<case>.json` is there, and labels are those of `engine=local`. The throughput counts from
-the first tenth of the results to the last one, so that starts do not count; target: 0.9 of that of as many plain processes, one
-thread each.
+result, none is computed again once its `<case>.json` is there, and labels are those of `engine=local`. The throughput is counted
+from the moment a tenth of the results are there, so that starts do not count. Target: at least 0.9 of the throughput of plain processes, one
+per node, with one thread each.
 """
 
 import os

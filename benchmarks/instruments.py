@@ -83,6 +83,14 @@ def resident_bytes(process: psutil.Process) -> int:
     return total
 
 
+def largest_resident_bytes(process: psutil.Process) -> int:
+    """Most memory that a process has held resident since it began, by the count of the system; 0 when it has ended."""
+    try:
+        return 1024 * _kib(process.pid, "status")["VmHWM"]
+    except (OSError, KeyError):
+        return 0
+
+
 def _kib(pid: int, name: str) -> dict[str, int]:
     """Sizes that a file of /proc gives."""
     lines = [line.split() for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii").splitlines()]

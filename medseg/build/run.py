@@ -218,7 +218,7 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
         prefetch=data.prefetch,
         pin_memory=data.pin_memory,
         overfit=config.debug.overfit,
-        train_trust=data.train_trust,
+        train_trust=[data.train_trust] if isinstance(data.train_trust, str) else data.train_trust,
         coarse=coarse,
     )
 

@@ -87,6 +87,7 @@ def load_stage(
             precision=precision,
             device=device,
             rule=GridRule(**metadata.get("grid_rule", {})),
+            least_size=_triple(metadata["patch_size"]) if metadata.get("patch_size") else (1, 1, 1),
             checkpoints={str(path): checksum(path)},
             dice_bound=DiceBound(**metadata["dice_bound"]) if metadata.get("dice_bound") else None,
         )
@@ -154,7 +155,17 @@ def load_stages(
     """
     first, *others = (load_stage(path, stage, device, precision, trusted, half_weights, backend) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
-        for name in ("task", "spacing_mm", "rule", "resampling", "tile_size", "region_margin_mm", "region_mode", "precision"):
+        for name in (
+            "task",
+            "spacing_mm",
+            "rule",
+            "resampling",
+            "tile_size",
+            "least_size",
+            "region_margin_mm",
+            "region_mode",
+            "precision",
+        ):
             ours, theirs = getattr(first, name), getattr(other, name)
             if ours != theirs:
                 raise UserError(

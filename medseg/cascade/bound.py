@@ -1,10 +1,11 @@
 """Lower bound on the Dice coefficient that a region would have with a reference, from the agreement of the two stages.
 
-Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094). With one network, a
-patient like those of the calibration has all regions above their bounds with at least the stated probability, on average over calibrations. Here each
-patient of the calibration was segmented by the networks of its fold, and the bound is used with networks that were trained on all of them: it holds
-as far as these are not worse. It speaks of regions that are there; it says nothing of one that was found where there is none, or not found.
-Scans of one patient are not independent, so a patient counts once, with the worst of its regions.
+Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094). If the same network
+segments the patients of the calibration and a new patient of the same population, all regions of the new patient lie above their bounds with at least
+the stated probability, on average over calibrations. Here the patients of the calibration were segmented by the networks of their folds, and new
+patients are segmented by networks that were trained on all of them: the bound holds if the latter are no worse. It covers only regions that the scan
+really shows, and says nothing about regions that were missed or found where there is none. Scans of one patient are not independent, so a patient
+counts once, with the worst of its regions.
 """
 
 import math

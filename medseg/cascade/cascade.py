@@ -315,7 +315,9 @@ def _refine_regions(
         step = f"refine_{region.name}"
         with timed(step):
             tight_box = found.boxes[region.name]
-            crop = region_crop(tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule)
+            crop = region_crop(
+                tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule, fine.least_size
+            )
             prediction = refine(images, grid, crop, region, fine, options, intensities)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)

@@ -106,7 +106,7 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
     found = [
         f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of {stage.batch_size} "
         f"(memory.accumulate={memory.accumulate}, {ranks} rank{'s' * (ranks > 1)}"
-        f"{'' if has_one_shape else ', samples of different shapes'}), so the result differs"
+        f"{'' if has_one_shape else ', samples of different shapes'}), so the result differs from that of the whole batch"
         for key, samples in seen.items()
         if samples < stage.batch_size
     ]
@@ -117,7 +117,7 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
         )
     if config.augment.enabled and "effects" not in config.augment.transforms:
         found.append(
-            "augment.transforms replaces the effects of the other keys of augment; add effects to the list to use those as well"
+            "augment.transforms replaces the built-in effects that the other keys of augment set; to keep them, add the entry `effects` to the list"
         )
     if stage.name is StageName.coarse and not config.task.regions and stage.patch_size is None:
         found.append(
@@ -203,10 +203,10 @@ def _task_rules(task: TaskConfig) -> Rules:
             values == list(range(1, len(values) + 1)) and values != [],
             f"task.labels: expected the values 1, 2, … without a gap, but got {dict(task.labels)}",
         ),
+        (len(values) <= 254, f"task.labels: at most 254 labels are possible, but got {len(values)}"),
         (
-            len(values) < (255 if task.ignore_label is None else task.ignore_label),
-            f"task.ignore_label={task.ignore_label}: the values 1 to {len(values)} are those of labels; choose a larger one, at most 255, "
-            "for at most 254 labels",
+            task.ignore_label is None or len(values) < task.ignore_label,
+            f"task.ignore_label={task.ignore_label} is the value of a label; choose a value from {len(values) + 1} to 255",
         ),
         (
             (task.window_hu is None) != (not task.channels),
@@ -292,6 +292,7 @@ def _is_range(values: Any) -> bool:
 def _value_rules(config: TrainConfig) -> Rules:
     """Values whose type or range the schema cannot express, and the shape of the network."""
     model, loss, fold, policy = config.model, config.loss, config.data.fold, config.memory.checkpointing
+    trust = config.data.train_trust
     paths = {"data.cases": config.data.cases, "stage.coarse": config.stage.coarse, "init_from": config.init_from}
     device_map = model["device_map"]
     is_map = isinstance(device_map, dict) and all(
@@ -308,6 +309,12 @@ def _value_rules(config: TrainConfig) -> Rules:
         (
             fold in (None, "all") or (type(fold) is int and 0 <= fold < config.data.num_folds),
             f"data.fold: expected 0 … {config.data.num_folds - 1} (data.num_folds={config.data.num_folds}), all or null, but got {fold}",
+        ),
+        (
+            trust is None
+            or isinstance(trust, str)
+            or (isinstance(trust, list) and bool(trust) and all(isinstance(word, str) for word in trust)),
+            f"data.train_trust: expected a word of the columns trust_<region>, a [list] of them or null, but got {trust}",
         ),
         (
             policy in ("none", "sqrt", "all") or (isinstance(policy, list) and all(isinstance(name, str) for name in policy)),

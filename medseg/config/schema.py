@@ -252,7 +252,8 @@ class DataConfig(LabelsConfig):
         float, Knob("See hu_slope; -1024 where the audit finds values stored 1024 too high.", "(-inf, inf)", "HU")
     ]
     train_trust: Annotated[
-        Text, Knob("Train only on regions with this trust (columns trust_<region>), e.g. reference; null: on all.")
+        Any,
+        Knob("Train only on regions with this trust, or one of a [list] (columns trust_<region>), e.g. reference; null: on all."),
     ] = None
     ignore_findings: Annotated[
         list[str], Knob("Codes of audit findings that are accepted; the column of the case table adds to them.")

@@ -201,7 +201,7 @@ def bind_arguments(point: str, key: str, found: type, arguments: dict[str, Any],
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     except TypeError as error:
         near = [one for name in unknown for one in difflib.get_close_matches(name, known, n=1)]
-        guess = f"did you mean {near[0]}? it knows" if near else "it knows"
+        guess = f"did you mean {near[0]}? Its arguments are" if near else "its arguments are"
         raise UserError(f"{key}: {found.__name__} does not take these arguments ({error}); {guess} {', '.join(known)}") from error
     return functools.partial(found, **arguments)
 

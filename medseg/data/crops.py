@@ -97,7 +97,7 @@ class StageCrops:
         scan_spacings: What the spacing of a sample is drawn from; None draws evenly.
         region_margin_mm: Added on every side of a region.
         box_jitter_mm: Standard deviation of each face of a training box.
-        patch_size: Patch in voxels (D, H, W); None is the whole crop.
+        patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are at least as large.
         tile_size: Tile of the validation, voxels (D, H, W).
         divisor: Required multiple of the input size, (z, y, x).
         coarse_boxes: Case name to region name to the box that the coarse stage found; boxes of the reference elsewhere.
@@ -124,8 +124,10 @@ class StageCrops:
         tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
         if rng is not None:
             tight = jittered(tight, self.box_jitter_mm, case.grid.spacing_mm, rng)
-        size = self.tile_size if rng is None else self.patch_size
-        return region_crop(tight, case.grid, lattice, self.region_margin_mm, size, self.divisor, self.rule)
+        size, least_size = (self.tile_size, self.patch_size) if rng is None else (self.patch_size, None)
+        return region_crop(
+            tight, case.grid, lattice, self.region_margin_mm, size, self.divisor, self.rule, least_size or (1, 1, 1)
+        )
 
 
 def jittered(box: VoxelBox, box_jitter_mm: float, spacing_mm: tuple[float, float, float], rng: np.random.Generator) -> VoxelBox:

@@ -6,7 +6,7 @@ Sample n is a function of (seed, n). The data set holds plain data, so it can be
 import math
 import multiprocessing.queues
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -135,8 +135,8 @@ class Samples(Dataset[Sample]):
         boundary_share: Share of patches that contain a voxel at the boundary of the region (fine stage) or of a label of the case
             (coarse stage; each label is chosen equally often).
         elsewhere_share: Fine stage: share of samples that are cut anywhere in the scan, whether the region is there or not.
-        train_trust: Take only regions whose reference has this trust; in the coarse stage only cases whose regions all have it or are
-            absent. None takes all.
+        train_trust: Take only regions whose reference has one of these trusts; in the coarse stage only cases whose regions all have one or
+            are absent. None takes all.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
@@ -161,19 +161,20 @@ class Samples(Dataset[Sample]):
         is_mirrored: bool = False,
         boundary_share: float = 0.0,
         elsewhere_share: float = 0.0,
-        train_trust: str | None = None,
+        train_trust: Collection[str] | None = None,
     ) -> None:
         found = [
             ((case, number), weight)
             for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
             for number in range(1 if is_coarse else len(task.regions))
             if is_coarse or task.regions[number].name in case.region_boxes
-            if train_trust is None or _is_trusted(case, task.parts if is_coarse else [task.regions[number].name], train_trust)
+            if train_trust is None
+            or (_is_known(case, task, train_trust) if is_coarse else case.trust.get(task.regions[number].name) in train_trust)
         ]
         if cases and train_trust is not None and not found:
             raise UserError(
-                f"data.train_trust={train_trust}: no training case has such a region; write {train_trust} into the columns trust_<region> "
-                "of the case table, or leave it out"
+                f"data.train_trust={' or '.join(train_trust)}: no training case has a region with this trust; enter it in the columns "
+                "trust_<region> of the case table, or leave data.train_trust out"
             )
         self.items = [item for item, _ in found]
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
@@ -363,10 +364,9 @@ def _cut(scan: _Scan, body: VoxelBox, axis: int, least: float, rng: np.random.Ge
     return scan, scan.body()
 
 
-def _is_trusted(case: CachedCase, parts: Sequence[str], train_trust: str) -> bool:
-    """Whether each region has a trust or is absent, and at least one has it; a region without an entry has no trust."""
-    found = {case.trust.get(name) for name in parts}
-    return train_trust in found and found <= {train_trust, ABSENT}
+def _is_known(case: CachedCase, task: Task, train_trust: Collection[str]) -> bool:
+    """Whether each region of a case has one of the trusts or is absent; a region without an entry has no trust."""
+    return all(case.trust.get(name) in {*train_trust, ABSENT} for name in task.parts)
 
 
 def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:

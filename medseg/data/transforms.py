@@ -39,7 +39,9 @@ class Transforms:
         self.transforms = tuple(transforms)
         self.affines = [one for one in self.transforms if isinstance(one, Affine)]
         if len(self.affines) > 1:
-            raise ValueError(f"one Affine is expected, which resamples once, but the list has {len(self.affines)}")
+            raise ValueError(
+                f"the list has {len(self.affines)} transforms Affine, but a sample is resampled only once; keep one of them"
+            )
 
     def draw_window(self, rng: np.random.Generator, window_hu: tuple[float, float]) -> tuple[float, float]:
         """Draw the HU window of a sample."""

@@ -58,7 +58,12 @@ class GridRule:
         return None if self.range_mm is None else clamp_spacing(self.range_mm, scan_spacing_mm)
 
     def crop(
-        self, box: VoxelBox, lattice: VoxelGrid, patch_size: tuple[int, int, int] | None, divisor: tuple[int, int, int]
+        self,
+        box: VoxelBox,
+        lattice: VoxelGrid,
+        patch_size: tuple[int, int, int] | None,
+        divisor: tuple[int, int, int],
+        least_size: tuple[int, int, int] = (1, 1, 1),
     ) -> Crop:
         """Choose the crop that contains a box.
 
@@ -67,6 +72,7 @@ class GridRule:
             lattice: The stage's lattice for this case.
             patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the divisor, larger than a single one.
             divisor: What a whole crop must be a multiple of, (z, y, x).
+            least_size: A whole crop grows to at least this size before it grows to multiples.
 
         Returns:
             Crop that contains the box; a crop of fixed size has the extent of the box.
@@ -78,7 +84,7 @@ class GridRule:
             box = box.at_least([max(box.shape)] * 3)
         if patch_size is not None:
             return Crop(lattice, box.at_least(patch_size), content)
-        box = box.to_multiple(divisor)
+        box = box.at_least(least_size).to_multiple(divisor)
         # The deepest level of a network would have a single voxel, and an instance norm has no variance of one.
         return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box, content)
 
@@ -107,6 +113,7 @@ def region_crop(
     patch_size: tuple[int, int, int] | None,
     divisor: tuple[int, int, int],
     rule: GridRule = PLAIN,
+    least_size: tuple[int, int, int] = (1, 1, 1),
 ) -> Crop:
     """Choose the crop of a region, in training and in prediction.
 
@@ -122,11 +129,12 @@ def region_crop(
         patch_size: See `GridRule.crop`.
         divisor: See `GridRule.crop`.
         rule: Rule of the stage.
+        least_size: See `GridRule.crop`.
     """
     box = lattice.box_from(from_grid, tight_box)
     # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
     z, y, x = (math.ceil(margin_mm / spacing - 1e-6) for spacing in lattice.spacing_mm)
-    return rule.crop(box.expanded((z, y, x)), lattice, patch_size, divisor)
+    return rule.crop(box.expanded((z, y, x)), lattice, patch_size, divisor, least_size)
 
 
 def distortion(spacing_mm: tuple[float, float, float]) -> float:

@@ -1,8 +1,9 @@
 """Slab execution: our UNet layer by layer in slabs along z, with the result of one pass and within a memory budget.
 
-A layer reads the planes of its input that its kernel reaches, and writes each plane of its output once. A norm with statistics over the
-field of view takes them from all slabs of its convolution, and is applied where the next layer reads. Feature maps share half of the
-budget; those that exceed it are scratch arrays. A slab of the present layer takes the other half.
+A layer reads the planes of its input that its kernel reaches, and writes each plane of its output once. An instance or group norm
+needs statistics over the whole field of view: they are summed over all slabs of the convolution before it, and the norm is applied when the
+next layer reads its input. Feature maps share half of the budget; those that do not fit are kept in scratch files. A slab of the present layer
+takes the other half.
 """
 
 import functools

@@ -26,7 +26,7 @@ class PresenceLoss(nn.Module):
         """
         super().__init__()
         if voxels < 1:
-            raise ValueError(f"voxels: at least one must decide, got {voxels}")
+            raise ValueError(f"voxels must be at least 1, got {voxels}")
         self.voxels = voxels
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ MAX_BYTES = 2**30
 # Seconds of repetitions of an operation, of which the median counts.
 REPEATED_S = 0.004
 MAX_REPETITIONS = 20
-FURTHER_MOMENTS = 2
+# All operations are timed in rounds, so that a processor that is slower for a while is so for all of them.
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 9, 15.0
 # Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
 LEAST_DIVISOR = 8
 MARK = "medseg operation "
@@ -95,12 +96,13 @@ class KernelCosts:
             # An operation without a workspace on its larger part has none on the whole.
             smaller = self._workspaces({key: some[0][1] for key, some in parts.items() if len(some) > 1 and workspaces.get(key)})
             written = {key: self._written_share(parts[key][-1][1], size) for key, size in workspaces.items()}
-            durations_s = {key: [self._seconds(parts[key][-1][1])] for key in workspaces}
-            # For a moment the processor may be slowed by other programs: what takes long is timed again at other moments.
-            for _ in range(FURTHER_MOMENTS):
+            durations_s: dict[str, list[float]] = {key: [] for key in workspaces}
+            start_s = time.perf_counter()
+            for number in range(MOST_ROUNDS):
+                if number >= LEAST_ROUNDS and time.perf_counter() - start_s > ROUNDS_S:
+                    break
                 for key, found in durations_s.items():
-                    if found[0] >= REPEATED_S:
-                        found.append(self._seconds(parts[key][-1][1]))
+                    found.append(self._seconds(parts[key][-1][1]))
         for key, some in parts.items():
             if key not in workspaces:
                 self.unmeasured.add(str(missing[key].operation))

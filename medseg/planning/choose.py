@@ -105,15 +105,28 @@ def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
         yield replace(config, memory=memory)
 
 
-def make_candidate(config: PlanConfig, shape: Shape, machine: Machine) -> Candidate:
-    """Count a step without and with recomputation of all blocks, measure its operations and make its model."""
-    plain, recomputed, blocks = Timeline(), Timeline(), list(make_network_on_meta(config).blocks())
-    memory = count_memory(config, shape, timeline=plain)
-    if blocks:
-        count_memory(replace(config, memory=replace(config.memory, checkpointing="all")), shape, timeline=recomputed)
-    machine.measure(plain, recomputed)
-    model = StepModel(plain, recomputed if blocks else plain, blocks, machine.costs, config.memory.accumulate)
-    return Candidate(config, model, estimate_beside(config, shape, evaluated_shape(config), machine, memory))
+def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[Candidate]:
+    """Make a candidate of each combination of switches.
+
+    Steps without and with recomputation of all blocks are counted first. Then all of their operations are measured together: a processor that
+    slows down in between would favour the combinations that were measured before.
+    """
+    counted = []
+    for one in combinations(config):
+        plain, recomputed, blocks = Timeline(), Timeline(), list(make_network_on_meta(one).blocks())
+        memory = count_memory(one, shape, timeline=plain)
+        if blocks:
+            count_memory(replace(one, memory=replace(one.memory, checkpointing="all")), shape, timeline=recomputed)
+        counted.append((one, memory, plain, recomputed if blocks else plain, blocks))
+    machine.measure(*(timeline for _, _, *timelines, _ in counted for timeline in timelines))
+    return [
+        Candidate(
+            one,
+            StepModel(plain, recomputed, blocks, machine.costs, one.memory.accumulate),
+            estimate_beside(one, shape, evaluated_shape(one), machine, memory),
+        )
+        for one, memory, plain, recomputed, blocks in counted
+    ]
 
 
 def fastest_option(found: Sequence[Candidate], budget: int, max_seconds: float) -> tuple[Candidate, Option] | None:

@@ -23,7 +23,7 @@ from medseg.planning.choose import (
     combinations,
     fastest_option,
     front,
-    make_candidate,
+    make_candidates,
     reasons,
 )
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate
@@ -45,12 +45,12 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     machine, budget = Machine(config), int((config.fit_gib or 0) * 2**30 / (1 + MARGIN))
     max_seconds = config.max_seconds or math.inf
     changes: dict[str, Any] = {}
-    found = [make_candidate(one, shape, machine) for one in combinations(config)]
+    found = make_candidates(config, shape, machine)
     chosen = verified(found, budget, max_seconds, shape, machine)
     if chosen is None and config.allow is Allow.other_run:
         for keys, changed, patch in closer_runs(config, shape):
             if fits_at_all(changed, patch, machine, budget):
-                others = [make_candidate(one, patch, machine) for one in combinations(changed)]
+                others = make_candidates(changed, patch, machine)
                 chosen = verified(others, budget, max_seconds, patch, machine)
                 if chosen is not None:
                     found, shape, changes = others, patch, keys

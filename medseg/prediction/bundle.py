@@ -136,6 +136,7 @@ def _preprocessing(described: dict[str, Any]) -> list[dict[str, Any]]:
             "body_margin_mm": described["crop"]["margin_mm"] if "all" in described["classes"] else None,
             "multiple_of": described["input"]["multiple_of"],
             "tile_size": described["tile_size"],
+            "least_size": described["least_size"],
             "is_flipped": "$@region in @flipped_x",
         },
     ]

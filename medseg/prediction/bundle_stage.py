@@ -69,6 +69,7 @@ class Prepared(MapTransform):
         body_margin_mm: float | None,
         multiple_of: Sequence[int],
         tile_size: Sequence[int] | None,
+        least_size: Sequence[int] | None,
         is_flipped: bool,
     ) -> None:
         """Take what the metadata of the bundle state.
@@ -81,16 +82,13 @@ class Prepared(MapTransform):
             body_margin_mm: Margin around the body; None keeps the whole image.
             multiple_of: Required multiple of the input size, (z, y, x).
             tile_size: Smallest size, (z, y, x), for tiles; None = the whole image at once.
+            least_size: Smallest size, (z, y, x), of an image that runs at once.
             is_flipped: Whether the network sees the image with left and right exchanged.
         """
         super().__init__(keys)
         self.spacing_mm, self.is_antialiased, self.channels = spacing_mm, is_antialiased, channels
-        self.body_margin_mm, self.multiple_of, self.tile_size, self.is_flipped = (
-            body_margin_mm,
-            multiple_of,
-            tile_size,
-            is_flipped,
-        )
+        self.body_margin_mm, self.multiple_of, self.is_flipped = body_margin_mm, multiple_of, is_flipped
+        self.tile_size, self.least_size = tile_size, tile_size or least_size or (1, 1, 1)
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Prepare the image of a case."""
@@ -149,7 +147,7 @@ class Prepared(MapTransform):
 
     def _pad(self, image: Tensor) -> Tensor:
         """Pad (C, z, y, x) at the end of each axis: the last slice is repeated, air fills the rest."""
-        least = [max(pair) for pair in zip(image.shape[1:], self.tile_size or (1, 1, 1), strict=True)]
+        least = [max(pair) for pair in zip(image.shape[1:], self.least_size, strict=True)]
         depth, height, width = (-(-size // step) * step for size, step in zip(least, self.multiple_of, strict=True))
         if self.tile_size is not None:
             depth, height, width = least

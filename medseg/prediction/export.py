@@ -134,5 +134,6 @@ def describe_stage(stage: TrainedStage, region: str | None, fixed_size: tuple[in
         "flipped_x": [one.name for one in task.regions if stage.region_mode == "mirrored" and one.side == "right"],
         "padding": {"where": "at the end of each axis", "z": "the last slice is repeated", "y, x": AIR},
         "tile_size": round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        "least_size": None if is_whole else round_up(stage.tile_size or stage.least_size, stage.divisor),
         "overlap": CascadeOptions.overlap,
     }

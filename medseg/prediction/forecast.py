@@ -26,8 +26,8 @@ from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 SCAN, LABEL, IMAGE, PROBABILITY, SUM = 2, 1, 4, 2, 4
 # Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger `WORKSPACE`.
 USUAL_WORKSPACE = 1.25
-# Share of a scan's axes (z, y, x) that the box of the body takes: the median of twelve scans with their tables, and phantoms.
-BODY_SHARE = (1.0, 0.8, 1.0)
+# Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes of a wide field of view. Medians of 33 scans.
+BODY_SHARE, BODY_MM = (1.0, 0.8, 1.0), (math.inf, 360.0, 480.0)
 # Box of a region with its margin, (z, y, x): a lung. The scan limits it.
 REGION_MM = (270.0, 200.0, 160.0)
 # Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop until its step ends, unless large blocks are mapped.
@@ -85,14 +85,16 @@ def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: 
     heaps = has_holes * (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
     fixed = loaded_bytes + LIBRARIES_BYTES + heaps + channels * held(SCAN * num_voxels)
     lattice, scan_mm = grid.resampled(coarse.spacing_mm), [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
-    body = _crop_shape(coarse, grid, [length * share for length, share in zip(scan_mm, BODY_SHARE, strict=True)], None)
+    body = _crop_shape(
+        coarse, grid, [min(length * share, most) for length, share, most in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True)], None
+    )
     during, kept = _pass_bytes(coarse, task.num_classes, body, options, array_bytes)
     memory = {"read": fixed, first: fixed + channels * held(IMAGE * math.prod(lattice.shape)) + during}
     voxels = channels * num_voxels + NETWORK_TIME * _pass_voxels(coarse, body, options)
     if cascade.fine is not None:
         fine, kept = cascade.fine, 0
         extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
-        shape = _crop_shape(fine, grid, extent_mm, fine.tile_size)
+        shape = _crop_shape(fine, grid, extent_mm, fine.tile_size or fine.least_size)
         cleaned = math.prod(extent_mm) / math.prod(grid.spacing_mm)
         resampling = has_holes * round(RESAMPLING * min(threads * SLAB_VOXELS, cleaned, num_voxels))
         during, probs = _pass_bytes(fine, task.num_region_classes, shape, options, array_bytes)

@@ -62,7 +62,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
         task.is_ct or not config.diseased, "diseased=true paints in HU, but the first channel of the task is no CT; leave it out"
     )
     parts = {region.name: region.labels for region in task.regions} or {name: (name,) for name in task.labels}
-    organs = [[value for value, name in values.items() if name in labels] for labels in parts.values()]
+    organs = {region: [value for value, name in values.items() if name in labels] for region, labels in parts.items()}
     steps: list[Step] = []
     for fold in range(config.num_folds):
         held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
@@ -70,7 +70,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
         made = {
             "": held_out,
             PIECES: [part for case in whole if config.pieces for part in cut_partial_scans(case, organs, output / "pieces")],
-            DISEASED: [ill for case in whole if config.diseased for ill in paint_scan(case, organs, output / "diseased")],
+            DISEASED: [
+                ill for case in whole if config.diseased for ill in paint_scan(case, list(organs.values()), output / "diseased")
+            ],
         }
         for heading, some in made.items():
             groups[heading] |= {case.name for case in some}

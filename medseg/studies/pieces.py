@@ -28,32 +28,44 @@ LEAST_HEIGHT_MM = 100.0
 # A part without organ keeps this distance, since references may stop a slice early, and is at least this high.
 GAP_MM = 5.0
 LEAST_MM = 15.0
+# A half chest with less than this share of a region's voxels shows a sliver of it, whose side nothing in view tells.
+LEAST_SHARE = 0.1
+SLIVER = "sliver"
+"""Trust in the reference of such a region, so that its scores stand apart."""
+HALVES = ("right_half", "left_half")
 Files = tuple[Path, Path]
 
 
-def cut_partial_scans(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
+def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: Path) -> list[Case]:
     """Cut a case along z, and between its organs along x, and write the parts with their labels; existing files are kept.
 
     Args:
         case: Case with labels.
-        organs: Values of each organ in its label file.
+        organs: Name of each organ to its values in the label file.
         folder: Folder of `<case>_<part>.nii.gz` and `<case>_<part>_labels.nii.gz`.
 
     Returns:
         The parts as cases; see `slice_ranges` and `halves` for the parts that a scan has.
     """
     labels, grid = oriented_labels(case)
-    has_organ = np.array([np.isin(plane, list(chain(*organs))).any() for plane in labels])
+    has_organ = np.array([np.isin(plane, list(chain(*organs.values()))).any() for plane in labels])
     depth, height, width = labels.shape
     boxes = {name: VoxelBox((a, 0, 0), (b, height, width)) for name, (a, b) in slice_ranges(has_organ, grid.spacing_mm[0])}
-    boxes |= {name: VoxelBox((0, 0, a), (depth, height, b)) for name, (a, b) in halves(labels, organs)}
+    boxes |= {name: VoxelBox((0, 0, a), (depth, height, b)) for name, (a, b) in halves(labels, list(organs.values()))}
     files = _files(case, boxes, folder)
     if not _exist(files):
         image, image_grid = oriented_image(case)
         for name, box in boxes.items():
             write_image(files[name][0], np.ascontiguousarray(image[box.slices()]), image_grid.crop(box))
             write_labels(files[name][1], np.ascontiguousarray(labels[box.slices()]), grid.crop(box))
-    return _as_cases(case, files)
+    slivers = {
+        name: dict.fromkeys(_slivers(labels, labels[box.slices()], organs), SLIVER)
+        for name, box in boxes.items()
+        if name in HALVES
+    }
+    return [
+        replace(one, trust=one.trust | slivers.get(name, {})) for name, one in zip(boxes, _as_cases(case, files), strict=True)
+    ]
 
 
 def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
@@ -132,8 +144,14 @@ def halves(labels: np.ndarray, organs: Sequence[Sequence[int]]) -> Iterator[tupl
     if sum(bool(np.isin(labels, values).any()) for values in organs) == 2:
         columns = np.flatnonzero(np.isin(labels, list(chain(*organs))).any(axis=(0, 1)))
         middle = int(columns[0] + columns[-1] + 1) // 2
-        yield "right_half", (0, middle)
-        yield "left_half", (middle, labels.shape[2])
+        yield HALVES[0], (0, middle)
+        yield HALVES[1], (middle, labels.shape[2])
+
+
+def _slivers(labels: np.ndarray, part: np.ndarray, organs: Mapping[str, Sequence[int]]) -> list[str]:
+    """Name the organs of which a part shows some, but less than `LEAST_SHARE`."""
+    counts = {name: [np.count_nonzero(np.isin(one, values)) for one in (part, labels)] for name, values in organs.items()}
+    return [name for name, (inside, all_voxels) in counts.items() if 0 < inside < LEAST_SHARE * all_voxels]
 
 
 def oriented_image(case: Case) -> tuple[np.ndarray, VoxelGrid]:

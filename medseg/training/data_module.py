@@ -4,7 +4,7 @@ import functools
 import gc
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -96,7 +96,7 @@ class CasesDataModule(pl.LightningDataModule):
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
         overfit: Whether every step gets the samples of the first one.
-        train_trust: Trust in the reference that a region needs to be trained on; None = any.
+        train_trust: Trusts in the reference with which a region is trained on; None = any.
         coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
     """
 
@@ -117,7 +117,7 @@ class CasesDataModule(pl.LightningDataModule):
         pin_memory: bool | None = None,
         overfit: bool,
         coarse: TrainedStage | None = None,
-        train_trust: str | None = None,
+        train_trust: Collection[str] | None = None,
     ) -> None:
         super().__init__()
         self.sources = sources

@@ -142,10 +142,8 @@ class SegmentationModule(pl.LightningModule):
         (batch,) = batches
         release_free_memory()  # of the steps before, or of the case before: memory for this case comes on top of it
         labels = self.predict_labels(batch["image"], batch["region"])
-        # Prediction drops voxels beyond the scan when it pastes the crop back.
-        inside = tuple(slice(int(start), int(stop)) for start, stop in batch["inside"][0])
-        kept = torch.zeros_like(labels)
-        kept[inside] = labels[inside]
+        # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference has none; the picture shows both.
+        kept, batch["target"] = (only_inside(one, batch["inside"][0]) for one in (labels, batch["target"]))
         target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
         if ignore_value is not None:  # background in both maps, which no score counts
@@ -197,3 +195,11 @@ class SegmentationModule(pl.LightningModule):
             weights = checkpoint["state_dict"]
             self.average.load({name.removeprefix(PREFIX): value for name, value in weights.items() if name.startswith(PREFIX)})
             checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)
+
+
+def only_inside(volume: Tensor, bounds: Tensor) -> Tensor:
+    """Copy a volume (…, D, H, W) with zeros beyond the scan, whose start and stop per axis are given as (3, 2)."""
+    kept = torch.zeros_like(volume)
+    z, y, x = (slice(int(start), int(stop)) for start, stop in bounds)
+    kept[..., z, y, x] = volume[..., z, y, x]
+    return kept

@@ -88,7 +88,7 @@ def check_tensors(given: str, weights: Mapping[str, Any], num_bytes: int) -> Non
         total += value.numel() * value.element_size() if is_dense else 0
         require(
             is_dense and total <= MAX_NAMES * num_bytes,
-            f"{given}: its weights {shown} are no dense numbers of their own (sparse, expanded or shared tensors); take another copy",
+            f"{given}: the tensor {shown} is not an ordinary dense tensor (it is sparse, expanded, shared or of another type); take another copy",
         )
         is_finite = bool(torch.isfinite(value).all())
         require(is_finite, f"{given}: its weights {shown} hold NaN or infinity, so its training went wrong; take an earlier one")
@@ -119,12 +119,12 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     labels = metadata["task"]["labels"]
     names = {name for region in metadata["task"]["regions"] or () for name in region["labels"]}
     if sorted(labels.values()) != list(range(1, len(labels) + 1)) or not labels or not names <= labels.keys():
-        raise ValueError("its labels are not numbered 1, 2, …, or its regions have other ones")
+        raise ValueError("its labels are not numbered 1, 2, …, or its regions name labels that it does not have")
     check_arguments(metadata["model"])
     for key, value in _pairs({"model": metadata["model"]}):
         is_count = any(word in key for word in COUNTS) and not any(word in key for word in SIZES)
         if is_count and sum(map(abs, _numbers(value))) > num_tensors:
-            raise ValueError(f"{key} of its network, which is more than its {num_tensors} tensors of weights allow")
+            raise ValueError(f"{key}={value}: a network of that many parts has more than the {num_tensors} tensors of the file")
 
 
 def check_arguments(model: Mapping[str, Any]) -> None:

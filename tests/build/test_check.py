@@ -29,7 +29,7 @@ def check(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([*SEGRESNET, "model.init_filter=8"], r"model: SegResNet does not take .*did you mean init_filters\? it knows"),
+        ([*SEGRESNET, "model.init_filter=8"], r"model: SegResNet does not take .*did you mean init_filters\? Its arguments are"),
         ([*SEGRESNET, "model.out_channels=5"], "model: out_channels=5, but the task has 2 classes; leave out_channels out"),
         ([*SEGRESNET, "model.init_filters=9"], "model: "),
         ([*SEGRESNET, "model.num_groups=123456"], "model: num_groups=123456 of the network, expected numbers up to 65536"),

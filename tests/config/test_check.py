@@ -67,7 +67,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["task.colours={left_lung: {a: 1}}"], "task.colours.left_lung: one value is needed, but got {'a': 1}"),
         (["metrics=true"], "metrics: keys with their values are needed, but got True"),
         (["augment.transforms=1.5"], "augment.transforms: a list of classes with their arguments is needed, but got 1.5"),
-        (["task.labels={left_lung: 1, right_lung: 2}", "task.ignore_label=2"], "task.ignore_label=2: the values 1 to 2 are those of labels"),
+        (["task.labels={left_lung: 1, right_lung: 2}", "task.ignore_label=2"], "task.ignore_label=2 is the value of a label; choose a value from 3 to 255"),
         (["task.window_hu=null"], "task.channels and task.window_hu: expected one of the two"),
         (["task.channels=[{modality: ct, window_hu: [-1000, 400]}]"], "task.channels and task.window_hu: expected one of the two"),
         (["task.window_hu=null", "task.channels=[{modality: mr}]"], "task.channels.0: expected a window_hu (normalise=window), or normalise=zscore"),

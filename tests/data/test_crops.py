@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from medseg.data.crops import StageCrops, jittered
 from medseg.data.sampler import sample_rng
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox
-from medseg.geometry.grid_rule import GridRule, region_crop
+from medseg.geometry.grid_rule import PLAIN, GridRule, region_crop
 
 
 def test_faces_move_by_the_jitter_and_a_voxel_is_left() -> None:
@@ -36,6 +37,8 @@ def test_prediction_cuts_the_box_of_the_coarse_stage_and_training_a_jittered_one
     plain = crops.crop(case, region, None)
     assert plain == region_crop(found, case.grid, case.grid, 5.0, (8, 8, 8), (1, 1, 1))
     assert crops.crop(case, region, sample_rng(0, 0)) == region_crop(found, case.grid, case.grid, 5.0, (24, 24, 24), (1, 1, 1))
+    whole = replace(crops, tile_size=None, divisor=(8, 8, 8))
+    assert whole.crop(case, region, None) == region_crop(found, case.grid, case.grid, 5.0, None, (8, 8, 8), PLAIN, (24, 24, 24))
     other = cached_cases[1]
     assert crops.crop(other, region, None) == StageCrops(region_margin_mm=5.0, tile_size=(8, 8, 8)).crop(other, region, None)
 

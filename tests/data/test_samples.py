@@ -444,10 +444,17 @@ def test_patches_of_a_slab_see_nothing_beyond_it(cached_cases: list[CachedCase],
 def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], task: Task) -> None:
     trust = [{"left_lung": "reference", "right_lung": "approximate"}, {"left_lung": "reference", "right_lung": "absent"}, {}]
     cases = [replace(case, trust=one) for case, one in zip(cached_cases, trust, strict=True)]
-    samples = fine(cases, task, augmentation=None, train_trust="reference")
+    samples = fine(cases, task, augmentation=None, train_trust=["reference"])
     assert sorted((samples[n]["case"], samples[n]["region"]) for n in range(len(samples))) == [("case_0", 0), ("case_1", 0)]
-    assert [samples_case.name for samples_case, _ in coarse(cases, task, train_trust="reference").items] == ["case_1"]
+    assert [samples_case.name for samples_case, _ in coarse(cases, task, train_trust=["reference"]).items] == ["case_1"]
+    both = coarse(cases, task, train_trust=["reference", "approximate"])
+    assert [samples_case.name for samples_case, _ in both.items] == ["case_0", "case_1"]
     half_known = [replace(cases[0], trust={"left_lung": "reference"}), *cases[1:]]
-    assert [samples_case.name for samples_case, _ in coarse(half_known, task, train_trust="reference").items] == ["case_1"]
-    with pytest.raises(UserError, match=r"data\.train_trust=sure: no training case has such a region"):
-        fine(cases, task, train_trust="sure")
+    assert [samples_case.name for samples_case, _ in coarse(half_known, task, train_trust=["reference"]).items] == ["case_1"]
+    empty = [*cases[1:], replace(cases[0], trust=dict.fromkeys(("left_lung", "right_lung"), "absent"))]
+    found = coarse(empty, task, train_trust=["reference"]).items
+    assert [samples_case.name for samples_case, _ in found] == ["case_1", "case_0"], (
+        "a scan that is known to have no region is known"
+    )
+    with pytest.raises(UserError, match=r"data\.train_trust=sure or certain: no training case has a region with this trust"):
+        fine(cases, task, train_trust=["sure", "certain"])

@@ -104,5 +104,5 @@ def test_what_breaks_labels_or_sides_is_refused(transform: Any, has_sides: bool,
 
 
 def test_one_affine_resamples_once() -> None:
-    with pytest.raises(ValueError, match="one Affine is expected"):
+    with pytest.raises(ValueError, match="a sample is resampled only once"):
         Transforms([AFFINE, AFFINE])

@@ -52,6 +52,18 @@ def test_a_cube_is_as_long_as_the_longest_axis_and_holds_the_region_in_its_middl
         assert region_crop(tight, COARSE, lattice, 6.0, (1, 1, 1), (8, 8, 8), rule).box.shape == (max(needed.shape),) * 3
 
 
+def test_a_whole_crop_is_at_least_as_large_as_the_patches_that_its_network_knows() -> None:
+    for tight in random_boxes(30):
+        plain = region_crop(tight, COARSE, LATTICE, 6.0, (1, 1, 1), (1, 1, 1)).box
+        crop = region_crop(tight, COARSE, LATTICE, 6.0, None, (8, 8, 8), PLAIN, (20, 40, 30)).box
+        assert crop.contains(plain)
+        assert crop.shape == tuple(-(-max(pair) // 8) * 8 for pair in zip(plain.shape, (20, 40, 30), strict=True))
+        assert np.abs(np.add(crop.start, crop.stop) - np.add(plain.start, plain.stop)).max() <= 2, "half a voxel, twice"
+        fixed = GridRule(size=(32, 48, 40))
+        args = (tight, COARSE, LATTICE, 6.0, None, (8, 8, 8), fixed)
+        assert region_crop(*args, (64, 64, 64)) == region_crop(*args), "a crop of fixed size measures what the region does"
+
+
 @pytest.mark.parametrize("rule", [PLAIN, GridRule(is_cube=True)])
 def test_a_crop_is_never_a_single_voxel_at_the_deepest_level(rule: GridRule) -> None:
     lattice = VoxelGrid((40, 40, 40), (6.0, 6.0, 6.0))

@@ -146,3 +146,21 @@ def test_an_operation_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
     costs = measured(tmp_path, wrong=wrong)
     assert costs.unmeasured == {"aten.add.Tensor"}
     assert costs["wrong"] == (0, 0, 0.0)
+
+
+def test_operations_are_timed_in_rounds_of_which_the_median_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a processor that is slow for some rounds is so for all operations."""
+    slow, timed = {1: 10.0, 2: 10.0}, []
+
+    def seconds(_: KernelCosts, call: Call) -> float:
+        timed.append(call.arguments[0].shape[2])
+        return float(call.arguments[0].shape[2]) * slow.get((len(timed) - 1) // 2, 1.0)
+
+    monkeypatch.setattr(KernelCosts, "_seconds", seconds)
+    costs = measured(tmp_path, small=convolution(12), large=convolution(24))
+    assert timed == [12, 24] * kernels.MOST_ROUNDS
+    assert (costs["small"].seconds, costs["large"].seconds) == (12.0, 24.0)
+    monkeypatch.setattr(kernels, "ROUNDS_S", 0.0)
+    timed.clear()
+    measured(tmp_path / "long", small=convolution(12))
+    assert len(timed) == kernels.LEAST_ROUNDS

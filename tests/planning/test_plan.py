@@ -114,7 +114,7 @@ def test_an_evaluation_is_counted_as_it_runs(model: list[str], tile_size: tuple[
 
 
 def test_a_budget_to_fit_and_one_to_check_exclude_each_other() -> None:
-    with pytest.raises(UserError, match=r"fit_gib chooses switches, while memory\.budget_gib"):
+    with pytest.raises(UserError, match=r"fit_gib searches for switches, while memory\.budget_gib"):
         plan_app.plan(compose(*SMALL, "measure=true", "fit_gib=8", "memory.budget_gib=8"))
     with pytest.raises(UserError, match="max_seconds needs fit_gib"):
         plan_app.plan(compose(*SMALL, "max_seconds=8"))

@@ -92,6 +92,7 @@ def test_the_steps_of_a_bundle_give_the_labels_of_medseg(direction: str, spacing
         described["crop"]["margin_mm"],
         described["input"]["multiple_of"],
         described["tile_size"],
+        described["least_size"],
         False,
     )
     for step in (LoadImaged("image"), EnsureChannelFirstd("image"), Orientationd("image", axcodes="SPL"), prepared):
@@ -118,10 +119,12 @@ def test_the_metadata_say_all_that_another_program_needs() -> None:
     }
     assert found["classes"] == {"left": ["background", "left"], "right": ["background", "right"]}
     assert found["flipped_x"] == ["right"]
-    assert found["tile_size"] == (20, 20, 16)
+    assert found["tile_size"] == found["least_size"] == (20, 20, 16)
     assert found["crop"]["margin_mm"] == 10.0
     one = describe_stage(make_stage(LUNGS, "separate"), "right", (8, 8, 8))
     assert list(one["classes"]) == ["right"]
+    patches = describe_stage(make_stage(LUNGS, "mirrored", least_size=(20, 18, 16)), None, None)
+    assert (patches["tile_size"], patches["least_size"]) == (None, (20, 20, 16))
     assert one["input"]["shape"] == [1, 1, 8, 8, 8]
     json.dumps([found, one])
 

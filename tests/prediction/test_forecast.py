@@ -20,8 +20,9 @@ CHEST = VoxelGrid((300, 512, 512), (1.0, 0.8, 0.8))
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread_with_a_plain_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
 
 
 @pytest.fixture
@@ -50,6 +51,13 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     assert found.peak_bytes == max(found.memory.values())
     # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five times.
     assert found.voxels == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
+
+
+def test_a_wide_field_of_view_has_no_larger_body(cascade: Cascade) -> None:
+    wide = replace(CHEST, spacing_mm=(1.0, 1.4, 1.4))
+    alone = Cascade(replace(cascade.coarse, task=replace(cascade.coarse.task, regions=())))
+    # 360 x 480 mm at 2 mm, padded to multiples of 8 voxels.
+    assert forecast(alone, wide, 0).voxels == math.prod(CHEST.shape) + 5 * 152 * 184 * 240
 
 
 def test_further_threads_keep_heaps_of_their_own(cascade: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
     write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
     write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
-    parts = {part.name: part for part in cut_partial_scans(case, [[7]], tmp_path / "pieces")}
+    parts = {part.name: part for part in cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")}
     assert set(parts) == {"c_below", "c_bases", "c_middle", "c_apices", "c_above"}
     for name, part in parts.items():
         assert (part.patient, part.trust) == ("p", {"lung": "reference"})
@@ -49,7 +49,7 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
         assert cut.array[1, 2, 3] == image[tuple(place)]
     assert read_image(parts["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[0] == pytest.approx(19)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()}
-    assert [part.name for part in cut_partial_scans(case, [[7]], tmp_path / "pieces")] == list(parts)
+    assert [part.name for part in cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")] == list(parts)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()} == before
 
 
@@ -63,6 +63,19 @@ def test_halves_lie_between_two_organs_and_only_there() -> None:
     labels[0, 0, 0] = 3
     assert not list(halves(labels, [[1, 3]])), "two lobes of one organ"
     assert not list(halves(labels, [[1], [2], [3]]))
+
+
+@pytest.mark.parametrize(("across", "trust"), [(0, "reference"), (1, "sliver"), (3, "reference")])
+def test_what_a_half_shows_of_the_other_organ_has_no_trust_unless_it_is_much(across: int, trust: str, tmp_path: Path) -> None:
+    grid = VoxelGrid((3, 4, 24), (5.0, 2.0, 1.0), (0.0, 0.0, 0.0), ((1, 0, 0), (0, 1, 0), (0, 0, 1)))
+    labels = np.zeros(grid.shape, dtype=np.uint8)
+    labels[:, :, 12 - across : 22], labels[:, :2, 2:11] = 1, 2
+    write_image(tmp_path / "i.nii.gz", labels.astype(np.int16), grid)
+    write_labels(tmp_path / "l.nii.gz", labels, grid)
+    given = {"left": "reference", "right": "reference"}
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust=given)
+    parts = {part.name: part.trust for part in cut_partial_scans(case, {"left": [1], "right": [2]}, tmp_path / "pieces")}
+    assert parts == {"c_right_half": given | {"left": trust}, "c_left_half": given}
 
 
 def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path: Path) -> None:

@@ -85,7 +85,10 @@ def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
     assert max((parts[name] - weight).abs().max().item() for name, weight in whole.items()) > 1e-6
     assert not notes(compose(override))
     (note,) = notes(compose(override, "memory.accumulate=2"))
-    assert note == f"{said} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 rank), so the result differs"
+    assert (
+        note
+        == f"{said} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 rank), so the result differs from that of the whole batch"
+    )
     assert not notes(compose("memory.accumulate=2"))
     (note,) = notes(compose(override, "stage.patch_size=null"))
     assert "computes over 1 sample, not over the batch of 4" in note

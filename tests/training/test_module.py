@@ -56,6 +56,11 @@ def test_validation_ignores_what_lies_beyond_the_scan() -> None:
     assert score(module, batch) == 1
     image[..., 4:, :, :] = 1  # beyond: prediction drops it when it pastes the crop back
     assert score(module, batch) == 1
+    image[..., 4:, :, :], target[:, 4:] = (
+        -1,
+        1,
+    )  # where a crop repeats the last slice of a scan that ends in the lung, so does its reference
+    assert score(module, batch) == 1
     image[..., 3, :, :] = 1  # inside: it counts
     assert score(module, batch) < 1
 

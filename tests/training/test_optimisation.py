@@ -102,7 +102,7 @@ def test_a_step_by_trust_ratio_does_not_see_the_scale_of_a_gradient(optimizer: s
 
 
 def test_a_misspelled_argument_of_an_optimizer_is_refused_where_the_class_takes_any() -> None:
-    with pytest.raises(UserError, match=r"optimizer: Lamb does not take these arguments .*wieght_decay.*it knows lr"):
+    with pytest.raises(UserError, match=r"optimizer: Lamb does not take these arguments .*wieght_decay.*Its arguments are lr"):
         build.make_optimizer(compose("optimizer=lamb", "+optimizer.wieght_decay=1").optimizer, 1.0)
 
 

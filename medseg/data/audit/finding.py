@@ -106,7 +106,7 @@ KINDS = {
     ),
     "misplaced_labels:shifted": Kind(
         ERROR,
-        "the edges of the labels do not match the image, whose edges are {shifts}: the label map was shifted",
+        "the edges of the labels do not match the image: those of the image lie {shifts}, so the label map was shifted",
         "look at the picture; correct the origin in the header of the label map, or write it again",
     ),
     "unknown_values": Kind(

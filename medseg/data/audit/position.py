@@ -1,6 +1,7 @@
 """Position of the patient: signs in the image that contradict the header.
 
-The audit and the prediction use the same tests. In both positions left and right are exchanged.
+The audit and the prediction use the same tests: for a body turned about its long axis (front and back exchanged), and for one upside down.
+In either case left and right are exchanged.
 """
 
 import math

@@ -86,7 +86,7 @@ def import_luna16(folder: Path) -> DataSet:
     notes = ["the masks are those of an algorithm: the columns trust_left_lung and trust_right_lung say approximate"]
     if has_folds:
         notes.append(
-            f"the subsets are the folds: data.fold=0 validates subset0; give data.num_folds={1 + max(subsets.values())} for the last ones"
+            f"each subset is a fold: data.fold=0 validates on subset0; give data.num_folds={1 + max(subsets.values())} to choose among all of them"
         )
     return DataSet(
         LUNA16, LUNA16, tuple(cases), LUNA16_LABELS, (Channel("ct", LUNA16_WINDOW_HU),), LUNA16_BACKGROUND, notes=tuple(notes)

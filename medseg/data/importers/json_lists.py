@@ -264,10 +264,12 @@ def _read_splits(path: Path | None, notes: list[str]) -> tuple[dict[str, int], d
     folds = dict(validated)
     if len(folds) == len(validated):
         notes.append(
-            f"{path} divides the cases into {len(content)} folds: the column fold, chosen by data.fold with data.num_folds={len(content)}"
+            f"{path} divides the cases into {len(content)} folds: they are in the column fold; choose one by data.fold, with data.num_folds={len(content)}"
         )
         return folds, {}
-    notes.append(f"{path} validates some cases in several folds: the column split holds its first fold alone")
+    notes.append(
+        f"{path} names some cases for validation in several folds, which a case table cannot say: the column split has the first fold alone"
+    )
     return {}, {
         **{nfc(str(name)): "train" for name in content[0]["train"]},
         **{nfc(str(name)): "val" for name in content[0]["val"]},

@@ -95,7 +95,7 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
     write_json(tmp_path / place, [{**fold, "val": ["chest_000"]} for fold in folds])
     data = import_nnunet(folder)
     assert [(case.fold, case.split) for case in data.cases] == [(None, "val"), (None, "train"), (None, "train"), (None, "test")]
-    assert data.notes[0].endswith("validates some cases in several folds: the column split holds its first fold alone")
+    assert data.notes[0].endswith("which a case table cannot say: the column split has the first fold alone")
 
 
 def test_a_split_that_writes_letters_in_another_way_is_found(tmp_path: Path) -> None:
