@@ -13,6 +13,7 @@ from medseg.cascade.plausibility import (
     measure_region,
     pair_warnings,
     position_warnings,
+    side_warnings,
     voxel_ml,
 )
 from medseg.cascade.stage import CascadeOptions, Prediction, TrainedStage
@@ -132,6 +133,7 @@ def localise(
         *prediction.remarks,
         *gas,
         *found.warnings,
+        *side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
         *(position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task) if stage.task.is_ct else []),
     ]
     return replace(found, warnings=warnings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import ndimage
 
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.audit.position import apex_excess, turned_pairs
+from medseg.data.audit.position import apex_excess, side_pairs, turned_pairs
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import distortion
@@ -16,6 +16,8 @@ from medseg.preprocess.orient import FACES
 
 # A crop of fixed size that is distorted by more than this causes a warning.
 MAX_DISTORTION = 2.0
+# A region whose voxels are the other side by more than this share of the probability of both has a doubtful side.
+MAX_OTHER_SIDE = 0.005
 
 
 class FoundRegion(NamedTuple):
@@ -73,6 +75,31 @@ def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: one of them may be incomplete"
         )
+    return warnings
+
+
+def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str]:
+    """Warn of regions for which the coarse stage sees the other side of the organ too, as where a scan ends between them.
+
+    Args:
+        probs: Probabilities of the background and all labels, (1 + L, D, H, W).
+        labels: Cleaned label map (D, H, W).
+        task: Labels and regions.
+    """
+    warnings = []
+    for pair in side_pairs(task):
+        for region, partner in (pair, pair[::-1]):
+            mask = np.isin(labels, task.region_values(region))
+            # In the accumulator's precision, without a copy of the masked probabilities.
+            own, other = (
+                sum(float(np.sum(probs[value], where=mask, dtype=np.float64)) for value in task.region_values(side))
+                for side in (region, partner)
+            )
+            if other > MAX_OTHER_SIDE * (own + other):
+                warnings.append(
+                    f"the side of {region.name} is doubtful: the coarse stage gives {other / (own + other):.1%} of it to {partner.name}, as on "
+                    "scans of less than a chest"
+                )
     return warnings
 
 

@@ -9,7 +9,7 @@ import pytest
 from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.plausibility import agreement, position_warnings, volume_warnings, voxel_ml
+from medseg.cascade.plausibility import agreement, position_warnings, side_warnings, volume_warnings, voxel_ml
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
@@ -95,3 +95,18 @@ def test_a_region_that_the_scan_cuts_may_be_small() -> None:
     assert volume_warnings(volumes_ml, labels, task) == []
     assert len(volume_warnings(volumes_ml, np.roll(labels, 1, 0), task)) == 1
     assert len(volume_warnings({**volumes_ml, "left_lung": 25.0}, labels, task)) == 1
+
+
+@pytest.mark.parametrize(("other", "doubtful"), [(0.0, False), (0.004, False), (0.006, True), (0.4, True)])
+def test_a_region_that_is_partly_the_other_side_has_a_doubtful_side(other: float, doubtful: bool) -> None:
+    """The background in the same voxels does not count, nor do the probabilities of the other side elsewhere."""
+    labels = np.zeros((4, 6, 10), dtype=np.uint8)
+    labels[1:3, 1:5, 6:9], labels[1:3, 1:5, 1:4] = 1, 2
+    probs = np.full((3, *labels.shape), 0.5, dtype=np.float16)
+    left, right = labels == 1, labels == 2
+    probs[:, left] = 0.8 * np.array([[0.25], [1 - other], [other]])
+    probs[:, right] = np.array([[0.1], [0.0], [0.9]])
+    warnings = side_warnings(probs, labels, TASK)
+    assert [one.split(":")[0] for one in warnings] == ["the side of left_lung is doubtful"] * doubtful
+    assert not doubtful or f"{100 * other:.1f}% of it to right_lung" in warnings[0]
+    assert side_warnings(probs, np.zeros_like(labels), TASK) == []
