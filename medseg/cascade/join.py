@@ -9,7 +9,7 @@ from torch import Tensor
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.inference.postprocess import Planes, fill_holes, remove_small_components
+from medseg.inference.postprocess import Part, fill_holes, remove_small_components
 from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
 
@@ -42,7 +42,7 @@ def join(
     """
     labels = merge(regions, grid, task)
     least_hu = task.least_hu
-    is_gas = None if image_hu is None or least_hu is None else lambda planes: image_hu[planes] < least_hu
+    is_gas = None if image_hu is None or least_hu is None else lambda part: image_hu[part] < least_hu
     values = tuple(task.labels.values())
     if task.regions:
         clean_labels(labels, values, (options or CascadeOptions()).min_part_fraction, is_gas)
@@ -100,14 +100,14 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     return percent
 
 
-def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float, is_gas: Planes | None = None) -> None:
+def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float, is_gas: Part | None = None) -> None:
     """Clean a label map in place: remove gas and small components of each label, then fill its holes, never over other labels.
 
     Args:
         labels: Label map (D, H, W).
         values: Label values.
         min_part_fraction: Least size of a kept component, as a share of the label's largest.
-        is_gas: Voxels below the bound of gas, by planes; None where nothing is gas.
+        is_gas: Voxels below the bound of gas; None where nothing is gas.
     """
     for value in values:
         remove_small_components(labels, value, min_part_fraction, is_gas)
@@ -135,15 +135,16 @@ def _claim(
 
     `labels` and `best` (both (D, H, W) on the target grid) are views of the slab and are written in place.
     """
-    winner = np.zeros(target.shape, dtype=np.uint8)
-    top = np.zeros(target.shape, dtype=np.float32)
+    first, *others = zip(values, probs, strict=True)
+    winner = np.full(target.shape, first[0], dtype=np.uint8)
+    top = resample_image(first[1], source, target, outside=0.0).numpy()
     # The background's probability is what the labels leave of one.
-    background = np.ones(target.shape, dtype=np.float32)
-    for value, prob in zip(values, probs, strict=True):
+    background = 1 - top
+    for value, prob in others:
         resampled = resample_image(prob, source, target, outside=0.0).numpy()
         background -= resampled
         np.copyto(winner, value, where=resampled > top)
-        np.maximum(top, resampled, out=top)
+        top = np.maximum(top, resampled)
     is_claimed = (top > background) & (top > best)
     np.copyto(best, top, where=is_claimed)
     np.copyto(labels, winner, where=is_claimed)

@@ -90,9 +90,13 @@ def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str
     for pair in side_pairs(task):
         for region, partner in (pair, pair[::-1]):
             mask = np.isin(labels, task.region_values(region))
-            # In the accumulator's precision, without a copy of the masked probabilities.
+            if (box := VoxelBox.from_mask(mask)) is None:
+                continue
             own, other = (
-                sum(float(np.sum(probs[value], where=mask, dtype=np.float64)) for value in task.region_values(side))
+                sum(
+                    float(np.sum(probs[value][box.slices()], where=mask[box.slices()], dtype=np.float64))
+                    for value in task.region_values(side)
+                )
                 for side in (region, partner)
             )
             if other > MAX_OTHER_SIDE * (own + other):

@@ -1,5 +1,6 @@
 """Entry of every command: quote paths, compose and check the configuration, run, turn errors into exit codes."""
 
+import gc
 import importlib
 import os
 import re
@@ -7,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 import hydra
@@ -91,7 +93,7 @@ def run_command(command: str) -> None:
     def job(config: Any) -> int:
         try:
             # Imported now: a misspelled key must not wait for torch.
-            code: int = getattr(importlib.import_module(module), FUNCTIONS.get(command, command))(config)
+            code: int = getattr(import_module(module), FUNCTIONS.get(command, command))(config)
         except ModuleNotFoundError as error:
             if error.name not in EXTRAS:
                 raise
@@ -102,9 +104,19 @@ def run_command(command: str) -> None:
         return code
 
     if command == "train":  # it prepares the process first
-        importlib.import_module(module).main()
+        import_module(module).main()
     else:
         run(command, job)
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module without the collector, which otherwise walks again and again through what torch defines: 0.3 s of each start."""
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run(

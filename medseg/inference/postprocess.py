@@ -4,7 +4,7 @@ A component is connected over faces (6 neighbours). Masks are processed in slabs
 only those of one slab are in memory, whatever the size of the mask.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from scipy import ndimage
@@ -13,41 +13,43 @@ from medseg.geometry.grid import VoxelBox
 
 # A lung at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered again when they are needed.
 SLAB_VOXELS = 2**25
-COUNTED_AT_ONCE = 2**22
+COUNTED_AT_ONCE = 2**16
 
 Planes = Callable[[slice], np.ndarray]
 """Returns the planes of a boolean volume, (d, H, W), for a range of z."""
+Part = Callable[[tuple[slice, slice, slice]], np.ndarray]
+"""Returns a part (d, h, w) of a boolean volume."""
 
 
 class Components:
     """Connected components of a mask, numbered from 1; 0 is the background.
 
     Attributes:
-        sizes: Voxels of each component by its number, 0 for the background.
-        marked: Marked voxels of each component.
+        counts: Of each mask to count, its voxels in each component by number, 0 for the background.
         is_open: Whether the component reaches a face of the volume; true for the background.
     """
 
-    def __init__(self, shape: tuple[int, ...], mask: Planes, marks: Planes | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()) -> None:
         """Number the components slab by slab, then join the numbers that touch across the border of two slabs.
 
         Args:
             shape: Size of the volume (D, H, W), no axis empty.
             mask: Voxels of the components; `where` reads it again and must get the same answer.
-            marks: Voxels to count in `marked`; none where None.
+            counted: Masks whose voxels are counted; None = all voxels.
         """
         depth, height, width = shape
         step = max(1, SLAB_VOXELS // (height * width))
         self._mask = mask
         self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
         self._offsets = [0]  # numbers given before each slab
-        pairs, sizes, marked, open_numbers = [], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], []
+        pairs, open_numbers = [], []
+        counts: list[list[np.ndarray]] = [[np.zeros(1, np.int64)] for _ in counted]
         num, below = 0, np.zeros((height, width), np.int64)
         for planes in self._slabs:
             numbers, count = ndimage.label(mask(planes))
             self._last = planes, numbers
-            sizes.append(_count(numbers, count))
-            marked.append(np.zeros(count, np.int64) if marks is None else _count(numbers, count, marks(planes)))
+            for of_mask, where in zip(counts, counted, strict=True):
+                of_mask.append(_count(numbers, count, None if where is None else where(planes)))
             faces = [numbers[:, 0], numbers[:, -1], numbers[:, :, 0], numbers[:, :, -1]]
             faces += [numbers[0]] * (planes.start == 0) + [numbers[-1]] * (planes.stop == depth)
             open_numbers += [_shift(np.unique(face), num) for face in faces]
@@ -59,10 +61,8 @@ class Components:
             self._offsets.append(num)
         self._component_of = _join(num + 1, np.concatenate(pairs, axis=1))
         # Float64 sums of counts are exact up to 2**53.
-        self.sizes, self.marked = (
-            np.bincount(self._component_of, np.concatenate(counts)).astype(np.int64) for counts in (sizes, marked)
-        )
-        self.is_open = np.zeros(len(self.sizes), dtype=bool)
+        self.counts = [np.bincount(self._component_of, np.concatenate(of_mask)).astype(np.int64) for of_mask in counts]
+        self.is_open = np.zeros(int(self._component_of.max()) + 1, dtype=bool)
         self.is_open[0] = True
         self.is_open[self._component_of[np.concatenate(open_numbers)]] = True
 
@@ -72,6 +72,8 @@ class Components:
         Args:
             is_chosen: Boolean, by the component's number.
         """
+        if not is_chosen.any():
+            return
         # From the end: the slab that was numbered last is still in memory.
         for index, planes in reversed(list(enumerate(self._slabs))):
             numbers = self._last[1] if self._last[0] == planes else ndimage.label(self._mask(planes))[0]
@@ -79,7 +81,7 @@ class Components:
             yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
-def remove_small_components(labels: np.ndarray, value: int, min_fraction: float, is_gas: Planes | None = None) -> None:
+def remove_small_components(labels: np.ndarray, value: int, min_fraction: float, is_gas: Part | None = None) -> None:
     """Remove a label's gas components and then those that are small beside its largest, in place.
 
     A component is gas if more than half of its voxels are, that is if its median lies below the bound of gas. Of several largest
@@ -89,16 +91,18 @@ def remove_small_components(labels: np.ndarray, value: int, min_fraction: float,
         labels: Label map (D, H, W).
         value: The label.
         min_fraction: Least size of a kept component, as a share of the largest, in [0, 1]; 0 removes gas only.
-        is_gas: Voxels of `labels` below the bound of gas, by planes; None where nothing is gas.
+        is_gas: Voxels of `labels` below the bound of gas; None where nothing is gas.
     """
     box = label_box(labels, value)
     if box is None:
         return
     inner = labels[box.slices()]
     z, y, x = box.slices()
-    gas = None if is_gas is None else lambda planes: is_gas(slice(z.start + planes.start, z.start + planes.stop))[:, y, x]
-    components = Components(inner.shape, lambda planes: inner[planes] == value, gas)
-    sizes = np.where(2 * components.marked > components.sizes, 0, components.sizes)
+    gas = [] if is_gas is None else [lambda planes: is_gas((slice(z.start + planes.start, z.start + planes.stop), y, x))]
+    components = Components(inner.shape, lambda planes: inner[planes] == value, [None, *gas])
+    sizes = components.counts[0]
+    if gas:
+        sizes = np.where(2 * components.counts[1] > sizes, 0, sizes)
     is_removed = sizes < max(1.0, min_fraction * sizes.max())
     is_removed[0] = False
     for planes, is_in in components.where(is_removed):

@@ -88,7 +88,7 @@ def test_gas_does_not_count_among_the_large_parts() -> None:
     image_hu[:, :7] = -1000
     expected = np.where(labels == 2, 2, 0)
     expected[2:12, 8:11, 2:9] = 1
-    remove_small_components(labels, 1, 0.1, lambda planes: image_hu[planes] < -980)
+    remove_small_components(labels, 1, 0.1, lambda part: image_hu[part] < -980)
     np.testing.assert_array_equal(labels, expected)
 
 
