@@ -260,7 +260,7 @@ class TrainedStage:
             UserError: If the budget is too small.
         """
         if self.tile_size is not None or self.allows_slabs:
-            whole = self.rule.size or grid.resampled(self.rule.spacing_mm(grid.resampled(self.spacing_mm).spacing_mm)).shape
+            whole = self.rule.size or grid.resampled(self.spacing_mm).resampled(self.rule.spacing_mm(grid.spacing_mm)).shape
             self.plan(self.tile_size or whole, options)
 
     @property

@@ -205,6 +205,14 @@ def test_a_scan_is_refused_by_its_header_where_no_slab_fits() -> None:
     Cascade(stage(CoarseOracle(), "coarse"), trained, CascadeOptions(budget_gib=1.0)).check_budget(grid)
 
 
+def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_scan() -> None:
+    trained, options = unet_stage(), CascadeOptions(budget_gib=0.01)
+    wide, narrow = (VoxelGrid((10, 2000, 2000), (1.0, mm, mm)) for mm in (1.0, 0.1))
+    with pytest.raises(UserError, match="2000×2000 voxels"):
+        trained.check_budget(wide, options)
+    trained.check_budget(narrow, options)
+
+
 def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_deviation() -> None:
     networks = [Sloped(gain=gain) for gain in (0.0, 1.0, 5.0)]
     singles = [stage(network, "fine").predict_probs(image(), 0, CascadeOptions()) for network in networks]
