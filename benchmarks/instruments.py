@@ -13,6 +13,7 @@ import psutil
 from medseg.console import say
 from medseg.errors import EXIT_USER_ERROR
 from medseg.memory.heap import map_large_blocks
+from medseg.memory.instructions import train_without_amx
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGUN_ANEW = "MEDSEG_BENCHMARK"
@@ -37,12 +38,13 @@ def allocation_counter(output: Path) -> Path:
 
 
 def begin_anew(**variables: str) -> None:
-    """Replace this process by one with the heap of `train` and some variables, once.
+    """Replace this process by one with the heap and the instructions of `train` and some variables, once.
 
     Both settle when a process begins, and the libraries of a benchmark have made tensors by now.
     """
     if BEGUN_ANEW not in os.environ:
         map_large_blocks()
+        train_without_amx()
         os.execve(sys.executable, sys.orig_argv, os.environ | variables | {BEGUN_ANEW: "1"})
 
 

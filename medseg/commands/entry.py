@@ -48,6 +48,7 @@ from medseg.config.targets import targets_first
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
 from medseg.memory.heap import map_large_blocks
+from medseg.memory.instructions import train_without_amx
 from medseg.runs.folder import remove_if_empty
 
 # Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
@@ -155,6 +156,8 @@ def run(
     # take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
+    if issubclass(schema, TrainConfig):
+        train_without_amx()
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:

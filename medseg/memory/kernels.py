@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
+from medseg.memory.instructions import instruction_limit
 from medseg.memory.profile import peak_resident_bytes, release_free_memory, reset_peak_resident, resident_bytes
 from medseg.memory.tracker import Call, Operand
 
@@ -75,7 +76,7 @@ class KernelCosts:
         self.device = device
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
         heap = " mapped" if device.type == "cpu" and maps_large_blocks() else ""  # page faults are a part of the seconds
-        name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}{heap}"
+        name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}{heap} {instruction_limit()}".rstrip()
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments

@@ -1,0 +1,29 @@
+"""Instruction set of oneDNN in processes that train: without AMX, whose backward pass writes beyond its memory.
+
+Choice of 2026-11-24. On processors with AMX, oneDNN 3.12 (of torch 2.13.0) computes the gradient of a convolution's weights in bf16 by
+`brgemm_convolution_bwd_weights_t`. For flat images, such as 8×88×96 voxels with 8 or 16 channels, it transposes the image into a buffer that
+is too small: the training ends by "double free or corruption", or goes on with overwritten tensors. Seen with a page without access behind
+each block, for kernels of 1 and of 3; the same shapes stay within their memory with AVX-512, and in fp32.
+Alternatives: a list of safe shapes (the coarse stage has other shapes in each step), matrix products for kernels of 1 (those of 3 remain),
+fp32 (slower still).
+Consequence: a step of the fine stage (patches of 128×160×160) takes 0.71 s instead of 0.46 s. Prediction has no backward pass and keeps AMX.
+Whoever knows that their patches are safe sets `ONEDNN_MAX_CPU_ISA=DEFAULT`. `tests/memory/test_instructions.py` fails on such a processor
+without this module; it can go with the first torch where that test passes without it.
+"""
+
+import os
+
+# oneDNN knows its variable by two names.
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+WITHOUT_AMX = "AVX512_CORE_FP16"  # the largest set without AMX; processors with less keep theirs
+
+
+def train_without_amx() -> None:
+    """Limit oneDNN in this process and those that it starts; must come before the first convolution. A limit of the user stays."""
+    if not set(VARIABLES) & set(os.environ):
+        os.environ[VARIABLES[0]] = WITHOUT_AMX
+
+
+def instruction_limit() -> str:
+    """The limit of oneDNN's instruction set in this process; empty without one."""
+    return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
