@@ -323,8 +323,8 @@ class AugmentConfig:
     ] = 0.0
     disease_kinds: Annotated[
         list[str],
-        Knob("Kinds of disease, of which up to three are painted: consolidation, ground_glass, mass, collapse, effusion."),
-    ] = field(default_factory=lambda: ["consolidation", "ground_glass", "mass", "collapse", "effusion"])
+        Knob("Kinds of disease, of which up to three are painted: consolidation, ground_glass, mass, collapse."),
+    ] = field(default_factory=lambda: ["consolidation", "ground_glass", "mass", "collapse"])
     transforms: Annotated[
         list[Any], Knob("Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}.")
     ] = field(default_factory=lambda: ["effects"])

@@ -87,13 +87,11 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
         # Each case has its own disease, the same in every study.
         rng = sample_rng(zlib.crc32(case.name.encode()), 0)
         image = torch.from_numpy(case.hu.apply(scan).astype(np.float32).clip(*HU_LIMITS))
-        painted = labels.copy()
         for values in present:
             organ = torch.from_numpy(np.isin(labels, values).astype(np.uint8))
             paint_disease(image, organ, 1, list(KINDS), rng, grid.spacing_mm)
-            painted[np.isin(labels, values) & (organ.numpy() == 0)] = 0
         write_image(files["diseased"][0], image.round().to(torch.int16).numpy(), scan_grid)
-        write_labels(files["diseased"][1], painted, grid)
+        write_labels(files["diseased"][1], labels, grid)
     return [replace(one, hu=AS_STORED) for one in _as_cases(case, files)]
 
 

@@ -48,22 +48,9 @@ def test_lung_becomes_denser_and_nothing_beyond_its_rim_changes(kind: str) -> No
     assert 0.02 < np.mean(shares) < 0.8
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"effusion"}))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_outline_stays(kind: str) -> None:
     assert all(torch.equal(painted(kind, n)[1], chest()[1]) for n in range(10))
-
-
-def test_fluid_leaves_the_lung_at_its_back() -> None:
-    for n in range(10):
-        image, labels = painted("effusion", n)
-        gone = (labels != chest()[1]).numpy()
-        assert set(labels[gone].tolist()) == {0}
-        assert not gone[chest()[1].numpy() != 1].any()
-        # Fluid is water: its core, away from its surface, and the lung beside it keeps its density.
-        assert -15 < np.median(image.numpy()[ndimage.binary_erosion(gone)]) < 35
-        assert float(image[labels == 1].median()) < -800
-        y = np.argwhere(gone)[:, 1].mean()
-        assert y > np.argwhere(labels.numpy() == 1)[:, 1].mean() + 5
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("consolidation", -10, 70), ("mass", 10, 90), ("ground_glass", -660, -290)])
@@ -97,20 +84,6 @@ def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothi
     rng.random()
     paint_disease(expected, labels, [1, 2][int(rng.integers(2))], list(KINDS), rng, SPACING_MM)
     assert torch.allclose(sample()[0][0] * 700 - 300, expected, atol=0.01)
-
-
-def test_fluid_never_takes_what_another_lesion_has_painted() -> None:
-    """Where the label has become background, the density is that of fluid: consolidation there would be an example of both."""
-    num_mixed = 0
-    for n in range(40):
-        image, labels = chest()
-        paint_disease(image, labels, 1, ["mass", "effusion"], sample_rng(4, n), SPACING_MM)
-        gone = (labels != chest()[1]).numpy()
-        kept = ((image - chest()[0]) > 700).numpy() & (labels == 1).numpy()
-        num_mixed += gone.any() and kept.any()
-        if gone.any():
-            assert np.median(image.numpy()[ndimage.binary_erosion(gone)]) < 35
-    assert num_mixed > 5
 
 
 @pytest.mark.parametrize("content", ["nothing", "liver", "ignored"])
