@@ -31,12 +31,13 @@ ALSO = {
     ("memory", "lean"): ["stage=fine"],
     **{
         ("experiment", name): ["stage.patch_size=[32,48,48]"]
-        for name in ("ct_fine", "ct_fine_affine", "ct_fine_channel", "lctsc_fine", "phantom_fine")
+        for name in ("ct_fine", "ct_fine_affine", "ct_fine_channel", "lctsc_fine", "phantom_fine", "phantom_fine_disease")
     },
     **{
         ("experiment", f"finetune_fine{choice}"): ["stage.patch_size=[32,48,48]"]
         for choice in ("", "_disease", "_ends", "_presence")
     },
+    ("experiment", "finetune_fine_trusted"): ["stage.patch_size=[32,48,48]", "data.train_trust=null"],  # the tiny cases have none
     ("model", "dynunet"): ["model.filters=[4,8,8,8,8,8]"],
     ("model", "swin_unetr"): ["model.feature_size=12"],
     ("model", "unetr"): [
