@@ -94,6 +94,8 @@ def end_of(
     rest = "resume continues from the last checkpoint" if is_saved else "nothing was saved, so resume begins with the first step"
     is_worker = isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
     is_file = isinstance(error, OSError) or "No space left on device" in text
+    # By its name, since torch's compiler takes a second to import.
+    is_compiler = any(one.__name__ == "TorchDynamoException" for one in type(error).__mro__)
     is_lost = isinstance(error, RuntimeError) and any(words in f"{type(error).__name__} {text}" for words in _LOST_RANK)
     ends: list[tuple[bool, int, str]] = [
         # A loader worker that ended after the request has received the signal too.
@@ -106,6 +108,11 @@ def end_of(
             is_file,
             EXIT_USER_ERROR,
             f"a file could not be read or written ({line}); check its folder, permissions and space: {rest}",
+        ),
+        (
+            is_compiler,
+            EXIT_USER_ERROR,
+            f"torch.compile cannot compile this network ({line}); give memory.compile=false, or samples of one shape (stage.patch_size)",
         ),
         (is_worker, EXIT_FAILED, f"a loader worker ended ({line}); {rest}"),
         (is_lost, EXIT_FAILED, f"the connection to another rank broke off ({line}); its log is in the folder ranks; {rest}"),

@@ -258,8 +258,8 @@ def test_the_compiler_treats_sizes_as_variables_where_crops_differ(monkeypatch: 
     apply_switches(make(), compile=True)
     assert asked == [
         {"mode": "reduce-overhead", "dynamic": True},
-        {"mode": "max-autotune", "dynamic": None},
-        {"mode": "default", "dynamic": None},
+        {"mode": "max-autotune", "dynamic": False},
+        {"mode": "default", "dynamic": False},
     ]
     assert {str(one["mode"]) for one in asked} <= {"default", *torch._inductor.list_mode_options()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -18,6 +19,10 @@ def raised(action: Callable[[], object]) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         action()
     return caught.value
+
+
+def uncompiled(_: torch.fx.GraphModule, __: list[torch.Tensor]) -> NoReturn:
+    raise ValueError("Invalid ranges [0:-1]")
 
 
 WORKER = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
@@ -60,6 +65,12 @@ def test_an_end_has_its_status_and_one_sentence(error: BaseException, status: St
     assert words in message
     assert "\n" not in message
     assert not is_defect
+
+
+def test_a_network_that_torch_cannot_compile_is_one_sentence() -> None:
+    code, message, is_defect = end_of(raised(lambda: torch.compile(torch.sin, backend=uncompiled)(torch.zeros(1))))
+    assert (status_of(code), is_defect) == (Status.refused, False)
+    assert "give memory.compile=false" in message
 
 
 def test_anything_else_is_a_defect() -> None:
