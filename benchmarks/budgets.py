@@ -1,13 +1,14 @@
-"""Budget benchmark: the switches that `plan fit_gib=…` chooses, against brute force in its model and against all sets measured.
+"""Budget benchmark: compares the switches that `plan fit_gib=…` chooses with the best of all sets, by the model and measured.
 
     python -m benchmarks.budgets output=<folder> [budgets=20]
 
 A network of six blocks is small enough to try every set of switches that gives the same result: each layout with each subset of recomputed
-blocks. Every set takes steps in rounds, in a new order each, with its allocations counted (`allocations.c`, preloaded); its time in a round is
-divided by the median of the round, so that a processor that slows down for a minute does not decide. For each budget the choice is compared
-with the fastest set of the model that fits (brute force), and its measured seconds with those of the fastest measured set whose measured peak
-fits with the same margin. The smallest of many noisy times is too optimistic: the sets that might be the fastest for a budget are measured again,
-and only the second measurement counts. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget.
+blocks. Every set takes steps in rounds, in a new order in each round, with its allocations counted (`allocations.c`, preloaded).
+Its time in a round is divided by the median of the round, so that a temporary slowdown of the processor does not change the
+ranking. For each budget the chosen set is compared with the fastest set that fits by the model (brute force). Its measured
+seconds are compared with those of the fastest set whose measured peak fits with the same margin. The smallest of many noisy
+times is too optimistic: the sets that might be the fastest for a budget are measured again, and only the second measurement
+counts. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget.
 Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
 """
 
@@ -135,7 +136,7 @@ def main() -> None:
 def measure(
     sets: Sequence[tuple[Candidate, Option]], shape: Shape, rounds: int, unwritten: Mapping[str, int]
 ) -> dict[str, Measured]:
-    """Take steps with every set in rounds: the median time and the largest peak of each, by the arguments of its switches.
+    """Take steps with every set in rounds; return its median time and largest peak by the arguments of its switches.
 
     Args:
         sets: The sets.
@@ -162,7 +163,7 @@ def measure(
 
 
 def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
-    """Take some steps on random numbers: the largest peak in bytes and the seconds of the last ones, which count."""
+    """Take some steps on random numbers; return the largest peak in bytes and the seconds of the steps after the warm-up."""
     counter = ctypes.CDLL(None).allocations_peak
     counter.restype = ctypes.c_size_t
     torch.manual_seed(0)
@@ -185,7 +186,7 @@ def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
 
 
 def predicted_seconds(candidate: Candidate, option: Option) -> float:
-    """Seconds of the operations of a step, without those of the training loop, which are not measured here either."""
+    """Seconds of the operations of a step, without those of the training loop, which this benchmark does not measure."""
     return option.seconds - candidate.beside.seconds_per_step
 
 
@@ -195,7 +196,7 @@ def line_of(one: tuple[Candidate, Option]) -> str:
 
 
 def does_fit(one: tuple[Candidate, Option], budget: int, measured: Mapping[str, Measured]) -> bool:
-    """Whether the measured step of a set fits into a budget with what there is beside it."""
+    """Whether the measured step of a set and the predicted memory outside the step fit into a budget."""
     step_bytes = measured[line_of(one)].step_bytes
     return one[0].beside.with_step(step_bytes, step_bytes, 0.0).peak_resident <= budget
 
@@ -213,8 +214,8 @@ def compare(
         chosen: The choice.
         budget: Bytes.
         sets: All sets.
-        final: Those that might be the fastest by measurement.
-        measured: Measurements of these.
+        final: Sets that might be the fastest by measurement.
+        measured: Second measurements of these sets.
     """
     option = chosen[1]
     best = min((one.seconds, one.peak) for _, one in sets if one.peak <= budget)

@@ -1,13 +1,13 @@
-"""Cohort benchmark: a prediction on a Ray cluster whose actors, node and driver die, and its throughput beside plain processes.
+"""Cohort benchmark: a prediction on a Ray cluster whose actors, node and driver die; throughput compared with plain processes.
 
     pip install -e ".[dev,ray]"
     python benchmarks/cohort.py 500 3       # scans, nodes of one processor each (simulated on this machine)
 
-The scans are a slab of 4 cm of one phantom with different noise, about a second of work each; the weights are those that are
-included. The disturbed run loses two actors, then its driver, then a node; the command is started again. Targets: every scan has a
-result, none is computed again once its `<case>.json` is there, and labels are those of `engine=local`. The throughput is counted
-from the moment a tenth of the results are there, so that starts do not count. Target: at least 0.9 of the throughput of plain processes, one
-per node, with one thread each.
+The scans are a slab of 4 cm of one phantom with different noise, about a second of work each; the weights are the
+included ones. The disturbed run loses two actors, then its driver, then a node; the command is started again. Targets: every scan
+has a result, none is computed again once its `<case>.json` is there, and labels are those of `engine=local`. The throughput is
+counted from the moment a tenth of the results are there, so that starts do not count. Target: at least 0.9 of the throughput of
+plain processes, one per node, with one thread each.
 """
 
 import os

@@ -20,10 +20,10 @@ BEGUN_ANEW = "MEDSEG_BENCHMARK"
 
 
 def given_arguments(keys: Collection[str]) -> tuple[Path, dict[str, str]]:
-    """Read the arguments of a benchmark, `output=<folder>` and perhaps some keys; the folder, which is made, and the others."""
+    """Read the arguments of a benchmark; return its output folder, which is made, and the values of the other keys."""
     given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     if "output" not in given or given.keys() - {"output", *keys}:
-        say(f"{Path(sys.argv[0]).name}: expected output=<folder> and perhaps {', '.join(f'{key}=…' for key in keys)}")
+        say(f"{Path(sys.argv[0]).name}: expected output=<folder>, and optionally {', '.join(f'{key}=…' for key in keys)}")
         sys.exit(EXIT_USER_ERROR)
     output = Path(given.pop("output")).absolute()
     output.mkdir(parents=True, exist_ok=True)
@@ -38,9 +38,9 @@ def allocation_counter(output: Path) -> Path:
 
 
 def begin_anew(**variables: str) -> None:
-    """Replace this process by one with the heap and the instructions of `train` and some variables, once.
+    """Restart this process once, with the heap settings and the instruction set of `train` and further environment variables.
 
-    Both settle when a process begins, and the libraries of a benchmark have made tensors by now.
+    The settings take effect only when a process starts: when a benchmark runs, its libraries have already made tensors.
     """
     if BEGUN_ANEW not in os.environ:
         map_large_blocks()
@@ -49,7 +49,7 @@ def begin_anew(**variables: str) -> None:
 
 
 def train(arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str], limit: float = math.inf) -> int:
-    """Train in a process of its own; the peak of the resident memory, read every 20 ms. A run that exceeds the limit is killed.
+    """Train in a separate process; return its peak resident memory, read every 20 ms. A run that exceeds the limit is killed.
 
     Raises:
         RuntimeError: If the run fails, with the end of its output.
@@ -69,10 +69,10 @@ def train(arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str
 
 
 def resident_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process and its children: a page that several of them share counts once.
+    """Resident memory of a process and its children; a page that several of them share counts once.
 
-    Pages of files (libraries, mapped caches) are those of the process alone: its children share them, and so do other programs, with which the
-    proportional set size of the kernel would divide them.
+    Pages of files (libraries, mapped caches) are counted for the process only, since its children share them. The kernel's
+    proportional set size would divide them among all programs that map the files.
     """
     total = 0
     try:
@@ -86,7 +86,7 @@ def resident_bytes(process: psutil.Process) -> int:
 
 
 def largest_resident_bytes(process: psutil.Process) -> int:
-    """Most memory that a process has held resident since it began, by the count of the system; 0 when it has ended."""
+    """Largest resident memory of a process since its start, as counted by the system; 0 when the process has ended."""
     try:
         return 1024 * _kib(process.pid, "status")["VmHWM"]
     except (OSError, KeyError):

@@ -1,11 +1,11 @@
-"""Limits benchmark: peak memory of predictions under a limit, and whether their labels are those of predictions without it.
+"""Limits benchmark: peak memory of predictions under a limit, and their labels compared with predictions without a limit.
 
     python -m benchmarks.limits output=<folder> [scans=100] [cases=<table.csv>,…]
 
 Phantoms of 1 to 3,000 slices are predicted together without a limit, then each by a process of its own under `inference.max_ram_gib=1`.
 The scans of the case tables are predicted with each of several `inference.budget_gib`, one process for all. Peaks are the largest resident
-memory of the process by the system's own count. Labels are compared by the Dice of each region. Scans and predictions that are there are
-kept. Writes `limits.csv` and `budgets.csv`, and `limits.md` with both.
+memory of the process by the system's own count. Labels are compared by the Dice of each region. Existing scans and predictions
+are kept. Writes `limits.csv` and `budgets.csv`, and `limits.md` with both.
 """
 
 import json
@@ -107,7 +107,7 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
 
 
 def make_scan(folder: Path, index: int, num_slices: int) -> Path:
-    """Make a phantom, unless it exists: small voxels are copies of those of a coarse model."""
+    """Make a phantom unless it exists; its small voxels repeat those of a coarser phantom."""
     matrix = MATRICES[-1 - index % len(MATRICES)] if num_slices < MAX_SLICES else max(MATRICES)
     view = "trunk" if num_slices > MAX_SLICES // 3 or index % 2 else "whole"
     slice_mm = min(MAX_SLICE_MM, LENGTH_MM[view] / num_slices)
@@ -162,7 +162,7 @@ def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def predict(arguments: Iterable[str], log: Path) -> tuple[int, int]:
-    """Run `predict` to its end: its exit code and its largest resident memory in bytes."""
+    """Run `predict` to its end; return its exit code and its largest resident memory in bytes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     peak = 0
     with log.open("wb") as stream:
@@ -174,7 +174,7 @@ def predict(arguments: Iterable[str], log: Path) -> tuple[int, int]:
 
 
 def least_dice(one: Path, other: Path) -> float:
-    """Lowest Dice of a region between two label maps; 1 for one that is in neither."""
+    """Lowest Dice of any region between two label maps; a region that is in neither counts as 1."""
     first, second = (read_labels(path).array for path in (one, other))
     scores = [1.0]
     for value in range(1, 1 + max(int(first.max()), int(second.max()))):

@@ -73,7 +73,7 @@ COLUMNS = {
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    """All rows in an order in which the first ones differ in everything."""
+    """List all rows in an order in which the first ones already differ in network, switches, shape, load and stage."""
     found = {}
     groups = (NETWORKS, SWITCHES, SHAPES, LOADS, STAGES)
     for n, names in enumerate(itertools.product(*groups)):
@@ -93,7 +93,7 @@ def compose(arguments: list[str]) -> PlanConfig:
 
 
 def validated_shape(config: PlanConfig) -> Shape:
-    """Voxels (D, H, W) of the largest validation case of a configuration, whose synthetic scans are made."""
+    """Voxels (D, H, W) of the largest validation case of a configuration; makes its synthetic scans."""
     data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
