@@ -107,11 +107,11 @@ def _fill_label_values(values: dict[str, Any]) -> None:
 def resolved(composed: DictConfig) -> dict[str, Any]:
     """Resolve a composed configuration to plain values, not yet checked.
 
-    What `logger` reads from the environment, such as the key of an account, stays a reference: run folders and checkpoints keep these
-    values. The builder of the logger resolves it.
+    A value that `logger` reads from the environment, such as the key of an account, stays a reference, because run folders and
+    checkpoints store the resolved values. The builder of the logger resolves it.
 
     Raises:
-        UserError: If a value is missing or refers to none.
+        UserError: If a value is missing, or refers to a key without a value.
     """
     try:
         values = typing.cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))

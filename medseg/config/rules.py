@@ -53,7 +53,7 @@ FINE_KEYS = ("region_mode", "region_margin_mm", "region_from", "box_jitter_mm")
 
 
 def check_rules(config: Any) -> None:
-    """Check the rules of a typed configuration; lists of checkpoints are brought to lists, in place.
+    """Check the rules of a typed configuration; a single checkpoint is replaced by a list of one, in place.
 
     Raises:
         UserError: With the sentence of the first rule that does not hold.

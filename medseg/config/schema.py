@@ -23,7 +23,7 @@ class Knob(NamedTuple):
         sentence: What the key does.
         within: Interval of its number, or of each number of a tuple or list, such as `[0, 1)`.
         unit: Unit or order of its numbers.
-        neutral: Whether the key cannot change the result of a run (places, intervals of saving, means of computation), so that a
+        neutral: Whether the key cannot change the result of a run (folders, saving intervals, devices), so that a
             run may resume with another value.
     """
 
@@ -120,7 +120,7 @@ class TaskConfig:
         Knob("Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."),
     ] = None
     window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1], of a task with one CT channel.", unit="HU")] = None
-    least_hu: Annotated[float | None, Knob("A part with a lower median is gas, not organ; null: keep every part.", unit="HU")] = (
+    least_hu: Annotated[float | None, Knob("Parts with a lower median are removed as gas; null: keep every part.", unit="HU")] = (
         None
     )
     ignore_label: Annotated[
@@ -157,13 +157,13 @@ class SpacingConfig:
         Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")
     ] = None
     resampling: Annotated[
-        Resampling, Knob("Filter; linear is quicker and skips voxels, cubic is sharper where an axis gets finer.")
+        Resampling, Knob("Filter. linear: faster, skips voxels where an axis gets coarser; cubic: sharper where it gets finer.")
     ] = Resampling.antialiased
     range_mm: Annotated[Pair | None, Knob("Smallest and largest spacing of an axis; multi_scale only.", "(0, inf)", "mm")] = None
     draw: Annotated[
         SpacingDraw | None, Knob("multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped.")
     ] = None
-    fill: Annotated[Fill, Knob("fixed_resolution: what makes a crop a cube. widen: more of the scan; pad: air.")] = Fill.widen
+    fill: Annotated[Fill, Knob("fixed_resolution: what fills a crop to a cube. widen: more of the scan; pad: air.")] = Fill.widen
 
 
 @dataclass
@@ -183,7 +183,7 @@ class StageConfig:
     elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")]
     region_mode: Annotated[
         RegionMode | None,
-        Knob("Sharing of the network among regions. mirrored: one, right crops flipped; side_input: side as a channel."),
+        Knob("Networks of regions. mirrored: one, right crops flipped; separate: one each; side_input: one, side as channel."),
     ]
     region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
     region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
@@ -268,7 +268,7 @@ class DataConfig(LabelsConfig):
     num_workers: Annotated[
         int | None,
         Knob(
-            "Loader processes; samples do not depend on them. null: 1, on a GPU as many as the processors allow, at most 8.",
+            "Loader processes; samples do not depend on them. null: 1; with a GPU as many as the processors allow, at most 8.",
             "[0, inf)",
             "processes",
             neutral=True,
@@ -276,7 +276,7 @@ class DataConfig(LabelsConfig):
     ]
     prefetch: Annotated[int, Knob("Batches that each loader process prepares ahead.", "[1, inf)", "batches", neutral=True)]
     pin_memory: Annotated[
-        bool | None, Knob("Page-locked batches, copied while the GPU computes; null: with a GPU.", neutral=True)
+        bool | None, Knob("Page-locked batches, copied while the GPU computes; null: true with a GPU.", neutral=True)
     ]
 
 
@@ -310,7 +310,7 @@ class AugmentConfig:
     gamma_range: Annotated[Pair, Knob("Range of gamma.", "(0, inf)")]
     window_shift_hu: Annotated[float, Knob("Largest shift of each window bound.", "[0, inf)", "HU")]
     truncate_probability: Annotated[
-        float, Knob("Probability of a partial scan: slices at one end repeat the last one that is left.", "[0, 1]")
+        float, Knob("Probability of a partial scan: slices at one end are replaced by the last remaining slice.", "[0, 1]")
     ]
     truncate_max_fraction: Annotated[float, Knob("Largest share of the slices that is replaced.", "[0, 1)")]
     narrow_probability: Annotated[float, Knob("Probability of a field of view that cuts one side.", "[0, 1]")]
@@ -348,7 +348,7 @@ class NetworkConfig:
     blocks: Annotated[
         list[str] | None,
         Knob(
-            "Names or patterns (encoder.*) of the blocks that can be recomputed or sharded; null: found by that pass.",
+            "Names or patterns (encoder.*) of the blocks that can be recomputed or sharded; null: found by the traced pass.",
             neutral=True,
         ),
     ] = None
@@ -369,7 +369,7 @@ class UNetConfig(NetworkConfig):
     norm: Annotated[
         Norm,
         Knob(
-            "Normalisation. channel: over the channels of a voxel; affine: scale and shift alone; neither sees the field of view."
+            "Normalisation. channel: over the channels of a voxel; affine: scale and shift alone; neither uses the field of view."
         ),
     ]
 
@@ -386,11 +386,11 @@ class MemoryConfig:
     offload: Annotated[bool, Knob("Keep saved activations in host memory (GPU).", neutral=True)]
     channels_last: Annotated[bool, Knob("Channels-last memory layout.", neutral=True)]
     compile: Annotated[
-        bool, Knob("Compile the network with torch.compile; sizes are variables where crops differ.", neutral=True)
+        bool, Knob("Compile the network with torch.compile, for variable sizes where crops differ in size.", neutral=True)
     ]
     cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)]
     budget_gib: Annotated[
-        float | None, Knob("Memory that `plan` compares a training step with.", "(0, inf)", "GiB", neutral=True)
+        float | None, Knob("Memory that a training step may use; `plan` checks it.", "(0, inf)", "GiB", neutral=True)
     ]
     compile_mode: Annotated[
         CompileMode, Knob("Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.", neutral=True)
@@ -474,14 +474,14 @@ class PredictInferenceConfig(InferenceConfig):
     budget_gib: Annotated[
         float,
         Knob(
-            "Memory of one network pass, beside its input and result; less runs in slabs, with the same labels.",
+            "Memory of one network pass, without input and result; a pass that needs more runs in slabs, with the same labels.",
             "(0, inf)",
             "GiB",
         ),
     ]
     max_ram_gib: Annotated[
         float | None,
-        Knob("Memory of the whole process, for scans of any length; lowers budget_gib. null: no bound.", "(0, inf)", "GiB"),
+        Knob("Bound on the memory of the whole process, for any scan; may lower budget_gib. null: none.", "(0, inf)", "GiB"),
     ]
     tta: Annotated[
         bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
@@ -489,7 +489,7 @@ class PredictInferenceConfig(InferenceConfig):
     half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")]
     backend: Annotated[
         Backend | None,
-        Knob("What runs the networks; null: torch, on a CPU without bf16 the quicker one if OpenVINO is installed."),
+        Knob("What runs the networks. null: torch, or OpenVINO where it is installed and faster on a CPU without bf16."),
     ]
 
 
@@ -536,14 +536,14 @@ class TrainConfig:
     data: DataConfig
     augment: AugmentConfig
     model: Annotated[dict[str, Any], Knob("Network (_target_) with its arguments.")]
-    loss: Annotated[dict[str, Any], Knob("Loss (_target_) with its arguments, or terms: a list of such, each with its factor.")]
+    loss: Annotated[dict[str, Any], Knob("Loss (_target_) with its arguments, or terms: a list of losses, each with its factor.")]
     optimizer: Annotated[dict[str, Any], Knob("Class of torch.optim or pytorch_optimizer (_target_) with its arguments.")]
     schedule: Annotated[dict[str, Any], Knob("Class of torch.optim.lr_scheduler (_target_) with its arguments.")]
     warmup_steps: Annotated[
         int, Knob("Steps in which the learning rate rises to that of the schedule.", "[0, inf)", "optimiser steps")
     ]
     lr_scaling: Annotated[
-        LrScaling, Knob("Growth of the learning rates with stage.batch_size; they are then given for a batch of one.")
+        LrScaling, Knob("Growth of the learning rates with stage.batch_size; unless it is none, give them for a batch of one.")
     ]
     memory: MemoryConfig
     trainer: TrainerConfig
@@ -595,13 +595,16 @@ class ExtentConfig:
 class PlanConfig(TrainConfig):
     """Keys of `plan`."""
 
-    shape: Annotated[Shape | None, Knob("Sample; null: stage.patch_size, else extent_mm.", "[1, inf)", "voxels (D, H, W)")]
+    shape: Annotated[
+        Shape | None, Knob("Sample; null: stage.patch_size, spacing.size or extent_mm.", "[1, inf)", "voxels (D, H, W)")
+    ]
     extent_mm: ExtentConfig
     validation_shape: Annotated[
-        Shape | None, Knob("Largest validation case; null: extent_mm, or shape without a patch.", "[1, inf)", "voxels (D, H, W)")
+        Shape | None,
+        Knob("Largest validation case; null: spacing.size, shape without a patch, or extent_mm.", "[1, inf)", "voxels (D, H, W)"),
     ]
     measure: Annotated[
-        bool, Knob("Measure kernels and processes of this machine: peaks of allocator and processes, seconds; false: only count.")
+        bool, Knob("Measure on this machine, to predict peaks of allocator and processes and seconds; false: only count tensors.")
     ]
     fit_gib: Annotated[
         float | None, Knob("Find the fastest switches whose peak fits into this memory; null: none.", "(0, inf)", "GiB")
@@ -674,9 +677,9 @@ class ImportConfig:
 
     input: Annotated[str, Knob("Folder of a data set, or a datalist (.json).")]
     output: Annotated[str, Knob("Folder of cases.csv and task.yaml.")]
-    format: Annotated[ImportFormat | None, Knob("Layout of the data set; null: by what lies in the folder.")]
+    format: Annotated[ImportFormat | None, Knob("Layout of the data set; null: detected from the folder.")]
     labels: Annotated[
-        Any, Knob("Labels to keep, [a,b], or new ones of those of the data set, {lungs: [left_lung,right_lung]}; null: all.")
+        Any, Knob("Labels to keep, [a,b], or new labels merged from them, {lungs: [left_lung,right_lung]}; null: all.")
     ]
 
 
@@ -714,13 +717,11 @@ class RayConfig:
         Text, Knob("Address of a running cluster (auto, host:port); null: RAY_ADDRESS, or a new cluster on this machine.")
     ]
     num_actors: Annotated[int | None, Knob("Processes that segment scans; null: as many as fit.", "[1, inf)", "actors")]
-    gpus: Annotated[
-        float | None, Knob("GPUs of an actor, also a part of one; null: 1 where the cluster has GPUs.", "[0, inf)", "GPUs")
-    ]
+    gpus: Annotated[float | None, Knob("GPUs of an actor, such as 0.5; null: 1 where the cluster has GPUs.", "[0, inf)", "GPUs")]
     memory_gib: Annotated[
         float | None, Knob("Memory that an actor reserves; null: inference.max_ram_gib, or predicted.", "(0, inf)", "GiB")
     ]
-    retries: Annotated[int, Knob("How often a scan is given to another actor after the end of its own.", "[0, inf)", "times")]
+    retries: Annotated[int, Knob("How often a scan is given to another actor after its actor has died.", "[0, inf)", "times")]
 
 
 @dataclass
@@ -736,7 +737,7 @@ class PredictConfig:
         Knob("Result files of each case, see docs/predict.md."),
     ]
     coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
-    fine: Annotated[Any, Knob("The same for the fine stage; several checkpoints also write their disagreement.")]
+    fine: Annotated[Any, Knob("The same for the fine stage; with several, their disagreement is written too.")]
     by_spacing: Annotated[
         dict[str, RangeConfig] | None, Knob("Name: other checkpoints for a range of the scan's coarsest spacing.")
     ]
@@ -750,7 +751,7 @@ class PredictConfig:
     ]
     ray: RayConfig
     threads: Annotated[
-        int | None, Knob("Torch threads on a CPU; null: all cores, with engine=ray 1 for each actor.", "[1, inf)", "threads")
+        int | None, Knob("Torch threads on a CPU; null: all cores, or 1 for each actor with engine=ray.", "[1, inf)", "threads")
     ]
     precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")]
     overwrite: Annotated[bool, Knob("Repeat cases that are up to date (same scan, weights and settings).")]
