@@ -12,7 +12,7 @@ EXIT_UNREAD = 141
 
 
 class UserError(Exception):
-    """A mistake of the user or a bad file, told in one clear sentence: what was expected, what came, what to do.
+    """A mistake of the user or a bad file, described in one clear sentence: what was expected, what was found, what to do.
 
     Only the outermost entry (`medseg.commands.entry`) turns it into exit code 2, without a traceback.
     """
@@ -23,10 +23,10 @@ class NotFiniteError(UserError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse what a user asked for unless a condition holds.
+    """Raise `UserError` with a message unless a condition holds.
 
     Raises:
-        UserError: With the message.
+        UserError: If the condition does not hold.
     """
     if not condition:
         raise UserError(message)

@@ -8,14 +8,14 @@ Strides = tuple[tuple[int, int, int], ...]
 def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int) -> Strides:
     """Choose the stride of each level per axis, the finest level first.
 
-    An axis that is at least twice as coarse as the finest one waits until the others have come near it (nnU-Net's rule).
+    An axis at least twice as coarse as the finest one is not divided until the others are about as coarse (nnU-Net's rule).
 
     Args:
         spacing_mm: Spacing of the input, (z, y, x); None: all axes alike.
-        num_levels: How often the input is divided.
+        num_levels: Number of times that the input is downsampled.
 
     Returns:
-        Per level 1 or 2 for z, y and x.
+        For each level the stride, 1 or 2, along z, y and x.
 
     Example:
         >>> level_strides((5.0, 1.0, 1.0), 4)

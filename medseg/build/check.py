@@ -43,7 +43,7 @@ def check_objects(config: TrainConfig) -> bool:
     check_loss(config)
     make_transforms(config)
     for name in sorted({"dice", "dice_worst"} & config.metrics.keys()):
-        raise UserError(f"metrics.{name}: a column of history.csv is val_{name} already; choose another name")
+        raise UserError(f"metrics.{name}: history.csv already has a column val_{name}; choose another name")
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
     make_callbacks(config)
     _check_optimisation(config)

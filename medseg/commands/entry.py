@@ -53,7 +53,7 @@ from medseg.runs.folder import remove_if_empty
 
 # Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
 COMMANDS: dict[str, tuple[type, str, str]] = {
-    "import": (ImportConfig, "medseg.commands.import_data", "make a case table and a task of a data set of another program"),
+    "import": (ImportConfig, "medseg.commands.import_data", "make a case table and a task from a data set of another program"),
     "train": (TrainConfig, "medseg.commands.train", "train one stage (stage=coarse, stage=fine or stage=single)"),
     "search": (SearchConfig, "medseg.studies.search", "search hyperparameters: train many trials and stop poor ones early"),
     "prepare": (PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"),
@@ -71,7 +71,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     "find_lr": (FindLrConfig, "medseg.commands.find_lr", "find the learning rate at which the loss falls fastest"),
     "tune_loader": (TuneLoaderConfig, "medseg.planning.loader", "measure which loader settings are fastest on this machine"),
     "plan": (PlanConfig, "medseg.planning.plan", "count the memory of a training step before anything runs"),
-    "predict": (PredictConfig, "medseg.commands.predict", "segment scans with two checkpoints"),
+    "predict": (PredictConfig, "medseg.commands.predict", "segment scans with trained checkpoints"),
     "evaluate": (EvaluateConfig, "medseg.commands.evaluate", "score label maps against a reference"),
     "export": (ExportConfig, "medseg.commands.export", "write the network of a checkpoint for ONNX, OpenVINO or MONAI"),
     "report": (ReportConfig, "medseg.commands.report", "compare runs on one page"),
@@ -111,7 +111,7 @@ def run_command(command: str) -> None:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module without the collector, which otherwise walks again and again through what torch defines: 0.3 s of each start."""
+    """Import a module with garbage collection off, which would scan the objects of torch again and again (0.3 s per start)."""
     gc.disable()
     try:
         return importlib.import_module(name)

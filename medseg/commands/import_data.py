@@ -25,7 +25,7 @@ def import_data(config: ImportConfig) -> int:
     """Write `cases.csv` and `task.yaml`, and print the command that trains on them.
 
     Raises:
-        UserError: If the data set cannot be read, or other files of these names are there.
+        UserError: If the data set cannot be read, or files of these names with other content exist.
     """
     data = import_dataset(Path(config.input), config.format.value if config.format else None).keep(config.labels)
     output, content = Path(config.output), data.task()

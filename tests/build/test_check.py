@@ -48,7 +48,7 @@ def check(*overrides: str) -> list[str]:
         (UNETR, r"stage\.patch_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
         ([*UNETR, "stage.patch_size=[32,32,32]"], r"inference\.tile_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
         ([*SEGRESNET, "loss.output_weights=[1,0.5]"], r"loss\.output_weights=\[1\.0, 0\.5\]: expected 1 numbers, one for each output"),
-        (["metrics.dice._target_=monai.metrics.DiceMetric"], r"metrics\.dice: a column of history\.csv is val_dice already"),
+        (["metrics.dice._target_=monai.metrics.DiceMetric"], r"metrics\.dice: history\.csv already has a column val_dice"),
         (["lr_scaling=sqrt", "optimizer._target_=torch.optim.Adam", "schedule=cosine"], r"lr_scaling=sqrt: optimizer\.lr is missing"),
     ],
 )  # fmt: skip
