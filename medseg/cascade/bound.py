@@ -64,10 +64,10 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
 
 
 def count_covered(groups: Sequence[Scores], level: float) -> int | None:
-    """Count the patients all of whose regions reach the bound that the patients of the other groups give.
+    """Count the patients whose regions all reach the bound that is calibrated on the patients of the other groups.
 
-    Groups must differ in more than chance, as folds with networks of their own do. Of patients left out one by one, a part that
-    the level alone decides would be covered, whatever the scores are.
+    Groups must differ by more than chance, as folds with networks of their own do. If patients were left out one by one, the
+    number of covered patients would follow from the level alone, whatever the scores are.
 
     Returns:
         The number; None if the others of some group are too few.

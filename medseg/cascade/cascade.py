@@ -59,7 +59,7 @@ class Segmentation:
         labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns it on its grid.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
         volumes_ml: Volume of each label by its name.
-        warnings: Sentences about what is not plausible.
+        warnings: Sentences about implausible findings.
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
@@ -206,7 +206,7 @@ class Cascade:
         return result
 
     def within(self, budget_gib: float) -> "Cascade":
-        """The same cascade with at most this memory of a network pass."""
+        """Return the same cascade with a bound on the memory of a network pass."""
         return replace(self, options=replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib)))
 
     def check_budget(self, grid: VoxelGrid) -> None:
@@ -365,8 +365,8 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
             )
         elif agreed < options.usual_agreement:
             result.warnings.append(
-                f"{region.name}: the two stages agree by {agreed:.2f} only (Dice; {options.usual_agreement:g} and more is usual): look at the "
-                "result"
+                f"{region.name}: the two stages agree only to a Dice of {agreed:.2f} "
+                f"({options.usual_agreement:g} or more is usual): check the result"
             )
 
 

@@ -204,8 +204,8 @@ def _remove_gas(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task:
 def _unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
     """Assign a component that mixes both sides of an organ to the side with most of its voxels, in place.
 
-    Sides that only touch keep their border: they are mixed where one reaches across the other's centre. On a scan of one side alone, a
-    network that sees no middle may call half of it the other side.
+    Sides that only touch keep their border; they count as mixed where one reaches across the other's centre. On a scan of one
+    side alone, a network that does not see the midline may label half of the organ as the other side.
 
     Returns:
         Warnings of what was changed.

@@ -79,7 +79,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions
 
 
 def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str]:
-    """Warn of regions for which the coarse stage sees the other side of the organ too, as where a scan ends between them.
+    """Warn of regions in which the coarse stage also finds the other side of the organ, as where a scan ends between the sides.
 
     Args:
         probs: Probabilities of the background and all labels, (1 + L, D, H, W).
@@ -102,7 +102,7 @@ def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str
             if other > MAX_OTHER_SIDE * (own + other):
                 warnings.append(
                     f"the side of {region.name} is doubtful: the coarse stage gives {other / (own + other):.1%} of it to {partner.name}, as on "
-                    "scans of less than a chest"
+                    "partial scans; check the sides"
                 )
     return warnings
 
@@ -148,7 +148,8 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
         is_small = 0 < volume_ml < low_ml and not any(np.isin(face, values).any() for face in faces)
         if is_small or volume_ml > high_ml:
             warnings.append(
-                f"{name} has {volume_ml:.0f} ml, and {low_ml:g} to {high_ml:g} ml are plausible: check the spacing of the scan and the result"
+                f"{name} has {volume_ml:.0f} ml, but {low_ml:g} to {high_ml:g} ml are plausible: check the spacing of the scan "
+                "and the result"
             )
     return warnings
 

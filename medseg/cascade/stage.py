@@ -92,8 +92,8 @@ class TrainedStage:
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
         tile_size: Tile in voxels (z, y, x); None runs the whole volume or crop.
-        least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region are at least as large: a network that
-            never saw less lost half of a thin slab.
+        least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region get at least this size: a
+            network that was trained on no smaller input lost half of a thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
         region_mode: `mirrored`, `separate` or `side_input`: how several regions share the network.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
@@ -134,7 +134,7 @@ class TrainedStage:
 
     @property
     def outside(self) -> list[float]:
-        """Value of each channel outside of a volume: the lower end of its window, or what its modality has there."""
+        """Value of each channel outside of a volume: the lower end of its window, else the background of its modality."""
         return [channel.window_hu[0] if channel.window_hu else channel.outside for channel in self.task.channels]
 
     @property
@@ -155,7 +155,7 @@ class TrainedStage:
         return (self.network, *self.others)
 
     def use_tiles(self, tile_size: tuple[int, int, int]) -> None:
-        """Predict in tiles of a size; warn if it differs from training: a tile sees less, and some norms take statistics from it.
+        """Predict in tiles of a size; warn if training used another: tiles show less context and change statistics of norms.
 
         Raises:
             UserError: If the network accepts inputs of another size only.
@@ -171,9 +171,9 @@ class TrainedStage:
         if tile_size != trained:
             used, usual = ("×".join(map(str, size)) if size else "whole crops" for size in (tile_size, trained))
             self.warnings = (
-                f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, as it was trained, which changes the labels: with the "
-                "included lung weights, those of tiles of 96×96×96 had a Dice of 0.96 to 0.99 to those of whole crops, of tiles of 64×64×64 one of "
-                "0.76 to 0.93; leave inference.tile_size out",
+                f"the {self.name} stage runs in tiles of {used} voxels instead of {usual} as in training, which changes "
+                "the labels: with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 to "
+                "0.99, tiles of 64×64×64 to one of 0.76 to 0.93; leave inference.tile_size out",
             )
 
     def count_memory(self) -> None:
@@ -245,12 +245,14 @@ class TrainedStage:
             )
         except ValueError as error:
             raise UserError(
-                f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} stage: {error}; raise it to that. "
-                "Smaller tiles would change the labels"
+                f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} stage: {error}; raise it to that "
+                "value, since smaller tiles would change the labels"
             ) from error
 
     def check_budget(self, grid: VoxelGrid, options: CascadeOptions) -> None:
-        """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget; whole crops of other networks are not known yet.
+        """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
+
+        Without tiles, a network that cannot run in slabs is not checked: the size of its crops is not known yet.
 
         Args:
             grid: Grid of the scan, oriented.

@@ -135,7 +135,8 @@ def test_stages_that_disagree_are_said_aloud() -> None:
     assert 0.6 < result.agreements["left_lung"] < 0.85
     (warning,) = result.warnings
     assert warning == (
-        f"left_lung: the two stages agree by {result.agreements['left_lung']:.2f} only (Dice; 0.85 and more is usual): look at the result"
+        f"left_lung: the two stages agree only to a Dice of {result.agreements['left_lung']:.2f} (0.85 or more is usual): "
+        "check the result"
     )
 
 
