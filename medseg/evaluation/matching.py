@@ -56,7 +56,7 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
         The references, and the keys of cases that belong to another split.
 
     Raises:
-        UserError: If there is none, or two files of a folder are one case.
+        UserError: If there is none, or two files of a folder belong to one case.
     """
     if ref.is_dir() and not volume_files(ref):
         ref = table_at(ref)

@@ -33,7 +33,7 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         Rows with `case`, `region` and the metrics of `RANKED`.
 
     Raises:
-        UserError: If there is no `metrics.csv`, or it is none of `evaluate`.
+        UserError: If there is no `metrics.csv`, or `evaluate` did not write it.
     """
     path = folder / "metrics.csv"
     require(path.is_file(), f"baseline={folder}: there is no metrics.csv; give the output folder of another evaluation.")

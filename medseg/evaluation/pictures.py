@@ -63,7 +63,7 @@ def write_viewers(
     folder: Path,
     num_viewers: int,
 ) -> dict[str, Path]:
-    """Write the viewers of the worst cases; the cases are read again, because which ones these are is known last.
+    """Write the viewers of the worst cases; these are read again, because they are known only after all cases have been scored.
 
     Args:
         rows: Scores.

@@ -1,4 +1,4 @@
-"""Reports of predictions: costs, words and scan, read from `<case>.json` beside a label map."""
+"""Reports of predictions: costs, text and scan, read from `<case>.json` beside a label map."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,8 @@ def check_labels(prediction: Path, task: Task) -> None:
     """Refuse a prediction of another task: its values would be scored under the names of other labels.
 
     Raises:
-        UserError: If the report beside the label map names a label of the task at another value, or names none of them and another number.
+        UserError: If the report beside the label map gives a label of the task another value, or has none of its labels and
+            another number of labels.
     """
     try:
         names = list(map(str, read_json(beside(prediction, ".json"))["volume_ml"]))  # in the order of the values
@@ -43,7 +44,7 @@ def check_labels(prediction: Path, task: Task) -> None:
     require(
         all(names.index(name) == known.index(name) for name in common) and (bool(common) or len(names) == len(known)),
         f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task {task.name} has {', '.join(known)}; give the "
-        "task of the prediction (task=<name>), or import the data set with labels=[…] of it",
+        "task of the prediction (task=<name>), or import the data set with the labels of the prediction (labels=[…])",
     )
 
 

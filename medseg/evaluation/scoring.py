@@ -24,7 +24,7 @@ from medseg.report.tables import refuse_table, table_lines, write_csv
 
 METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
-"""Scores tensors (D, H, W) of 0 and 1, of a prediction and of its reference, with the voxel spacing in mm: a `CaseMetric`."""
+"""Function of two tensors (D, H, W) of 0 and 1, prediction and reference, and the voxel spacing in mm, such as a `CaseMetric`."""
 COLUMNS = ("region", "trust", "metric", "number", "infinite", "mean", "std", "median", "min", "max", "worst_case")
 _HEADINGS = {
     "region": "region", "trust": "trust", "number": "n", "dice": "Dice", "std": "±", "min": "min", "nsd_1mm": "NSD 1mm",

@@ -47,8 +47,9 @@ def has_openvino() -> bool:
 def core() -> Any:
     """OpenVINO's devices, the same object as long as the process lives.
 
-    OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When its last user goes in another thread, that
-    stack is freed but stays in use: the next signal, also the end of a child, ends the process.
+    OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When the last OpenVINO object is
+    deleted in another thread, that stack is freed but stays in use: the next signal, such as the end of a child process, ends the
+    process.
     """
     import openvino
 
@@ -64,7 +65,7 @@ def use_openvino(network: RegionalNetwork, precision: str, checksum: str = "") -
         checksum: SHA-256 of its checkpoint, under which the converted network is kept on this machine; empty = it is not kept.
 
     Raises:
-        UserError: If OpenVINO is not installed, or would end the process.
+        UserError: If OpenVINO is not installed, or would crash.
     """
     require(
         has_openvino(),

@@ -25,7 +25,7 @@ class Components:
     """Connected components of a mask, numbered from 1; 0 is the background.
 
     Attributes:
-        counts: Of each mask to count, its voxels in each component by number, 0 for the background.
+        counts: For each mask to count, its number of voxels in each component, by the component's number; 0 is the background.
         is_open: Whether the component reaches a face of the volume; true for the background.
     """
 

@@ -91,7 +91,7 @@ def most_probable(probs: Tensor) -> Tensor:
 
 
 def round_up(shape: tuple[int, ...], divisor: Shape) -> Shape:
-    """Raise a shape to the next multiple of the divisor on each axis; a shape of one multiple on all axes becomes two on all.
+    """Raise a shape to multiples of the divisor; a shape of exactly one multiple on every axis is raised to two on every axis.
 
     Otherwise the deepest level of a network has a single voxel, and an instance norm has no variance.
     """

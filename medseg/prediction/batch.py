@@ -111,7 +111,8 @@ def predict_scans(
         source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         output: File or folder of the label maps.
         checkpoints: Checkpoints of each spacing range, by its name in `by_spacing`; one with an empty name is used for all scans.
-        inference: `tile_size`, `half_weights`, and where they are wanted `backend` and `max_ram_gib`; and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`.
+        inference: `tile_size`, `half_weights` and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`; optionally
+            `backend` and `max_ram_gib`.
         split: Only this split of a case table.
         series: Which DICOM series the input is.
         hu: HU scale of the cases that have none of their own in a table.
@@ -136,7 +137,8 @@ def predict_scans(
     wanted, is_shared = wanted or Wanted(), is_under_torchrun()
     require(
         not is_shared or list(checkpoints) == [""],
-        "by_spacing: the processes of torchrun share one cascade; predict each range by itself, or without torchrun",
+        "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or start "
+        "without torchrun",
     )
     if is_shared and int(os.environ["RANK"]) > 0:
         (chosen,) = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
@@ -287,7 +289,7 @@ class Batch:
         return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
-        """Read a case unless it is up to date; None ahead of its turn where other cases need the memory."""
+        """Read a case unless its results are up to date; None if called ahead of its turn while other cases need the memory."""
         try:
             case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
             case.known = read_report(case.output)

@@ -20,7 +20,7 @@ COMMAND = (
 
 
 def check_bundle(stage: TrainedStage, folder: Path) -> None:
-    """Refuse a folder with other files, and a stage whose grid the scripts of a bundle do not make.
+    """Refuse a folder with other files, and a stage whose grid the scripts of a bundle cannot make.
 
     Raises:
         UserError: With the cure.

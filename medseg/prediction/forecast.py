@@ -63,7 +63,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf) -> Forecast:
-    """Compute what a case will hold; where the body and the regions lie is not known yet, so their usual sizes are taken.
+    """Forecast the memory of a case; the body and the regions are not known yet, so their usual sizes are taken.
 
     Args:
         cascade: The trained stages, with the memory that a network may use.
@@ -168,7 +168,7 @@ def describe(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases:
 
 
 def expected_cost(expected: Forecast, cascade: Cascade, total_s: float) -> dict[str, float | None]:
-    """Expected peak and seconds of a case that took `total_s`, which counts for the next ones; the seconds of the first are null."""
+    """Return the expected peak and seconds of a case (null for the first one), and record its `total_s` for later cases."""
     key = machine_key(cascade)
     rate_s = seconds_per_voxel(key)
     note_duration(key, total_s, expected.voxels)

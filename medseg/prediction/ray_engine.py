@@ -1,7 +1,7 @@
 """Cohorts on a Ray cluster: actors that load the weights once, segment cases and write their results; needs the extra `medseg[ray]`.
 
 Ray places the actors, moves the calls and notices the end of a process or node. `<case>.json` is the journal: a case that is up to date is
-never computed again, whoever asks.
+never computed again, whichever process asks for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RayOptions:
         num_actors: Number of actors; None = as many as fit.
         gpus: GPUs of an actor; None = one where the cluster has GPUs.
         memory_gib: Memory that an actor reserves; None = predicted.
-        retries: How often a case is given to another actor after the end of its own.
+        retries: How often a case is given to another actor after its actor has died.
     """
 
     address: str | None = None
@@ -108,7 +108,8 @@ class CaseActor:
         Args:
             scan: The scan.
             output: Path of its label map.
-            is_retry: Whether an actor that ended had the case: what that one wrote is not computed again, even with `overwrite`.
+            is_retry: Whether an actor that died had the case: results that it finished are not computed again, even with
+                `overwrite`.
         """
         torch.set_num_threads(self.threads)
         case, batch = BatchCase(scan, output), replace(self.batch, overwrite=False) if is_retry else self.batch
@@ -217,7 +218,7 @@ class _Cohort:
         while self.waiting or self.running:
             done, _ = self.ray.wait([*self.running, *self.starting], num_returns=1, timeout=WAIT_S)
             if not done and not self.running:
-                say("engine=ray: waits until the cluster has room for an actor")
+                say("engine=ray: waiting until the cluster has room for an actor")
             for reference in done:
                 if reference in self.starting:
                     self.started(reference)
@@ -243,7 +244,8 @@ class _Cohort:
             self.num_failed_starts += 1
             require(
                 self.num_failed_starts <= self.retries,
-                f"engine=ray: actors end while they load the weights ({first_line(error)}); give them more by ray.memory_gib",
+                f"engine=ray: actors die while they load the weights ({first_line(error)}); give them more memory "
+                "with ray.memory_gib",
             )
             self.start()
         else:
@@ -289,7 +291,9 @@ class _Cohort:
             self.waiting.appendleft(case)
             return
         case.exit_code = EXIT_FAILED
-        case.messages = [f"its actor ended {self.retries + 1} times ({first_line(error)}); give actors more by ray.memory_gib"]
+        case.messages = [
+            f"its actor died {self.retries + 1} times ({first_line(error)}); give actors more memory with ray.memory_gib"
+        ]
         self.on_end(case)
 
 
@@ -312,7 +316,7 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
     require(
         room > 0,
         f"engine=ray: an actor needs {needs['CPU']:g} CPUs, {needs['GPU']:g} GPUs and {needs['memory'] / 2**30:.2f} GiB, which no node of the "
-        "cluster has; give a smaller threads, ray.gpus or ray.memory_gib",
+        "cluster has; lower threads, ray.gpus or ray.memory_gib",
     )
     return room
 

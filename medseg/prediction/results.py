@@ -121,7 +121,7 @@ def check_kinds(scan: Scan, save: Sequence[str]) -> None:
 
 
 def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, wanted: Wanted) -> Views:
-    """Copy what the pictures of a case need of its voxels; a reference that cannot be used is told in the warnings of the result."""
+    """Copy what the pictures of a case need of its voxels; the warnings of the result name a reference that cannot be used."""
     slices: Sequence[PreviewSlice] = ()
     if "preview" in wanted.save:
         image, grid, orientation = orient(volume.array, volume.grid)

@@ -72,7 +72,7 @@ def find_scans(
         paths = list_inputs(source) if series is None else [(case_name(source), source)]
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
-    require(series is None, f"series={series}: a case table has a column series for that; fill it in input={source}")
+    require(series is None, f"series={series}: a case table has a column series for that; fill in that column of input={source}")
     table = read_case_table(source, labels_column, hu=hu, needs_labels=False)
     chosen = [
         Scan(case.name, case.image, case.series, case.hu, case.more_images, case.labels)
@@ -87,7 +87,7 @@ def find_scans(
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     """Name scans without the number of a channel, as nnU-Net gives it: `<case>_0000`, `<case>_0001`, … are one case.
 
-    Files are only joined to a case if there is one for each channel of the task: numbers also count scans.
+    Files are joined to a case only if there is one for each channel of the task: such numbers may also count scans.
 
     Args:
         scans: Scans of a folder, or one scan, by name.

@@ -55,7 +55,7 @@ class Segmenter:
         Args:
             scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT in HU; for a task of several channels
                 a list of them, of which the others are resampled to the grid of the first.
-            hu: Scale that turns the values into HU, where they are none.
+            hu: Scale that turns the values into HU, where they are not HU yet.
 
         Returns:
             Labels on the grid of the scan, their volumes and warnings. `labels` is a `SimpleITK.Image` where one was given, else a

@@ -160,7 +160,7 @@ def test_a_case_that_ends_every_actor_fails_alone(num_actors: int) -> None:
     assert len(ended) == NUM_SCANS
     failed = [case for case in cases if case.exit_code]
     assert [case.scan.name for case in failed] == ["case5"]
-    assert "its actor ended 4 times (The actor died.); give actors more by ray.memory_gib" in failed[0].messages
+    assert "its actor died 4 times (The actor died.); give actors more memory with ray.memory_gib" in failed[0].messages
 
 
 def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
@@ -173,7 +173,8 @@ def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
     with pytest.raises(UserError, match=r"^coarse=a\.ckpt: there is no such checkpoint$"):
         run_cohort(FakeRay(lambda *_: False, mistake), 2)
     with pytest.raises(
-        UserError, match=r"actors end while they load the weights \(The actor died\.\); give them more by ray\.memory_gib"
+        UserError,
+        match=r"actors die while they load the weights \(The actor died\.\); give them more memory with ray\.memory_gib",
     ):
         run_cohort(FakeRay(lambda *_: False, death), 2)
 
@@ -184,7 +185,7 @@ def test_the_nodes_have_room_for_whole_actors() -> None:
     assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.0, "memory": 2 * gib}) == 2 + 16
     assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.5, "memory": 2 * gib}) == 2
     with pytest.raises(
-        UserError, match=r"an actor needs 8 CPUs, 2 GPUs and 2\.00 GiB, which no node of the cluster has; give a smaller"
+        UserError, match=r"an actor needs 8 CPUs, 2 GPUs and 2\.00 GiB, which no node of the cluster has; lower threads"
     ):
         ray_engine.count_room(nodes, {"CPU": 8.0, "GPU": 2.0, "memory": 2 * gib})
 
