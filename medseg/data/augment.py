@@ -208,7 +208,7 @@ class Brightness(Effect):
 
 @dataclass(frozen=True)
 class Gamma(Effect):
-    """Clip to [-1, 1], then a power law on [0, 1] from the dark or (half of the time) from the bright end, its exponent from `range`."""
+    """Clip to [-1, 1], then apply a power law with an exponent from `range`, from the dark or (half of the time) bright end."""
 
     probability: float
     range: tuple[float, float]
@@ -224,7 +224,7 @@ class Gamma(Effect):
 
 @dataclass(frozen=True)
 class Truncate(Effect):
-    """Partial scan: at most `max_fraction` of the slices, at the upper or the lower end, repeat the last slice that is left."""
+    """Partial scan: at most `max_fraction` of the slices, at the upper or lower end, become copies of the last remaining one."""
 
     probability: float
     max_fraction: float
@@ -245,7 +245,7 @@ class Truncate(Effect):
 
 @dataclass(frozen=True)
 class Narrow(Effect):
-    """Field of view without at most `max_fraction` of the rows or columns at the right, left, front or back, which become air."""
+    """Narrow field of view: at most `max_fraction` of the rows or columns at the right, left, front or back become air."""
 
     probability: float
     max_fraction: float
@@ -263,7 +263,7 @@ class Narrow(Effect):
 
 @dataclass(frozen=True)
 class Circle(Effect):
-    """Round field of view in the axial plane, outside of which is air; its radius is a part of half the longer in-plane side."""
+    """Round field of view in the axial plane, with air outside; its radius is a share of half the longer in-plane side."""
 
     probability: float
     radius_range: tuple[float, float]
@@ -298,7 +298,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     Args:
         size: Voxels of the axis.
         slice_voxels: Thickness and distance of the slices in voxels, > 1.
-        phase: Where the first slice begins, as a part of a slice before the axis, in [0, 1).
+        phase: How far the first slice begins before the axis, as a share of a slice, in [0, 1).
 
     Returns:
         Matrix whose rows add up to one.

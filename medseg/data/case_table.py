@@ -79,7 +79,7 @@ class Case:
     fold: int | None = None
 
     def images(self, num_channels: int) -> list[Path]:
-        """List the image of each channel of a task; that of a case with a single image is a 4D file and stands for all channels.
+        """List the image of each channel of a task; a single image is a 4D file and is repeated for all channels.
 
         Raises:
             UserError: If the case has fewer.
@@ -138,7 +138,7 @@ def read_case_table(
             f"{', '.join(columns)[:200] or 'none'}{separator}; add {', '.join(missing)}."
         )
     if doubled := sorted(column for column, count in Counter(columns).items() if column and count > 1):
-        raise UserError(f"{path}, line 1: the column {doubled[0]!r} is there twice; keep one of them.")
+        raise UserError(f"{path}, line 1: the column {doubled[0]!r} appears twice; keep one of them.")
 
     cases: list[Case] = []
     line_of: dict[str, int] = {}
@@ -168,7 +168,7 @@ def table_at(path: Path) -> Path:
 
 
 def named_files(path: Path) -> Iterator[tuple[str, Path]]:
-    """Find the files and folders that a case table names in any column, references in columns of any name included.
+    """Find the files and folders that a case table names in any of its columns, whatever the name of the column.
 
     Args:
         path: A table that `read_case_table` accepts.
@@ -326,11 +326,11 @@ def split_cases(
     """Divide the cases by patient.
 
     Test patients are those of `test_patients` and those that the table marks as `test`; they are never used for training or
-    validation. Of the others, the first that applies is validated: `val_patients`; the patients that the table marks as
-    `val`; those whose column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. If no fold is given and the patients are fewer than the folds, there are as many
-    folds as patients, and a single patient is trained on without validation. A row without a mark has the split of the
-    other rows of its patient. Fold `all` validates no patient and trains on all but the test patients. Folds depend on
-    the names of the patients alone, and differ by at most one patient in size.
+    validation. Of the others, the validation patients are the first of these that applies: `val_patients`; the patients that the
+    table marks as `val`; those whose column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. If no fold is given and the
+    patients are fewer than the folds, there are as many folds as patients, and a single patient is trained on without validation.
+    A row without a mark has the split of the other rows of its patient. Fold `all` validates no patient and trains on all but the
+    test patients. Folds depend on the names of the patients alone, and differ by at most one patient in size.
 
     Args:
         cases: All cases of the table.

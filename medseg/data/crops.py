@@ -36,9 +36,9 @@ class ScanSpacings(NamedTuple):
 
 
 def typical_spacing_mm(spacings_mm: Sequence[tuple[float, float, float]], average: str = "median") -> tuple[float, float, float]:
-    """Average each axis; a coarse axis gets its 10th percentile, but none finer than the next coarsest axis.
+    """Average each axis; a coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis.
 
-    At the average of thick slices, half of the scans would lose what they show between them (Isensee et al. 2021,
+    At the average slice thickness, half of the scans would lose detail along the coarse axis (Isensee et al. 2021,
     supplement: "target spacing").
 
     Args:

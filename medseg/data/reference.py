@@ -77,7 +77,7 @@ def read_reference(
 
 
 def is_named(path: Path) -> bool:
-    """Whether labels are structures with names, which may be empty, and not values of a label map."""
+    """Whether labels are named structures, which may be empty, rather than values of a label map."""
     return volume_suffix(path) is None
 
 

@@ -370,7 +370,7 @@ def _is_known(case: CachedCase, task: Task, train_trust: Collection[str]) -> boo
 
 
 def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Round a shape up to a multiple on each axis, (z, y, x); a shape of one multiple on all axes becomes two on all.
+    """Raise a shape to multiples on each axis, (z, y, x); a shape of exactly one multiple on every axis gets two on every axis.
 
     Otherwise the deepest level of a network has a single voxel, and the norm of one sample has no variance.
     """
@@ -383,13 +383,13 @@ def collate(
 ) -> list[dict[str, Any]]:
     """Make a micro-batch: a list of stacks that the network sees one after the other.
 
-    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its own shape: filled to a common one it
-    would give another loss, since norms and means see the filling. The choice is the same for all micro-batches of a run, so that
-    all ranks call the network equally often.
+    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its own shape: padding to a
+    common shape would change the loss, since norms and means include the padding. The choice is the same for all micro-batches of
+    a run, so that all ranks call the network equally often.
 
     Args:
         samples: At least one sample.
-        multiple: The shape of a sample is filled at its end to a multiple of it, as in prediction, (z, y, x).
+        multiple: Each sample is padded at its end to a multiple of this, as in prediction, (z, y, x).
         is_stacked: Whether all samples of the run have one shape, and make one stack.
 
     Returns:

@@ -72,7 +72,7 @@ def is_same_source(path: Path, known: dict[str, Any]) -> bool:
 
 @functools.cache
 def is_intact(path: Path, crc32: int, _num_bytes: int, _mtime_ns: int) -> bool:
-    """Whether a file has its checksum; a file of one size and time is read once in a process."""
+    """Whether a file matches its checksum; a process reads it again only if its size or modification time has changed."""
     return crc32_of(path) == crc32
 
 

@@ -77,7 +77,7 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
     [
         ("case,labels\na,a_l.nii.gz\n", ["line 1", "; add image."]),
         ("case;image;labels\na;a.nii.gz;b\n", ["line 1", "commas"]),
-        ("case,image,labels,image\n", ["line 1", "'image' is there twice"]),
+        ("case,image,labels,image\n", ["line 1", "'image' appears twice"]),
         (ROW + "\na,a.nii.gz,\n", ["line 4", "'a' is already on line 2"]),
         (ROW + "b,a.nii.gz\n", ["line 3", "expected 3 cells, got 2"]),
         (ROW + "Doe, John,a.nii.gz,\n", ["line 3", "quotes"]),
@@ -144,7 +144,7 @@ def test_a_table_that_is_no_file(tmp_path: Path, device: str) -> None:
 @pytest.mark.timeout(30)
 def test_many_equal_columns_take_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medseg.data.case_table.MAX_COLUMNS", 10**6)
-    with pytest.raises(UserError, match="the column 'a0' is there twice"):
+    with pytest.raises(UserError, match="the column 'a0' appears twice"):
         read_case_table(write(tmp_path, "case,image,labels,a0," + ",".join(f"a{i}" for i in range(200_000))))
 
 

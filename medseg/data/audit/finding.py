@@ -151,7 +151,7 @@ KINDS = {
     "implausible_volume:far": Kind(
         ERROR,
         "{name} has {volume_ml:.4g} ml, far above {low:g} to {high:g} ml",
-        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, null for none",
+        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, and null turns the check off",
     ),
     "doubtful_side": Kind(
         WARNING,

@@ -1,7 +1,7 @@
 """Audit of the values of an image: their scale, padding and clipping.
 
-One histogram answers all questions. A spike (a value that a thousand voxels share while its neighbours have few) is
-padding or clipping by software; spikes are set apart before the tissue is examined.
+All checks use one histogram. A spike (a value that a thousand voxels share while its neighbours have few) is
+padding or clipping by software; spikes are excluded before the tissue is examined.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Audit of a label map: its grid and values, and the plausibility of its regions.
 
-World coordinates decide about sides, not names or the order of storage: x increases towards the patient's left.
+The side of a region is judged by world coordinates, not by names or the order of storage: x increases towards the patient's left.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Audit of the placement of a label map on its image: labels that are mirrored, turned or shifted.
 
 A label map may have the grid of its image and still hold the voxels in another order, written from an array that was
-flipped or transposed. No header shows it. The image shows it: across the boundary of a correct label the image changes
-more than across the same boundary moved aside.
+flipped or transposed. Headers do not show this, but the image does: it changes more across the boundary of a correct
+label than across the same boundary moved aside.
 """
 
 import itertools
@@ -78,7 +78,8 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
     """Find labels that lie beside the edges of the image, by whole voxels along an axis.
 
     The image should change most where a line along the axis enters or leaves the labels. The labels are shifted if the strongest changes
-    are some voxels further in the same direction for both. If the directions are opposite, the labels are only too large or too small.
+    lie some voxels away, in the same direction for entering and leaving. If the directions are opposite, the labels are only too
+    large or too small.
 
     Args:
         image_hu: Oriented image in HU, (D, H, W).

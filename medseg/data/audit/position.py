@@ -35,7 +35,7 @@ def turned_pairs(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: Voxe
     """List the (left, right) regions between which the spine seems to be at the front: the body is turned about its long axis.
 
     Between the two sides of an organ the spine is in the back half of nearly every slice. A heart with contrast
-    agent is as dense and in the front half of some slices. A scan is doubted where few slices are denser at the back.
+    agent is as dense and in the front half of some slices. A pair is reported if few slices are denser at the back.
 
     Args:
         image_hu: Image (D, H, W) in HU, best at about 2 mm.

@@ -37,7 +37,7 @@ class DataSet:
         labels: Labels of the task with their values in the files.
         channels: Channels of the task.
         background: Further names in the files, which become background.
-        ignore: Value of voxels that count nowhere; None where there are none.
+        ignore: Value of ignored voxels; None where there are none.
         notes: Sentences for the user.
     """
 
@@ -171,7 +171,7 @@ def safe_name(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Reduce a name to what it is compared by: without upper case and signs, the side first and written out.
+    """Reduce a name to the form in which names are compared: without upper case and signs, the side first and written out.
 
     Example:
         >>> [plain_name(name) for name in ("Lung_L", "left lung", "lung-left", "Heart")]

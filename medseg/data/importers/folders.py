@@ -1,4 +1,4 @@
-"""Importers of data sets that folders and names describe: TotalSegmentator, LUNA16, and folders of images and label maps.
+"""Importers of data sets described by folder and file names: TotalSegmentator, LUNA16, and folders of images and label maps.
 
 Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator; luna16.grand-challenge.org/Data.
 """

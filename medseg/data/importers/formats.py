@@ -1,4 +1,4 @@
-"""Formats of data sets: the format of a folder by what lies in it, and its importer."""
+"""Formats of data sets: detection of the format of a folder from its content, and the importer of each format."""
 
 import functools
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
 
     Args:
         path: Folder, or datalist (.json).
-        format_name: Name of its layout in `FORMATS`; None = by what lies in the folder.
+        format_name: Name of its layout in `FORMATS`; None = detected from the content of the folder.
 
     Raises:
         UserError: If the path does not exist, has no known layout, or the data set is incomplete.

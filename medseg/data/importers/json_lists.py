@@ -59,7 +59,8 @@ def import_nnunet(folder: Path) -> DataSet:
         images = _numbered(folder / "imagesTr", ending, len(channels))
         require(
             bool(images),
-            f"{folder / 'imagesTr'}: expected files that end in {ending} (file_ending of {path}), found none; correct either.",
+            f"{folder / 'imagesTr'}: expected files that end in {ending} (file_ending of {path}), found none; rename the files, or "
+            "correct file_ending.",
         )
         labels = _by_name(folder / "labelsTr", ending)
         require_pairs(images, labels, folder / "imagesTr", folder / "labelsTr")
@@ -113,7 +114,7 @@ def import_msd(source: Path) -> DataSet:
     cases = []
     for name, files, (split, entry) in zip(names, images, entries, strict=True):
         labels, fold = entry.get("label"), entry.get("fold")
-        require(fold is None or (type(fold) is int and fold >= 0), f"{path}: expected a fold from 0 of {name}, got {fold!r}.")
+        require(fold is None or (type(fold) is int and fold >= 0), f"{path}: expected a fold >= 0 for {name}, got {fold!r}.")
         cases.append(
             Case(
                 name,
@@ -268,7 +269,8 @@ def _read_splits(path: Path | None, notes: list[str]) -> tuple[dict[str, int], d
         )
         return folds, {}
     notes.append(
-        f"{path} names some cases for validation in several folds, which a case table cannot say: the column split has the first fold alone"
+        f"{path} names some cases for validation in several folds, which a case table cannot hold: "
+        "the column split has the first fold alone"
     )
     return {}, {
         **{nfc(str(name)): "train" for name in content[0]["train"]},

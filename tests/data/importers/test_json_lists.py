@@ -95,7 +95,7 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
     write_json(tmp_path / place, [{**fold, "val": ["chest_000"]} for fold in folds])
     data = import_nnunet(folder)
     assert [(case.fold, case.split) for case in data.cases] == [(None, "val"), (None, "train"), (None, "train"), (None, "test")]
-    assert data.notes[0].endswith("which a case table cannot say: the column split has the first fold alone")
+    assert data.notes[0].endswith("which a case table cannot hold: the column split has the first fold alone")
 
 
 def test_a_split_that_writes_letters_in_another_way_is_found(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_files_of_one_name_are_named_by_their_folders(tmp_path: Path) -> None:
         ({"training": [{"label": "x"}]}, "expected the path of an image or a label map, got 'None'"),
         (
             {"training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": "0"}], "labels": {"1": "a"}},
-            "expected a fold from 0 of a, got '0'",
+            "expected a fold >= 0 for a, got '0'",
         ),
         (
             {"training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": 0}], "validation": [{"image": "c.nii.gz"}]},
