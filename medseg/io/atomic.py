@@ -16,7 +16,7 @@ from medseg.errors import UserError, require
 
 PART_PREFIX = ".medseg-"
 STALE_AFTER_S = 3600.0
-"""A temporary file of which nothing was written for so long belongs to a process that was killed."""
+"""A temporary file that was last written longer ago than this belongs to a process that was killed."""
 
 # Answers of file systems without locks, such as some network and FUSE mounts.
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
@@ -159,7 +159,7 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether anyone holds the lock of a file now; the file may be another user's, and is not locked for the question."""
+    """Whether a process holds the lock of a file now; read access is enough, so the file may belong to another user."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # there is none, or nobody may hold it

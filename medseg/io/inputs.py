@@ -56,7 +56,8 @@ def image_in(folder: Path) -> Path | None:
 def is_dicom_file(path: Path) -> bool:
     """Whether a file is DICOM, by its first bytes; names and suffixes are no evidence.
 
-    These are the mark at byte 128 or, in files without a preamble, a first field of the groups with which every object begins.
+    A DICOM file has the mark at byte 128 or, without a preamble, begins with a field of the groups with which every object
+    begins.
     """
     if not path.is_file():
         return False
@@ -142,7 +143,7 @@ def input_format(path: Path) -> str:
 def list_inputs(path: Path) -> list[tuple[str, Path]]:
     """List the scans that a path stands for.
 
-    A file is one scan; so is a folder that holds DICOM files or a DICOMDIR itself, beside which its own label map may lie. Another
+    A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its label map beside them. Any other
     folder gives its volume files, and those of its subfolders that hold DICOM files at any depth or an image `ct.nii.gz`, one scan each,
     sorted by name. Other files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be searched counts as a scan, whose
     reading then fails.

@@ -44,7 +44,7 @@ LABEL_INTENT = 1002
 """Intent code of label maps (nifti1.h, NIFTI_INTENT_LABEL)."""
 
 GZIP_LEVEL = 2
-"""Of ISA-L, whose levels end at 3: label maps become smaller than with zlib's level 1, in an eighth of its time."""
+"""Compression level of ISA-L (0 to 3): label maps become smaller than with zlib's level 1, in an eighth of its time."""
 
 
 def _parse(path: Path, block: bytes) -> Nifti1Header:

@@ -26,7 +26,7 @@ MIN_SPACING_MM = 1e-4
 """No scanner resolves a tenth of a micrometre: below it the spacing is damaged."""
 
 MAX_ORIGIN_MM = 1e6
-"""Scanners count from a point in their room; far beyond it, numbers cannot tell two voxels apart."""
+"""Scanners measure positions from a point in their room; with much larger numbers, rounding would merge neighbouring voxels."""
 
 MAX_EXTENT_MM, MAX_FIELD_MM3 = 4e3, 8e9
 """No scanner's table is longer: beyond it the spacing is in another unit, or damaged."""
@@ -120,7 +120,7 @@ def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, ori
         origin: LPS point of the first voxel's centre, in mm.
 
     Raises:
-        UserError: If the axes are sheared, an axis has no length, or no scanner is so large.
+        UserError: If the axes are sheared, an axis has no length, or the scan is larger than any scanner.
     """
     spacing = np.linalg.norm(columns, axis=0)
     require(
@@ -240,20 +240,20 @@ def lazy_volume(
     num_after: int = 0,
     **others: Any,
 ) -> LazyVolume:
-    """Describe voxels in files, after a check that the files can hold them: a damaged header asks for no memory.
+    """Describe voxels in files, after a check that the files can hold them: a damaged header causes no allocation.
 
-    It has 81 lines because every layout of a file has its own refusal.
+    The function is long because every layout of a file has its own refusal.
 
     Args:
         path: File of the header, for messages.
         grid: Shape and position.
         dtype: Type of the stored values, with byte order.
         files: Files with equal shares of the slices, in their order.
-        encoding: As for `open_stream`.
+        encoding: As for `decoded`.
         offset: First byte after the header.
         num_lines: Lines to skip after it.
-        num_skipped: Bytes to pass over then, decoded; -1: plain voxels are the last bytes of their file.
-        num_after: Bytes of other volumes that follow the voxels, decoded.
+        num_skipped: Decoded bytes to skip after these lines; -1: uncompressed voxels are the last bytes of their file.
+        num_after: Decoded bytes of other volumes that follow the voxels.
         **others: Further attributes of the lazy volume.
 
     Raises:

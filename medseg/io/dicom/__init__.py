@@ -1,1 +1,1 @@
-"""DICOM: file headers (`frames`), the stack that is meant (`stacks`), pixels of a slice (`pixels`), its regular grid (`read`)."""
+"""DICOM: file headers (`frames`), choice of one stack (`stacks`), pixels of a slice (`pixels`), grid of a stack (`read`)."""

@@ -13,7 +13,7 @@ EDGE_PX = 1e-3
 
 
 NUM_NEIGHBOURS = 4
-"""A hole and its outline have at least as many points."""
+"""Nearest points of an outline to try as the end of a keyhole; a hole and its outline have at least as many points."""
 
 
 def outlines(mask: np.ndarray) -> list[np.ndarray]:

@@ -90,7 +90,8 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
         Label values (D, H, W) on `slices.grid`, with remarks on what was left out.
 
     Raises:
-        UserError: If both series and frame of reference are others, or the frames or contours have no position among the slices.
+        UserError: If the file is of another series and frame of reference, or the frames or contours have no position among the
+            slices.
         ValueError: If a number is not in the file.
     """
     if unknown := set(values) - set(file.names):

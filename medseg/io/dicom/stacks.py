@@ -121,7 +121,7 @@ def _overlap(groups: list[list[Frame]]) -> bool:
 
 
 def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
-    """Divide the slices of one series into stacks, and list the slices without a second one in their plane or at another position."""
+    """Divide the slices of one series into stacks, and list the slices that have no parallel slice at another position."""
     found: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
     alone: list[NoSlice] = []
     planes = group_by(frames, lambda frame: next(first for first in frames if _is_parallel(frame, first)))
@@ -166,7 +166,7 @@ def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Itera
 
 
 def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, list[str]]:
-    """Read the headers of all files and find the one stack that is meant.
+    """Read the headers of all files and find the one stack that the arguments select.
 
     Unreadable files are refused with their series: other series stay readable beside them. A series that consists of unreadable
     files only is left out, like an object of another modality, if exactly one other series can be read.
