@@ -44,8 +44,9 @@ class StepMemory:
         offloaded: What waits in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
-        peak_live: The bytes at the peak by kind: the five above, `forward` (activations), `backward` (gradients of
-            activations and recomputed activations) and `update` (temporaries of the optimiser).
+        peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`, `target`, `forward`
+            (activations), `backward` (gradients of activations and recomputed activations) and `update` (temporaries of the
+            optimiser).
         order: Parts of the network in the order in which they ran.
     """
 
@@ -90,8 +91,8 @@ def count_step(
     """Count the memory of a training step, from the second step on.
 
     The step runs on torch's fake tensors: all operations are dispatched, none is computed and nothing is allocated. For a GPU, which need
-    not be there, the fp32 copies of CUDA's autocast (norms, softmax) count, and the copies that nearest upsampling makes of channels-last
-    tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's reserve of a norm.
+    not be present, the count includes the fp32 copies of CUDA's autocast (norms, softmax) and the copies that nearest upsampling
+    makes of channels-last tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's reserve of a norm.
 
     Args:
         make_network: Makes the network with its switches applied; see `named_parts` for its parts.
@@ -136,7 +137,7 @@ def count_forward(
         is_gpu: See `count_step`.
 
     Returns:
-        The operations, with what is live; weights and image are.
+        The operations with the live bytes, weights and image included.
 
     Raises:
         ValueError: See `count_step`.

@@ -83,7 +83,7 @@ class KernelCosts:
         self.costs = self._read()
 
     def __getitem__(self, key: str) -> Cost:
-        """Cost of an operation that was measured; else nothing."""
+        """Cost of an operation; zero where it was not measured."""
         return self.costs.get(key, NOTHING)
 
     def measure(self, calls: Mapping[str, Call]) -> None:
@@ -227,7 +227,7 @@ def processor_name() -> str:
 
 
 def continued(points: Sequence[tuple[float, int]]) -> int:
-    """Continue bytes that were measured on one or two shares of an operation to the whole; one point lies on a line through zero."""
+    """Extrapolate bytes measured on one or two shares of an operation to the whole: linearly, or in proportion to a single share."""
     (share, num_bytes), *others = reversed(points)
     smaller, fewer_bytes = others[0] if others else (0.0, 0)
     return max(0, round(num_bytes + (num_bytes - fewer_bytes) / (share - smaller) * (1 - share)))

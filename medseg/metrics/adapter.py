@@ -58,7 +58,7 @@ def default_arguments(_: type, known: Iterable[str], given: Iterable[str], num_c
 
 
 def check_metric(metric: CaseMetric) -> None:
-    """Score a small case, of all classes.
+    """Try a metric on a small case that contains all classes.
 
     Raises:
         ValueError: If that fails.

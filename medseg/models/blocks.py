@@ -101,10 +101,11 @@ def make_activation() -> nn.Module:
 
 
 class Conv3d(nn.Conv3d):
-    """Convolution in the format of its weights, fp32, on a CPU where an axis has two voxels or fewer, or the kernel is deeper than the image.
+    """Convolution that computes small features on a CPU in fp32, the format of its weights, even under autocast.
 
-    For such features, in bf16, the weight gradient of torch 2.13 (oneDNN, kernels of avx512_bf16) reads and writes memory that is not its
-    own: it differs from run to run, may be NaN, and may end the process. They are small, so that fp32 costs little.
+    Features are small where an axis has two voxels or fewer, or the kernel is deeper than the image. In bf16 their weight
+    gradient in torch 2.13 (oneDNN, kernels of avx512_bf16) reads and writes memory that is not its own: it differs from run to
+    run, may be NaN, and may end the process. Since the features are small, fp32 costs little.
     """
 
     def forward(self, features: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class RegionalNetwork(nn.Module):
 class Logits(nn.Module):
     """Network from an image (N, C, D, H, W) to logits (N, K, D, H, W) alone, which other programs can represent.
 
-    It uses the forward pass of the network's class: one of the object may run in another backend.
+    It calls the forward pass of the network's class, because that of the object may have been replaced by another backend.
     """
 
     def __init__(self, network: nn.Module, side: float | None = None) -> None:

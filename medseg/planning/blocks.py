@@ -17,11 +17,11 @@ SOLVER_BYTES = 64
 
 
 class Literal(NamedTuple):
-    """Condition of one block, under which it holds a storage.
+    """Condition under which a block holds a storage.
 
     Attributes:
         block: Name of the block.
-        is_recomputed: Whether it holds it if it is recomputed; else, if it is not.
+        is_recomputed: True: the block holds it if it is recomputed; False: if it is not recomputed.
     """
 
     block: str
@@ -34,7 +34,7 @@ class Moment:
 
     Attributes:
         base: Bytes that do not depend on the choice of blocks.
-        held: Bytes by the literals of which one must hold for them to be live.
+        held: Bytes by a set of literals; they are live if at least one of the literals holds.
         block: Block that runs; empty for what is outside of all blocks.
         rise: Further bytes at the peak of the segment if the block is not recomputed.
         recomputed_rise: The same if it is.
@@ -50,8 +50,9 @@ class Moment:
 class StepModel:
     """Resident peak and seconds of a training step as functions of the recomputed blocks.
 
-    Made of two timelines of the same step, without and with recomputation of all blocks. A segment of the step adds to what is live at its
-    start the same bytes whatever the other blocks do; what is live at its start follows from which blocks save or take each storage.
+    The model is made from two timelines of the same step, without and with recomputation of all blocks. A segment of the step
+    adds the same bytes whatever the other blocks do. The bytes that are live at its start depend on which blocks save or take
+    each storage.
 
     Attributes:
         blocks: Blocks that can be recomputed.

@@ -1,4 +1,4 @@
-"""Choice of switches: the fastest set whose peak fits into a budget, the front of peak against seconds, what each switch buys."""
+"""Choice of switches: the fastest set within a budget, the Pareto front of peak and seconds, and the effect of each switch."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ class Candidate:
     Attributes:
         config: Configuration with these values.
         model: Peak and seconds by recomputed blocks.
-        beside: Estimate of what there is beside the step.
+        beside: Estimate of memory and time outside the step.
     """
 
     config: PlanConfig
@@ -132,7 +132,7 @@ def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[
 def fastest_option(found: Sequence[Candidate], budget: int, max_seconds: float) -> tuple[Candidate, Option] | None:
     """Choose the fastest set of switches within a budget of resident bytes; of equally fast ones, the one with the lower peak.
 
-    Each candidate's own optimum is proved, so theirs is too.
+    The optimum of each candidate is proved, so the best of these optima is proved too.
     """
     options = [(one, option) for one in found if (option := one.fastest(budget)) is not None and option.seconds <= max_seconds]
     return min(options, key=lambda pair: (pair[1].seconds, pair[1].peak), default=None)

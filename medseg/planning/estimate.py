@@ -39,7 +39,7 @@ class Estimate:
         allocator: Bytes of torch's allocator by phase, with the workspaces of kernels.
         resident: Resident bytes of all processes by phase; on a GPU, bytes of the card.
         compute_seconds: Duration of the operations of an optimiser step.
-        other_seconds: Duration of what the training loop does beside them.
+        other_seconds: Duration of the rest of the training loop.
         loader_seconds: Processor time of its samples.
         num_workers: Loader processes.
         busy_processors: Processors that the computation uses.
@@ -74,11 +74,11 @@ class Estimate:
         return max(own_s, self.loader_seconds / self.num_workers, busy_s / num_processors())
 
     def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
-        """Add the peaks and the seconds of a training step to what there is beside it.
+        """Add the peaks and the seconds of a training step to the estimate of everything else.
 
         Args:
             allocated: Bytes of torch's allocator.
-            resident: Bytes of them that are resident; not those of a workspace that its kernel does not write.
+            resident: The resident ones among these bytes, without the parts of a workspace that its kernel does not write.
             seconds: Duration of the operations.
         """
         return replace(

@@ -60,8 +60,10 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     if chosen is None:
         least = options[-1]
         say(
-            f"fit_gib={config.fit_gib:g}: no set of switches fits; the least is {least.peak * (1 + MARGIN) / 2**30:.2f} GiB and {least.seconds:.3g} s "
-            f"with {choose_line(least, {})}. Give more{'' if config.allow is Allow.other_run else ', or allow=other_run for a smaller patch, batch or width'}"
+            f"fit_gib={config.fit_gib:g}: no set of switches fits; the smallest needs "
+            f"{least.peak * (1 + MARGIN) / 2**30:.2f} GiB and takes {least.seconds:.3g} s per step "
+            f"with {choose_line(least, {})}; give more memory"
+            f"{'' if config.allow is Allow.other_run else ', or allow=other_run for a smaller patch, batch or width'}"
         )
         return EXIT_FAILED
     candidate, option, checked = chosen
@@ -110,7 +112,7 @@ def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int)
 
 def print_front(options: Sequence[Option], config: PlanConfig) -> None:
     """Print the sets of switches that no other one beats in peak and seconds; draw them beside the output file."""
-    print(f"{'no other switches have a lower peak in less time':52s}{'MiB':>10s}{'s/step':>10s}")
+    print(f"{'sets that no other set beats in peak and seconds':52s}{'MiB':>10s}{'s/step':>10s}")
     shown = list(options[:1])
     for option in options[1:]:
         if option is options[-1] or option.peak <= (1 - STEP_DOWN) * shown[-1].peak:

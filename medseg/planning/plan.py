@@ -45,7 +45,8 @@ def plan(config: PlanConfig) -> int:
     )
     require(
         config.fit_gib is None or (budget_gib is None and config.measure and not config.compute),
-        "fit_gib searches for switches, while memory.budget_gib, measure=false and compute=true are for a configuration that is given; leave them out",
+        "fit_gib searches for switches, while memory.budget_gib, measure=false and compute=true apply to a given "
+        "configuration; leave them out",
     )
     require(
         config.max_seconds is None or config.fit_gib is not None, "max_seconds needs fit_gib: give the memory that a run may use"

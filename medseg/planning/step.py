@@ -145,7 +145,7 @@ def count_memory(
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     """Count the memory of the evaluation of one case, with the weights, the image and the reference.
 
-    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole case are there meanwhile.
+    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole case are held meanwhile.
 
     Args:
         config: Checked configuration.

@@ -97,8 +97,8 @@ def read_channels(
     """Read the channels of a case on the grid of the first.
 
     Args:
-        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path that stands several times is a 4D NIfTI
-            file, which holds one volume for each time.
+        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path that occurs several times is a 4D
+            NIfTI file with one volume for each occurrence.
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.

@@ -118,7 +118,7 @@ def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
-    """Fill (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice is repeated, one value fills the rest.
+    """Pad (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice is repeated, one value fills the rest.
 
     An image of that shape is returned as it is.
     """

@@ -36,7 +36,7 @@ BODY_HU = -500.5
 
 PERCENTILES = (0.5, 99.5)
 MAX_VALUES = 2**24
-"""Of more voxels every second, third … is taken for the percentiles."""
+"""Largest number of voxels for the percentiles; of more voxels only every second, third … is used."""
 
 
 class Intensity(NamedTuple):
@@ -46,7 +46,7 @@ class Intensity(NamedTuple):
         low: Values below count as this.
         high: Values above count as this.
         factor: Factor after `low` has been subtracted.
-        offset: Added then: the result for `low` and below.
+        offset: Added last; the result for `low` and below.
     """
 
     low: float

@@ -96,7 +96,7 @@ def axis_taps(
         scale: Source voxels per target voxel.
         offset: Source position of target voxel 0.
         resampling: One of `RESAMPLINGS`.
-        goes_on: Whether the outermost outputs inside the field of view stand for all beyond it.
+        goes_on: Whether outputs beyond the field of view repeat the outermost ones inside it.
 
     Returns:
         Taps of the outputs inside the field of view; none if the target lies outside.
