@@ -50,7 +50,7 @@ def write_phantoms(
             None leaves the column empty.
         progress: Called after each case with (finished, total, case name).
         num_workers: Processes; a phantom is the same for any number.
-        scene: Labels and channels of scenes of organs; its seed, number and detail do not count. None makes chests.
+        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored. None makes chests.
 
     Returns:
         Path of `table.csv`.

@@ -151,8 +151,9 @@ def overlay_montage(
 ) -> list[Panel]:
     """Draw axial, coronal and sagittal slices through the labels: prediction filled, reference as a line, errors coloured.
 
-    One slice of each plane is that with the most errors. The volume must be oriented (z to Superior, y to Posterior, x to Left). The patient's right is on the viewer's left,
-    superior is up, anterior is up or left. Without any label the slices are evenly distributed over the whole volume.
+    Each plane includes its slice with the most errors. The volume must be oriented (z to Superior, y to Posterior, x to Left).
+    The patient's right is on the viewer's left, superior is up, anterior is up or left. Without any label the slices are evenly
+    distributed over the whole volume.
 
     Args:
         image_hu: Image, (D, H, W).

@@ -12,7 +12,7 @@ from medseg.pictures.overlay import Canvas, draw_marks, grey_range
 from medseg.pictures.plots import shortened, write_png
 
 MAX_LONG = 6
-"""Up to this number of labels each has a line of its own; of more there are three in a line."""
+"""Up to this number of labels, each has its own line; more labels are written three to a line."""
 
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 """Axis of an oriented volume (z, y, x) that each plane is a slice of."""

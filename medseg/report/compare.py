@@ -37,7 +37,7 @@ class Picture(NamedTuple):
     Attributes:
         path: PNG file.
         step: Optimiser step.
-        case: Name of the case, or "" where the run does not say it.
+        case: Name of the case, or "" where the run does not record it.
         dice: Dice of each of its labels at that step.
     """
 
@@ -56,7 +56,8 @@ class Run:
         folder: The run folder.
         status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file gives a status.
         message: Why it did not finish, or "".
-        settings: Resolved configuration, flat, without the keys that only name places. A run that never began has its overrides only.
+        settings: Resolved configuration, flat, without the keys that only name folders. A run that never began has its overrides
+            only.
         has_config: Whether `settings` is the whole configuration.
         overrides: Arguments that made a job of a multirun.
         summary: `summary.json`.

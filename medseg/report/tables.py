@@ -12,7 +12,7 @@ from medseg.io.atomic import replace_text
 from medseg.io.text import read_text
 
 FORMULA_SIGNS = ("=", "+", "-", "@")
-"""First signs of what a spreadsheet computes when a CSV file is opened."""
+"""First characters of the cells that a spreadsheet would run as formulas."""
 
 Rows = Sequence[Mapping[str, Any]]
 Columns = Sequence[str] | Mapping[str, str] | None

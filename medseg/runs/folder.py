@@ -47,7 +47,8 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
         The run folder, which is `config.run_dir` from now on.
 
     Raises:
-        UserError: If a new run's folder holds a run already, or the run to resume does not exist, is running, or would become another.
+        UserError: If a new run's folder holds a run already, or the run to resume does not exist, is running, or would get
+            another result.
     """
     settle(config)
     if config.resume is None:
@@ -120,7 +121,7 @@ def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any
 
 
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
-    """Find the run that `resume=auto` means: that of the configured folder, else the newest beside it that may go on.
+    """Find the run that `resume=auto` resumes: that of the configured folder, else the newest beside it that can continue.
 
     Args:
         config: Checked configuration.

@@ -26,10 +26,10 @@ STOP_S = 600
 
 
 def check_start(trainer: TrainerConfig, resume: str | None) -> None:
-    """Refuse a start that this process cannot make.
+    """Refuse a run on several machines that was not started by torchrun, or that its restarted ranks could not resume.
 
     Raises:
-        UserError: With the way to make it.
+        UserError: With the command that works.
     """
     if trainer.num_nodes == 1:
         return

@@ -85,9 +85,9 @@ def choose_gpus(gpus: Sequence[int] | None) -> None:
 
 
 def share_among_ranks(trainer: TrainerConfig, memory: MemoryConfig) -> None:
-    """Let the ranks that were started, whatever number was planned, share the batch, in place.
+    """Divide the batch among the ranks that were started, even if another number was configured, in place.
 
-    The micro-batch stays, and with it the result: half the ranks accumulate twice as often.
+    The micro-batch and the result stay the same: half as many ranks accumulate twice as often.
 
     Raises:
         UserError: If the micro-batches of a step cannot be divided among the ranks.

@@ -1,4 +1,4 @@
-"""Status of a run, and its exit code, which passes it between processes."""
+"""Status of a run, and the exit code that passes the status between processes."""
 
 import re
 import signal

@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         number: Place in the sweep.
-        status: `running` from the start on, so that a killed job is known by it.
+        status: `running` from the start, so that a job that was killed can be recognised.
         message: Why the job was refused or failed.
         overrides: The arguments of the job, by key.
         signature: Hash of what its result depends on; empty where the configuration was refused.
@@ -114,10 +114,10 @@ class SweepFolder(Callback):
 
 
 def run_job(config: TrainConfig) -> int:
-    """Run one job of a multirun, resume it where it was interrupted, or leave it where it has ended.
+    """Run one job of a multirun: resume it if it was interrupted, skip it if it has ended.
 
     Returns:
-        Exit code of the job, that of an earlier attempt where it is left.
+        Exit code of the job; of a skipped job, that of its earlier attempt.
     """
     if config.resume not in (None, "auto"):
         raise UserError(f"resume={config.resume}: to resume a multirun, leave resume out and give hydra.sweep.dir=<its folder>")

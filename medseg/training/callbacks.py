@@ -195,7 +195,7 @@ class Distortions(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Print what a batch of training or validation shows first."""
+        """Print the distortion of each case that a batch of training or validation shows for the first time."""
         # `tolist` makes the CPU wait for the GPU, so parts of a batch whose regions are all printed are skipped.
         unknown = [
             one for one in batch if any((case, n) not in self.printed for case in one["case"] for n in range(len(self.names)))

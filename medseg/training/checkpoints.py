@@ -76,7 +76,7 @@ class Checkpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save where it is time to; ask for the last validation."""
+        """Save if a checkpoint is due; request the last validation."""
         step, is_step_done = trainer.global_step, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         is_last = step == trainer.max_steps
         # A trainer that should stop validates once more, whatever its interval.

@@ -112,7 +112,7 @@ class SegmentationModule(pl.LightningModule):
     ) -> None:
         """Take the step, free the gradients, then update the average of the weights.
 
-        Lightning would free them after the next forward pass, beside whose activations they would be live.
+        Lightning would free them only after the next forward pass, so they would add to the memory of its activations.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
