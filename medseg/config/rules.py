@@ -302,7 +302,7 @@ def _value_rules(config: TrainConfig) -> Rules:
         *(
             (
                 path is None or Path(path).is_file() or (key == "data.cases" and Path(path).is_dir()),
-                f"{key}={path}: there is no such file (paths start at {Path.cwd()})",
+                f"{key}={path}: there is no such file (relative paths start at {Path.cwd()})",
             )
             for key, path in paths.items()
         ),
