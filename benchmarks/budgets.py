@@ -1,4 +1,4 @@
-"""Budget benchmark: compares the switches that `plan fit_gib=…` chooses with the best of all sets, by the model and measured.
+"""Budget benchmark: compares the switches that `plan fit_gib=…` chooses with the fastest possible ones, predicted and measured.
 
     python -m benchmarks.budgets output=<folder> [budgets=20]
 

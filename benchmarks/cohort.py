@@ -3,11 +3,11 @@
     pip install -e ".[dev,ray]"
     python benchmarks/cohort.py 500 3       # scans, nodes of one processor each (simulated on this machine)
 
-The scans are a slab of 4 cm of one phantom with different noise, about a second of work each; the weights are the
+Each scan is the same 4 cm slab of a phantom with noise of its own, about a second of work; the weights are the
 included ones. The disturbed run loses two actors, then its driver, then a node; the command is started again. Targets: every scan
 has a result, none is computed again once its `<case>.json` is there, and labels are those of `engine=local`. The throughput is
-counted from the moment a tenth of the results are there, so that starts do not count. Target: at least 0.9 of the throughput of
-plain processes, one per node, with one thread each.
+counted from the moment a tenth of the results are there, so that start-up time does not count. Target: at least 0.9 of the
+throughput of plain processes, one per node, with one thread each.
 """
 
 import os

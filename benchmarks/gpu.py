@@ -1,4 +1,4 @@
-"""GPU report: all tests that need a GPU, planned against allocated memory of twelve configurations, the ladder and the inference benchmark.
+"""GPU report: all tests that need a GPU, planned and allocated memory of twelve configurations, ladder, inference benchmark.
 
     make gpu                                # or: python benchmarks/gpu.py <folder>
 

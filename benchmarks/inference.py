@@ -3,7 +3,8 @@
     python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
 
 Writes `bench.csv` and `bench.md`; ratios refer to the first row, medseg from file to file. Each baseline is measured in a process of
-its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. One that would take hours runs a stated part of its work.
+its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. A baseline that would take hours runs only a stated
+part of its work.
 """
 
 import json
