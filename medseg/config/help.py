@@ -1,4 +1,4 @@
-"""Help text of a command: every key with its current value, type, range, unit and sentence."""
+"""Help text of a command: every key with its current value, type, range, unit and description."""
 
 import dataclasses
 import json

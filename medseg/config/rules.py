@@ -113,7 +113,7 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
     momentum = next((config.optimizer[key] for key in ("momentum", "betas") if key in config.optimizer), None)
     if config.schedule.get("cycle_momentum") and momentum is not None:
         found.append(
-            f"schedule.cycle_momentum=true sets the momentum of each step, so that of the optimizer ({momentum}) is not used"
+            f"schedule.cycle_momentum=true sets the momentum of each step; the momentum of the optimizer ({momentum}) is not used"
         )
     if config.augment.enabled and "effects" not in config.augment.transforms:
         found.append(
@@ -122,7 +122,7 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
     if stage.name is StageName.coarse and not config.task.regions and stage.patch_size is None:
         found.append(
             f"the task {config.task.name} has no regions, and stage=coarse segments whole scans at a coarse spacing; choose stage=single for "
-            "patches at a fine one"
+            "patches at a fine spacing"
         )
     if memory.cudnn_benchmark and stage.patch_size is None and config.spacing.size is None:
         found.append(

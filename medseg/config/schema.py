@@ -101,7 +101,7 @@ class ChannelConfig:
     modality: Annotated[Modality, Knob("ct: values in HU, which the audit checks; mr, other: values of any scale.")] = Modality.ct
     window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1]; with normalise=window.", unit="HU")] = None
     normalise: Annotated[
-        Normalise, Knob("Intensity of each case. window: see window_hu; zscore, percentile: by the values of the case itself.")
+        Normalise, Knob("Intensity normalisation. window: by window_hu; zscore, percentile: by the values of the case itself.")
     ] = Normalise.window
 
 
@@ -161,9 +161,11 @@ class SpacingConfig:
     ] = Resampling.antialiased
     range_mm: Annotated[Pair | None, Knob("Smallest and largest spacing of an axis; multi_scale only.", "(0, inf)", "mm")] = None
     draw: Annotated[
-        SpacingDraw | None, Knob("multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped.")
+        SpacingDraw | None, Knob("multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped to range_mm.")
     ] = None
-    fill: Annotated[Fill, Knob("fixed_resolution: what fills a crop to a cube. widen: more of the scan; pad: air.")] = Fill.widen
+    fill: Annotated[Fill, Knob("fixed_resolution only: how a crop becomes a cube. widen: by more of the scan; pad: by air.")] = (
+        Fill.widen
+    )
 
 
 @dataclass
@@ -174,7 +176,7 @@ class StageConfig:
     patch_size: Annotated[Shape | None, Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)")]
     batch_size: Annotated[int, Knob("Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples")]
     max_voxels: Annotated[
-        int | None, Knob("Coarse stage: a longer volume is cut to a random range of slices; null: never.", "[1, inf)", "voxels")
+        int | None, Knob("Coarse stage: larger volumes are cut to a random range of slices; null: never.", "[1, inf)", "voxels")
     ]
     slab_share: Annotated[float | None, Knob("Coarse stage: share of samples cut to a random range of slices.", "[0, 1]")]
     boundary_share: Annotated[
@@ -183,7 +185,7 @@ class StageConfig:
     elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")]
     region_mode: Annotated[
         RegionMode | None,
-        Knob("Networks of regions. mirrored: one, right crops flipped; separate: one each; side_input: one, side as channel."),
+        Knob("Fine networks. mirrored: one, right crops flipped; separate: one per region; side_input: one, side as channel."),
     ]
     region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
     region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
@@ -234,8 +236,8 @@ class LabelsConfig:
     label_values: Annotated[
         dict[str, Any],
         Knob(
-            "Label name: its value or [values], or its structures (masks), in the reference files; unknown names are background. "
-            "Empty: those of the task."
+            "Label name: its value or [values], or the names of its structures (masks), in the reference files; unknown names "
+            "are background. Empty: the values of the task."
         ),
     ]
 
@@ -294,14 +296,14 @@ class AugmentConfig:
     shear_max: Annotated[float, Knob("Largest shear.", "[0, 1)")]
     translation_mm: Annotated[Triple, Knob("Largest shift.", "[0, inf)", "mm (z, y, x)")]
     blur_probability: Annotated[float, Knob("Probability of a Gaussian blur.", "[0, 1]")]
-    blur_sigma_mm: Annotated[Pair, Knob("Range of its standard deviation.", "(0, inf)", "mm")]
+    blur_sigma_mm: Annotated[Pair, Knob("Range of the standard deviation of the blur.", "(0, inf)", "mm")]
     low_resolution_probability: Annotated[float, Knob("Probability of thick slices or coarse voxels.", "[0, 1]")]
-    low_resolution_mm: Annotated[Pair, Knob("Range of their spacing.", "(0, inf)", "mm")]
+    low_resolution_mm: Annotated[Pair, Knob("Range of the spacing of thick slices or coarse voxels.", "(0, inf)", "mm")]
     low_resolution_all_axes_probability: Annotated[
-        float, Knob("Share of these samples that are coarse along all axes.", "[0, 1]")
+        float, Knob("Share of the low-resolution samples that are coarse along all axes.", "[0, 1]")
     ]
     noise_probability: Annotated[float, Knob("Probability of Gaussian noise.", "[0, 1]")]
-    noise_sd: Annotated[Pair, Knob("Range of its standard deviation; the window is mapped to [-1, 1].", "[0, inf)")]
+    noise_sd: Annotated[Pair, Knob("Range of the standard deviation of the noise; the window is mapped to [-1, 1].", "[0, inf)")]
     contrast_probability: Annotated[float, Knob("Probability of a contrast change.", "[0, 1]")]
     contrast_range: Annotated[Pair, Knob("Range of the contrast factor.", "(0, inf)")]
     brightness_probability: Annotated[float, Knob("Probability of a brightness change.", "[0, 1]")]
@@ -316,7 +318,9 @@ class AugmentConfig:
     narrow_probability: Annotated[float, Knob("Probability of a field of view that cuts one side.", "[0, 1]")]
     narrow_max_fraction: Annotated[float, Knob("Largest share of the width that is removed.", "[0, 1)")]
     circle_probability: Annotated[float, Knob("Probability of a round field of view.", "[0, 1]")]
-    circle_radius_range: Annotated[Pair, Knob("Range of its radius, as a share of half the longer side.", "(0, inf)")]
+    circle_radius_range: Annotated[
+        Pair, Knob("Range of the radius of the round field of view, as a share of half the longer side.", "(0, inf)")
+    ]
     # Absent from older run folders.
     disease_probability: Annotated[
         float, Knob("Probability of disease painted into a labelled lung, whose outline stays.", "[0, 1]")
@@ -543,7 +547,7 @@ class TrainConfig:
         int, Knob("Steps in which the learning rate rises to that of the schedule.", "[0, inf)", "optimiser steps")
     ]
     lr_scaling: Annotated[
-        LrScaling, Knob("Growth of the learning rates with stage.batch_size; unless it is none, give them for a batch of one.")
+        LrScaling, Knob("How learning rates grow with stage.batch_size; with linear and sqrt, give the rates for a batch of one.")
     ]
     memory: MemoryConfig
     trainer: TrainerConfig
@@ -601,10 +605,14 @@ class PlanConfig(TrainConfig):
     extent_mm: ExtentConfig
     validation_shape: Annotated[
         Shape | None,
-        Knob("Largest validation case; null: spacing.size, shape without a patch, or extent_mm.", "[1, inf)", "voxels (D, H, W)"),
+        Knob(
+            "Largest validation case; null: spacing.size, `shape` if stage.patch_size is null, or extent_mm.",
+            "[1, inf)",
+            "voxels (D, H, W)",
+        ),
     ]
     measure: Annotated[
-        bool, Knob("Measure on this machine, to predict peaks of allocator and processes and seconds; false: only count tensors.")
+        bool, Knob("Measure this machine, to predict peak memory and seconds of a run; false: only count tensors.")
     ]
     fit_gib: Annotated[
         float | None, Knob("Find the fastest switches whose peak fits into this memory; null: none.", "(0, inf)", "GiB")
@@ -613,7 +621,7 @@ class PlanConfig(TrainConfig):
     allow: Annotated[Allow, Knob("With fit_gib: what the switches may change, see docs/memory.md.")]
     compute: Annotated[bool, Knob("Run the step on the CPU and count its tensors; slower, with the same numbers.")]
     largest_batch: Annotated[bool, Knob("Also find the largest stage.batch_size that fits into memory.budget_gib.")]
-    output: Annotated[Text, Knob("JSON file with the same numbers.")]
+    output: Annotated[Text, Knob("JSON file for the printed numbers.")]
 
 
 @dataclass
@@ -624,7 +632,7 @@ class LadderConfig(PlanConfig):
         int, Knob("Timed steps after one warm-up step, of which the fastest counts; 0: count bytes only.", "[0, inf)", "steps")
     ]
     peers: Annotated[bool, Knob("Also measure the networks of nnU-Net and MONAI, in an environment of their own.")]
-    peers_env: Annotated[str, Knob("Folder of that environment; made on first use.")]
+    peers_env: Annotated[str, Knob("Folder of the environment of `peers`; made on first use.")]
     train: Annotated[bool, Knob("Also train each row for `steps` and print its Dice.")]
     networks: Annotated[dict[str, list[str]], Knob("Name of a network: its arguments; measured like a baseline, and trained.")]
     rows: Annotated[dict[str, list[str]], Knob("Name of a row: arguments that it adds to those of the rows above it.")]
@@ -688,17 +696,15 @@ class RangeConfig:
     """Checkpoints for scans whose coarsest spacing lies in a range."""
 
     range_mm: Annotated[Pair, Knob("Lower bound, and upper bound (excluded) of the spacing; 0 or more.", unit="mm")]
-    coarse: Annotated[Any, Knob("Checkpoint, or list of them; null: that of `predict`.")] = None
-    fine: Annotated[Any, Knob("Checkpoint, or list of them; null: that of `predict`.")] = None
+    coarse: Annotated[Any, Knob("Checkpoint, or list of them; null: the key coarse of `predict`.")] = None
+    fine: Annotated[Any, Knob("Checkpoint, or list of them; null: the key fine of `predict`.")] = None
 
 
 @dataclass
 class DicomSegConfig:
     """DICOM SEG of save=[dicom_seg]."""
 
-    kind: Annotated[
-        SegKind, Knob("binary: frames of single labels; labelmap: smaller, defined in 2024, unknown to older viewers.")
-    ]
+    kind: Annotated[SegKind, Knob("binary: one label per frame; labelmap: smaller, defined in 2024, unknown to older viewers.")]
     keep_empty_frames: Annotated[bool, Knob("Write frames of slices without the label too.")]
 
 
@@ -737,7 +743,7 @@ class PredictConfig:
         Knob("Result files of each case, see docs/predict.md."),
     ]
     coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
-    fine: Annotated[Any, Knob("The same for the fine stage; with several, their disagreement is written too.")]
+    fine: Annotated[Any, Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement.")]
     by_spacing: Annotated[
         dict[str, RangeConfig] | None, Knob("Name: other checkpoints for a range of the scan's coarsest spacing.")
     ]
@@ -853,7 +859,7 @@ class RecipeConfig:
     coarse: Annotated[str, Knob("Experiment of the coarse stage (conf/experiment).")]
     fine: Annotated[str, Knob("Experiment of the fine stage.")]
     pretrain_coarse: Annotated[Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")]
-    pretrain_fine: Annotated[Text, Knob("The same for the fine stage.")]
+    pretrain_fine: Annotated[Text, Knob("Like pretrain_coarse, for the fine stage.")]
 
 
 @dataclass

@@ -21,7 +21,7 @@ class ParameterConfig:
     low: Annotated[float | None, Knob("Lower bound of a number.")] = None
     high: Annotated[float | None, Knob("Upper bound of a number.")] = None
     log: Annotated[bool, Knob("Draw the logarithm uniformly.")] = False
-    step: Annotated[float | None, Knob("Distance of the possible numbers.")] = None
+    step: Annotated[float | None, Knob("Step between the possible numbers.")] = None
     choices: Annotated[list[Any] | None, Knob("Values of type choice.")] = None
 
 

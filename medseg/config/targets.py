@@ -7,10 +7,10 @@ A node is `{_target_: dotted.Class, argument: value, …}`. All extension points
 * `check_target` compares the name with the white list of the extension point, without importing anything. The check of a configuration
   (`medseg.config.check`) calls it for each node of `list_nodes`.
 * `bind_target` checks the name again, imports the class and binds the arguments to its signature. It does not build the object.
-  `import_target` and `bind_arguments` are its two halves, for builders that add arguments which the class knows (channels, one-hot).
+  `import_target` and `bind_arguments` are its two halves, for builders that add arguments of their own (channels, one-hot).
 
 `trusted_targets` are prefixes beyond the white list. They come from the command line or from the user's own configuration files, never
-from a checkpoint or a run folder: the reader of one passes the prefixes of the present command.
+from a checkpoint or a run folder: code that reads either passes the prefixes of the current command.
 
 `medseg.build.check` builds every object of a run once before data is read: networks on the meta device, optimisers and schedules on a
 small convolution. To add an extension point, add its row to `EXTENSION_POINTS`, its key to `EXTENSION_KEYS` if the node is a group of `train`,

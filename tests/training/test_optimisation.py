@@ -175,7 +175,7 @@ def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, moment
     assert foreign.optimizer.param_groups[0]["momentum"] == momentum
     asked = compose(*settings, "schedule=one_cycle_momentum")
     assert build.make_scheduled_optimizer(asked)([nn.Parameter(torch.ones(1))]).param_groups[0]["momentum"] == 0.95
-    assert f"so that of the optimizer ({momentum}) is not used" in notes(asked)[0]
+    assert f"the momentum of the optimizer ({momentum}) is not used" in notes(asked)[0]
 
 
 @pytest.mark.parametrize(
