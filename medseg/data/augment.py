@@ -1,4 +1,4 @@
-"""Augmentation effects of one sample: an affine resampling, then effects of the scanner in place.
+"""Augmentation effects of one sample: an affine resampling, then scanner effects, computed in place.
 
 The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. They are transforms of `augment.transforms`, one class each.
 """

@@ -1,11 +1,11 @@
 """Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar, filled case by case.
 
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, image_1.npy, …, labels.npy, case.json}`.
-The paths are absolute, so cases of one name from two data sets have two entries. If none of a case's source files exists here (only the
-cache was copied), an entry of that name from another machine is used, if there is exactly one. An entry is written
-to a temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build it. Preparing imports
-the readers of `medseg.io`; opening does not. When a process first opens an entry, it compares the files of the entry with their stored
-checksums; the sidecar holds a digest of its own content. A process that uses an entry notices when another one rebuilds it.
+The paths are absolute, so cases of one name from two data sets have two entries. If only the cache was copied, so that none of a
+case's source files exists here, the only entry of that name from another machine is used. An entry is written to a temporary
+folder and renamed, so it is complete or absent; a lock lets one process at a time build it. Preparing imports the readers of
+`medseg.io`; opening does not. When a process first opens an entry, it compares the files of the entry with their stored checksums;
+the sidecar holds a digest of its own content. A process that uses an entry notices when another one rebuilds it.
 """
 
 import functools
@@ -144,7 +144,7 @@ def prepare_case(
         )
     if unmapped := [name for name in task.labels if name not in label_values.values()]:
         raise UserError(
-            f"data.label_values gives no value of the files for {', '.join(unmapped)}; expected one for each of "
+            f"data.label_values has no value for {', '.join(unmapped)}; expected a value in the label maps for each of "
             f"{', '.join(task.labels)}, but it names {', '.join(label_values.values()) or 'nothing'}."
         )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)

@@ -305,7 +305,7 @@ def test_values_nobody_named_are_refused(case: Case, tmp_path: Path, task: Task,
     labels[0, 0, :2] = (9, 5)
     with pytest.raises(UserError, match=r"'odd' is refused: the label map holds the values 5, 9, which data\.label_values"):
         prepare_case(write_case("odd", image, labels), tmp_path, SPACING_MM, task, NAMES)
-    with pytest.raises(UserError, match=r"data\.label_values gives no value of the files for right_lung"):
+    with pytest.raises(UserError, match=r"data\.label_values has no value for right_lung"):
         prepare_case(case, tmp_path, SPACING_MM, task, {1: "left_lung", 2: "rigth_lung"})
 
 

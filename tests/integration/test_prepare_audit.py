@@ -210,7 +210,7 @@ SEEN = {
         + CUT
     ],
     "upside": [
-        "refused (misplaced_labels): the labels do not follow the edges of the image, but do when mirrored upside down (fit 2.3 "
+        "refused (misplaced_labels): the labels do not follow the edges of the image, but would if mirrored upside down (fit 2.3 "
         "instead of 1.5): they were written in another order of voxels; look at the picture and write them again in the order of "
         "the image"
     ],

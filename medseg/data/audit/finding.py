@@ -100,13 +100,13 @@ KINDS = {
     ),
     "misplaced_labels": Kind(
         ERROR,
-        "the labels do not follow the edges of the image, but do when {way} (fit {best:.1f} instead of {fit:.1f}): they were written in "
-        "another order of voxels",
+        "the labels do not follow the edges of the image, but would if {way} (fit {best:.1f} instead of {fit:.1f}): they were "
+        "written in another order of voxels",
         "look at the picture and write them again in the order of the image",
     ),
     "misplaced_labels:shifted": Kind(
         ERROR,
-        "the edges of the labels do not match the image: those of the image lie {shifts}, so the label map was shifted",
+        "the edges of the labels do not match the image: the edges of the image lie {shifts}, so the label map was shifted",
         "look at the picture; correct the origin in the header of the label map, or write it again",
     ),
     "unknown_values": Kind(

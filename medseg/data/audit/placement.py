@@ -1,8 +1,8 @@
 """Audit of the placement of a label map on its image: labels that are mirrored, turned or shifted.
 
-A label map may have the grid of its image and still hold the voxels in another order, written from an array that was
-flipped or transposed. Headers do not show this, but the image does: it changes more across the boundary of a correct
-label than across the same boundary moved aside.
+A label map may have the grid of its image and still hold the voxels in another order, because it was written from a flipped or
+transposed array. Headers do not show this, but the image does: its values change more across the boundary of a correct label than
+across the same boundary moved aside.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Imported data set: the cases, labels and channels that a folder of another program holds, and the task that they make."""
+"""Imported data set: the cases, labels and channels in a folder of another program, and the task that is made from them."""
 
 import os
 import re

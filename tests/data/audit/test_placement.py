@@ -40,7 +40,7 @@ def test_mirrored_labels_are_found(chest: tuple[np.ndarray, np.ndarray, np.ndarr
     image, labels, _, grid = chest
     (finding,) = audit_placement(image, np.flip(labels, axes), grid)
     ways = [("upside down", "back to front", "left to right")[axis] for axis in axes]
-    assert f"but do when mirrored {' and '.join(ways)} (fit" in finding.message
+    assert f"but would if mirrored {' and '.join(ways)} (fit" in finding.message
 
 
 def test_transposed_labels_are_found(chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid]) -> None:
@@ -49,7 +49,7 @@ def test_transposed_labels_are_found(chest: tuple[np.ndarray, np.ndarray, np.nda
     image, labels = image[:, :side, :side], labels[:, :side, :side]
     square = VoxelGrid(labels.shape, grid.spacing_mm)
     (finding,) = audit_placement(image, labels.swapaxes(1, 2), square)
-    assert "but do when transposed within the slices (fit" in finding.message
+    assert "but would if transposed within the slices (fit" in finding.message
 
 
 def test_too_little_says_nothing(chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid]) -> None:
