@@ -1,4 +1,4 @@
-"""Folder of what medseg keeps about this machine and may lose: measurements and converted networks."""
+"""Cache folder of this machine, which may be deleted at any time: measurements and converted networks."""
 
 import os
 from pathlib import Path

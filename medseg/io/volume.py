@@ -222,7 +222,7 @@ def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[b
             yield np.array(words, "S").astype(dtype).tobytes()
         except (ValueError, OverflowError):
             raise UserError(
-                f"{path}: the file cannot be read: a word of its voxels is no number of the type {dtype.name}; export it again."
+                f"{path}: the file cannot be read: a value of its voxels is no number of the type {dtype.name}; export it again."
             ) from None
         part = file.read(PACKED_BYTES)
 

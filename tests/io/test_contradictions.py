@@ -158,6 +158,6 @@ def test_a_text_volume_on_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "a.nrrd").write_bytes(head % b"" + words)
     assert np.array_equal(read_image(tmp_path / "a.nrrd").array, make_hu())
     (tmp_path / "a.nrrd").write_bytes(head % b"" + words.replace(b" ", b"0" * 200, 1))
-    assert "a word of its voxels is no number of the type int16" in told(tmp_path / "a.nrrd")
+    assert "a value of its voxels is no number of the type int16" in told(tmp_path / "a.nrrd")
     (tmp_path / "a.nrrd").write_bytes(head % b"line skip: 999999999\n" + words)
     assert "it is truncated or damaged" in told(tmp_path / "a.nrrd")

@@ -203,7 +203,7 @@ def test_another_encoding_is_refused_by_name(tmp_path: Path, syntax: str) -> Non
         file.write_bytes(data + file.read_bytes()[start + 20 :])
     name = getattr(syntax, "name", syntax)
     assert said(tmp_path / "d") == (
-        f"{tmp_path / 'd' / '0'}: its pixels are encoded as {name}, which is not read here; export the series without "
+        f"{tmp_path / 'd' / '0'}: its pixels are encoded as {name}, which medseg does not read; export the series without "
         "compression."
     )
 

@@ -255,7 +255,7 @@ NRRD_REFUSED: list[tuple[Changes, bytes, str]] = [
     (
         {"encoding": "ascii"},
         TEXT.replace(b" ", b" x", 1),
-        "the file cannot be read: a word of its voxels is no number of the type int16; export it again.",
+        "the file cannot be read: a value of its voxels is no number of the type int16; export it again.",
     ),
     ({"dimension": "2", "sizes": "9 7", "space directions": WITHOUT}, RAW, f"expected 3 to 5 axes in the header field 'dimension', got '2'{REPAIR}"),
     (

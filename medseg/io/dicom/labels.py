@@ -294,7 +294,7 @@ def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int]
             labels[mask] = value
         filled = np.flatnonzero(near.any(axis=1))
         if filled.size and (num_gaps := int(np.ptp(filled)) + 1 - filled.size):
-            remarks.append(f"{name}: {num_gaps} slices between its contours have none")
+            remarks.append(f"{name}: {num_gaps} slices between its contours have no contour")
     return [
         *remarks,
         *([f"{num_overlaps} pixels of {file.path.name} are in several regions; the last one is kept"] if num_overlaps else []),

@@ -83,8 +83,8 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
         get_decoder(syntax)
     except NotImplementedError:
         raise UserError(
-            f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which is not read here; export the series without "
-            "compression."
+            f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which medseg does not read; export the series "
+            "without compression."
         ) from None
     return decode(read_file(frame.path), pixels, frame.index)
 

@@ -4,10 +4,10 @@ The rules, which docs/dicom.md repeats:
 
 * Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
 * Other slices are interpolated linearly along the normal onto the even grid of their usual distance, if no two neighbours are
-  farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE` of the slices (one at least) is missing; slices on that grid stay
-  as they are. All other stacks are refused.
+  farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE` of the slices is missing (one missing slice is always accepted);
+  slices on that grid stay as they are. All other stacks are refused.
 * A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that holds all of them. The result
-  lies on that grid; a pixel of a tilted slice finds its label at its own world point.
+  lies on that grid; the label of a pixel of a tilted slice lies at the world point of that pixel.
 """
 
 import math

@@ -141,7 +141,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, slices: SourceSlices) -> None:
     path = add_contours(tmp_path / "a.dcm", slices, [(1, SQUARE), (4, SQUARE), (20, SQUARE)])
     assert read_label_file(open_label_file(path), slices, {1: 1}).remarks == (
         "'part': 1 of 3 contours are beyond the slices or between them",
-        "'part': 2 slices between its contours have none",
+        "'part': 2 slices between its contours have no contour",
     )
     path = add_contours(tmp_path / "a.dcm", slices, [(1, SQUARE)], "OPEN_PLANAR")
     said = ("'part': 1 points and open lines were left out", "'part': it has no closed contours")
