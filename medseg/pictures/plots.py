@@ -202,9 +202,9 @@ def draw_front(peaks_gib: Sequence[float], seconds: Sequence[float], budget_gib:
         budget_gib: Line to draw.
         path: PNG file to write.
     """
-    figure, (axes,) = new_figure(7, 4, "switches that no others beat in peak and seconds")
+    figure, (axes,) = new_figure(7, 4, "Pareto front of peak and seconds")
     axes.plot(peaks_gib, seconds, color=_OURS, linewidth=1.2, marker="o", markersize=4)
-    axes.axvline(budget_gib, color="#b91c1c", linewidth=1.2, linestyle="--", label="budget less the margin")
+    axes.axvline(budget_gib, color="#b91c1c", linewidth=1.2, linestyle="--", label="budget minus margin")
     axes.set_xlabel("peak (GiB)")
     axes.set_ylabel("seconds per step")
     axes.set_ylim(bottom=0)

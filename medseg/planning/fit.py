@@ -71,8 +71,9 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     print_room(candidate, option, checked, shape, budget)
     line = choose_line(option, changes)
     print(
-        f"chosen: {option.peak / 2**20:.1f} MiB, with a margin of {100 * MARGIN:.0f} % within {config.fit_gib:g} GiB; {option.seconds:.3f} s per step. It is the proved "
-        f"optimum of the model among {sum(2 ** len(one.model.blocks) for one in found)} sets: one integer program per combination, solved to its end."
+        f"chosen: {option.peak / 2**20:.1f} MiB, with a margin of {100 * MARGIN:.0f} % within {config.fit_gib:g} GiB; "
+        f"{option.seconds:.3f} s per step. It is the proven optimum of the model among "
+        f"{sum(2 ** len(one.model.blocks) for one in found)} sets: one integer program per combination, solved to optimality."
     )
     if config.output is not None:
         facts = {"choose": line, "peak_resident_mib": round(option.peak / 2**20, 2), "seconds_per_step": round(option.seconds, 4),
@@ -112,7 +113,7 @@ def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int)
 
 def print_front(options: Sequence[Option], config: PlanConfig) -> None:
     """Print the sets of switches that no other one beats in peak and seconds; draw them beside the output file."""
-    print(f"{'sets that no other set beats in peak and seconds':52s}{'MiB':>10s}{'s/step':>10s}")
+    print(f"{'Pareto front of peak and seconds':52s}{'MiB':>10s}{'s/step':>10s}")
     shown = list(options[:1])
     for option in options[1:]:
         if option is options[-1] or option.peak <= (1 - STEP_DOWN) * shown[-1].peak:
@@ -146,7 +147,9 @@ def print_room(chosen: Candidate, option: Option, checked: Estimate, shape: Shap
 
     samples, room = samples_per_rank(config), max(0, budget - checked.resident[STEP])
     most = samples + int(room / max(1.0, growth(2 * samples, shape) / samples))
-    print(f"\nlargest batch with these switches, by two counted steps: stage.batch_size={most * num_shares(config)}")
+    print(
+        f"\nlargest batch with these switches, extrapolated from two counted steps: stage.batch_size={most * num_shares(config)}"
+    )
     if config.stage.patch_size is None:
         return
     # Patches that grow by eighths along all axes.
@@ -154,7 +157,8 @@ def print_room(chosen: Candidate, option: Option, checked: Estimate, shape: Shap
     per_voxel = growth(samples, patches[4]) / (math.prod(patches[4]) - math.prod(shape))
     fitting = [patch for patch in patches if per_voxel * (math.prod(patch) - math.prod(shape)) <= room]
     print(
-        f"largest patch of the same form, by two counted steps: stage.patch_size={text_of(list(fitting[-1] if fitting else shape))}"
+        "largest patch of the same form, extrapolated from two counted steps: "
+        f"stage.patch_size={text_of(list(fitting[-1] if fitting else shape))}"
     )
 
 

@@ -113,7 +113,7 @@ def describe_estimate(config: PlanConfig, found: Estimate) -> list[str]:
 
     seconds, steps = found.seconds_per_step, config.steps
     interval = min(config.stage.validate_every, steps)
-    resident = "memory of the card" if "checkpoint" not in found.resident else "resident memory of all processes"
+    resident = "GPU memory" if "checkpoint" not in found.resident else "resident memory of all processes"
     return [
         *row("peak of torch's allocator, with workspaces", found.allocator),
         *row(f"peak of the {resident}", found.resident),
@@ -137,7 +137,7 @@ def describe(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str]:
         "Live tensors are counted. A device needs some more for the workspaces of its libraries.": not config.measure,
         "memory.compile=true: counted before compilation, which often saves less.": switches.compile,
         "trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.": has_ranks and is_fsdp,
-        f"trainer: per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
+        f"trainer: counted per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
         and not is_fsdp,
         "model.device_map: counted over all of its devices together.": config.model["device_map"] is not None,
     }

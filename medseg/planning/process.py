@@ -1,4 +1,4 @@
-"""Processes of a run beside its tensors: resident memory of the libraries and of a loader worker, memory and seconds of a sample."""
+"""Memory of a run besides its tensors: libraries and loader workers, and the memory and seconds of making a sample."""
 
 import hashlib
 import importlib.metadata
