@@ -69,7 +69,7 @@ def check_loss(config: TrainConfig) -> None:
         make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
         added = " ".join(f"{name}={value}".lower() for name, value in make.keywords.items() if name not in node)
         if added:
-            say(f"{key}: {make.func.__name__} also gets {added}, which logits and integer labels need")
+            say(f"{key}: {make.func.__name__} is called with {added}, because it gets logits and integer labels")
     _call("loss", partial(losses.check_loss, make_loss(config), count_classes(config)))
 
 
@@ -181,7 +181,8 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
         raise
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{key}: a package is missing ({first_line(error)}); install it (presets name the extra of medseg in their file in conf/)"
+            f"{key}: a package is missing ({first_line(error)}); install it (the file of a preset in conf/ names the extra of "
+            "medseg)"
         ) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -170,7 +170,7 @@ def load_stages(
             if ours != theirs:
                 raise UserError(
                     f"{stage}: {paths[0]} and {path} cannot be averaged: {name} is {ours} in the one and {theirs} in the other; "
-                    "give checkpoints of one recipe"
+                    "give checkpoints that were trained with the same settings"
                 )
     return replace(
         first,

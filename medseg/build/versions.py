@@ -1,4 +1,4 @@
-"""Versions that a result depends on."""
+"""Versions of medseg, Python and the libraries that a result depends on."""
 
 import contextlib
 import platform

@@ -1,11 +1,12 @@
 """Lower bound on the Dice coefficient that a region would have with a reference, from the agreement of the two stages.
 
-Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094). If the same network
-segments the patients of the calibration and a new patient of the same population, all regions of the new patient lie above their bounds with at least
-the stated probability, on average over calibrations. Here the patients of the calibration were segmented by the networks of their folds, and new
-patients are segmented by networks that were trained on all of them: the bound holds if the latter are no worse. It covers only regions that the scan
-really shows, and says nothing about regions that were missed or found where there is none. Scans of one patient are not independent, so a patient
-counts once, with the worst of its regions.
+Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094).
+If the same network segments the patients of the calibration and a new patient of the same population, the Dice of every region of
+the new patient reaches its bound with at least the stated probability, on average over calibrations. Here the patients of the
+calibration were segmented by the networks of their folds, while new patients are segmented by networks that were trained on all
+patients of the calibration: the bound holds if these networks are no worse. It covers only regions that the scan really shows,
+and says nothing about missed or false regions. Scans of one patient are not independent, so a patient counts once, with the worst
+of its regions.
 """
 
 import math
@@ -37,7 +38,7 @@ class DiceBound:
 
     def __post_init__(self) -> None:
         if not (0 <= self.factor < math.inf and 0 < self.level < 1 and self.num_patients >= 1 and 0 < self.offset < math.inf):
-            raise ValueError(f"a bound on Dice has a factor >= 0, a level in (0, 1), patients and an offset > 0, got {self}")
+            raise ValueError(f"a bound on Dice needs a factor >= 0, a level in (0, 1), a patient and an offset > 0, got {self}")
 
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""

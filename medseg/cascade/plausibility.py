@@ -168,7 +168,7 @@ def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
         "×".join(f"{number:.0f}" for number in numbers) for numbers in (grid.shape, np.multiply(grid.shape, grid.spacing_mm))
     )
     return [
-        f"{name}: {extent} mm were resized to {voxels} voxels, which distorts them by {ratio:.1f}; above {MAX_DISTORTION:g} the network "
+        f"{name}: {extent} mm were resized to {voxels} voxels, a distortion of {ratio:.1f}; above {MAX_DISTORTION:g} the network "
         "may not recognise the shape"
     ]
 

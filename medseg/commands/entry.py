@@ -78,7 +78,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     "watch": (WatchConfig, "medseg.commands.watch", "show the losses and the memory of a run in the terminal while it trains"),
     "cross_validate": (CrossValidateConfig, "medseg.studies.cross_validate", "train and score fold by fold, by patient"),
     "make_weights": (MakeWeightsConfig, "medseg.studies.recipes", "train on all cases and write the weights as small files"),
-    "phantom": (PhantomsConfig, "medseg.commands.phantom", "make chest phantoms with exact labels"),
+    "phantom": (PhantomsConfig, "medseg.commands.phantom", "make synthetic scans with exact labels"),
     "demo": (DemoConfig, "medseg.studies.recipes", "make phantoms, train both stages, predict and score, in minutes"),
 }
 # Function of a command whose name is a word of Python.

@@ -39,7 +39,10 @@ def compose(*overrides: str) -> TrainConfig:
 def test_a_loss_of_monai_gets_what_logits_need_and_the_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     config = compose("loss._target_=monai.losses.DiceCELoss", "loss.include_background=false")
     extensions.check_loss(config)
-    assert "loss: DiceCELoss also gets softmax=true to_onehot_y=true" in capsys.readouterr().err
+    assert (
+        "loss: DiceCELoss is called with softmax=true to_onehot_y=true, because it gets logits and integer labels"
+        in capsys.readouterr().err
+    )
     (loss,) = extensions.make_loss(config).losses
     assert isinstance(loss, monai.losses.DiceCELoss)
     extensions.check_loss(compose())
