@@ -1,7 +1,7 @@
 """Crops of a stage and their grids: one rule for training, validation and prediction.
 
 A case has a lattice for each stage: its own grid, or that grid at the stage's spacing (`VoxelGrid.resampled`). The network's input is a
-crop: a box on the lattice, or on another grid with the same axes over the region or the scan.
+crop: a box on the lattice, or a region or scan resampled to a grid of its own with the same axes.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Slab execution: our UNet layer by layer in slabs along z, with the result of one pass and within a memory budget.
+"""Slab execution: our UNet layer by layer in slabs along z, with the same result as one pass and within a memory budget.
 
 A layer reads the planes of its input that its kernel reaches, and writes each plane of its output once. An instance or group norm
 needs statistics over the whole field of view: they are summed over all slabs of the convolution before it, and the norm is applied when the

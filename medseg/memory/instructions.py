@@ -1,4 +1,4 @@
-"""Instruction set of oneDNN in processes that train: without AMX, whose backward pass writes beyond its memory.
+"""Instruction set of oneDNN in processes that train: without AMX, because a backward pass with AMX writes beyond its buffers.
 
 Choice of 2026-11-24. On processors with AMX, oneDNN 3.12 (of torch 2.13.0) computes the gradient of a convolution's weights in bf16 by
 `brgemm_convolution_bwd_weights_t`. For flat images, such as 8×88×96 voxels with 8 or 16 channels, it transposes the image into a buffer that

@@ -257,7 +257,7 @@ def _first_trace(
         return trace, shape
     raise _UntraceableError(
         f"{type(network).__name__} cannot be traced without computing ({errors[0]}); correct its arguments, or state model.divisor and "
-        "model.blocks for a network that decides by computed values"
+        "model.blocks for a network whose control flow depends on computed values"
     )
 
 
@@ -313,7 +313,7 @@ def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not matches:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise ValueError(
-                f"blocks names {pattern!r}, which is no module of the network; near are {', '.join(near) or names[0]}"
+                f"blocks names {pattern!r}, which is no module of the network; similar names are {', '.join(near) or names[0]}"
             )
         chosen += matches
     return [name for name in names if name in chosen and not any(name.startswith(f"{other}.") for other in chosen)]

@@ -191,7 +191,7 @@ def _metadata(described: dict[str, Any]) -> dict[str, Any]:
 
 def _readme(described: dict[str, Any]) -> str:
     regions = [name for name in described["classes"] if name != "all"]
-    scans = "A scan is a NIfTI file; of several channels, files `<case>_0000.nii.gz`, `<case>_0001.nii.gz`, …"
+    scans = "A scan is one NIfTI file, or one per channel: `<case>_0000.nii.gz`, `<case>_0001.nii.gz`, …"
     crops = (
         f"\nThis stage sees the crop of one region: its box with a margin of {described['crop']['margin_mm']:g} mm. `--region` names it, one of "
         f"{', '.join(regions)}.\n"
@@ -200,6 +200,7 @@ def _readme(described: dict[str, Any]) -> str:
     )
     return (
         f"# {described['task']}, {described['stage']} stage\n\nRun in the folder of the bundle (elsewhere add `--bundle_root <folder>`), with `pip install 'monai[nibabel,ignite,fire]'`:\n\n"
-        f"    {COMMAND}\n\n{scans} Each gives a label map of its name.\n{crops}\n`configs/metadata.json` has the spacing, the intensities, the crop and the padding "
-        "that the network needs, under `medseg`.\n\nResearch software, not a medical device.\n"
+        f"    {COMMAND}\n\n{scans} Each scan gives a label map with the same name.\n{crops}\n"
+        "`configs/metadata.json` has the spacing, the intensities, the crop and the padding that the network needs, under "
+        "`medseg`.\n\nResearch software, not a medical device.\n"
     )

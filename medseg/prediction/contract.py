@@ -1,4 +1,4 @@
-"""Memory contract of a prediction: the shares of `inference.max_ram_gib` for the networks and for the arrays of a scan."""
+"""Memory limit of a prediction: division of `inference.max_ram_gib` between the networks and the arrays of a scan."""
 
 import math
 from typing import NamedTuple

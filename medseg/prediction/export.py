@@ -1,4 +1,4 @@
-"""Export of a trained stage for other programs: ONNX, OpenVINO or a MONAI bundle, with the steps around the network as metadata."""
+"""Export of a trained stage for other programs: ONNX, OpenVINO or a MONAI bundle, with its preprocessing as metadata."""
 
 from dataclasses import asdict
 from functools import partial

@@ -1,7 +1,7 @@
 """Cohorts on a Ray cluster: actors that load the weights once, segment cases and write their results; needs the extra `medseg[ray]`.
 
-Ray places the actors, moves the calls and notices the end of a process or node. `<case>.json` is the journal: a case that is up to date is
-never computed again, whichever process asks for it.
+Ray places the actors, delivers the calls and detects when a process or node ends. `<case>.json` is the journal: a case that is up
+to date is never computed again, whichever process asks for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Channels of a case: several images, resampled to the grid of the first and stacked.
 
-* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case: (C, D, H, W) in the storage order of the
-  first, and the first as a `Volume` (grid, header, remarks of all channels).
+* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It returns an array (C, D, H, W) in
+  the storage order of the first, and the first as a `Volume` (grid, header, remarks of all channels).
 * `resample_to(image, source, target, outside)` resamples one image to a grid with any other axes.
 
 `medseg.preprocess.intensity` normalises each channel.

@@ -6,7 +6,8 @@ oriented scan before resampling, and applied to each crop by `normalise`:
 * `window(window_hu)`: a fixed range of HU to [-1, 1]; the same for all cases.
 * `zscore(image, modality)`: mean 0 and standard deviation 1 over the foreground, as MONAI's `NormalizeIntensity(nonzero=True)` and
   nnU-Net's `ZScoreNormalization` with `use_mask_for_norm`.
-* `percentile(image, modality)`: the 0.5th and the 99.5th percentile of the foreground, nnU-Net's for CT, to [-1, 1].
+* `percentile(image, modality)`: the range from the 0.5th to the 99.5th percentile of the foreground (nnU-Net uses these
+  percentiles for CT) is mapped to [-1, 1].
 
 The foreground (`foreground(image, modality)`) is the body for `ct`: all voxels above `BODY_HU`. For other modalities it is all
 voxels that are not 0, as in MONAI and nnU-Net, where 0 is the background. Without any such voxel the whole image counts.

@@ -8,7 +8,8 @@ The filter is separable and one of three:
 * `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased` where it gets coarser.
   Sharper, but it overshoots at edges.
 
-Labels and probabilities always use the first: negative weights make holes, and skipped voxels lose thin parts.
+Labels and probabilities always use `antialiased`: the negative weights of `cubic` make holes, and the voxels that `linear` skips
+lose thin parts.
 
 The weights depend on the position of an output voxel in the source, computed in float64 from the two grids. An output voxel
 therefore gets the same taps and the same weights whether the target is a whole grid or a crop of it: resampling a crop

@@ -132,7 +132,7 @@ def test_what_is_stated_counts() -> None:
     traits = find_traits(Odd, 1, 3, divisor=(8, 4, 4), blocks=["twi*", "head"])
     assert traits.divisor == (8, 4, 4)
     assert set(traits.blocks) == {"twice", "head"}
-    with pytest.raises(ValueError, match="blocks names 'joinin', which is no module of the network; near are joining"):
+    with pytest.raises(ValueError, match="blocks names 'joinin', which is no module of the network; similar names are joining"):
         find_traits(Odd, 1, 3, blocks=["joinin"])
 
 
