@@ -1,4 +1,4 @@
-"""Viewer of a case: its volumes, its differences to a reference, and the page with the words of its report."""
+"""Viewer of a case: its volumes, its differences to a reference, and the page with the text of its report."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Results of an evaluation for people: `report.html`, and `differences.csv` to a baseline on the same cases."""
+"""Report of an evaluation: `report.html`, and `differences.csv` with the differences to a baseline on the same cases."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Overlay of a case: a montage of slices with labels, reference line, misses and extras, in radiological view."""
+"""Overlay of a case: a montage of slices with labels, reference outline, missed and extra voxels, in radiological view."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

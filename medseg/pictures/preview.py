@@ -1,4 +1,4 @@
-"""Preview of a case: one slice of each plane with the outlines of its labels, their figures and the warnings in words."""
+"""Preview of a case: one slice of each plane with the outlines and measurements of its labels, and the warnings."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Case viewer: one HTML file with the scan, its labels and the words of the report, drawn by niivue without a network."""
+"""Case viewer: one HTML file with the scan, its labels and the text of the report, drawn by niivue without internet access."""
 
 import base64
 import json

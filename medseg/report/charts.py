@@ -190,7 +190,7 @@ def case_differences(rows: Rows) -> Chart:
     x = {
         "field": "x",
         "type": "quantitative",
-        "title": "results, the largest loss first",
+        "title": "results, the largest decrease first",
         "axis": {"labels": False, "ticks": False, "grid": False},
     }
     y = {"field": "delta", "type": "quantitative", "title": "difference of the Dice", "axis": {"tickCount": 5}}

@@ -158,7 +158,7 @@ VAL_DICE = Metric(
     "val_dice", "Val Dice", "Best mean Dice over the validation cases", _reader("val_dice_best", "val_dice"), "{:.4f}".format, 1
 )
 PEAK = Metric(
-    "peak_gib", "Peak GiB", "Most memory held: on the GPU where there is one, else resident", _reader("peak_gib", "peak_gib"),
+    "peak_gib", "Peak GiB", "Peak memory: that of the GPU if there is one, else resident memory", _reader("peak_gib", "peak_gib"),
     "{:.2f}".format, -1,
 )
 STEP = Metric(

@@ -90,7 +90,7 @@ def markdown(strategies: Sequence[Strategy]) -> str:
     lines += [f"* {name}: no result of {case} ({why})\n" for name, one in done.items() for case, why in one.missing.items()]
     return (
         f"{_cost_table(done)}\n"
-        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a sure reference.\n\n"
+        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a reliable reference.\n\n"
         f"{_mean_table(done, means, shown)}\n{''.join(lines)}{failures}\n"
         f"Dice / HD95 mm of every case:\n\n{_case_table(done)}"
     )

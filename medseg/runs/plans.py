@@ -1,4 +1,4 @@
-"""Plans of this machine: numbers that were predicted for a configuration, and what its runs then took."""
+"""Plans on this machine: memory and time predicted for a configuration, and those measured in its runs."""
 
 import hashlib
 import json

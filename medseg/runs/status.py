@@ -115,7 +115,11 @@ def end_of(
             f"torch.compile cannot compile this network ({line}); give memory.compile=false, or samples of one shape (stage.patch_size)",
         ),
         (is_worker, EXIT_FAILED, f"a loader worker ended ({line}); {rest}"),
-        (is_lost, EXIT_FAILED, f"the connection to another rank broke off ({line}); its log is in the folder ranks; {rest}"),
+        (
+            is_lost,
+            EXIT_FAILED,
+            f"the connection to another rank broke off ({line}); the log of that rank is in the folder ranks; {rest}",
+        ),
     ]
     known = next(((code, told, False) for is_it, code, told in ends if is_it), None)
     return known or (EXIT_FAILED, f"{type(error).__name__}: {line}", True)

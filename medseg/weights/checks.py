@@ -91,7 +91,10 @@ def check_tensors(given: str, weights: Mapping[str, Any], num_bytes: int) -> Non
             f"{given}: the tensor {shown} is not an ordinary dense tensor (it is sparse, expanded, shared or of another type); take another copy",
         )
         is_finite = bool(torch.isfinite(value).all())
-        require(is_finite, f"{given}: its weights {shown} hold NaN or infinity, so its training went wrong; take an earlier one")
+        require(
+            is_finite,
+            f"{given}: its weights {shown} hold NaN or infinity, so its training went wrong; take an earlier checkpoint",
+        )
 
 
 def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
@@ -124,7 +127,7 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     for key, value in _pairs({"model": metadata["model"]}):
         is_count = any(word in key for word in COUNTS) and not any(word in key for word in SIZES)
         if is_count and sum(map(abs, _numbers(value))) > num_tensors:
-            raise ValueError(f"{key}={value}: a network of that many parts has more than the {num_tensors} tensors of the file")
+            raise ValueError(f"{key}={value}: a network of that many parts has more tensors than the {num_tensors} in the file")
 
 
 def check_arguments(model: Mapping[str, Any]) -> None:

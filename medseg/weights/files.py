@@ -182,7 +182,7 @@ def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
         sizes = {part.file_size for part in archive.infolist()}
     is_whole = all(value.untyped_storage().nbytes() in sizes for value in weights.values() if _is_strided(value))
     # Torch would take the bytes that follow in the file for the end of a short part.
-    require(is_whole, f"{given}: its weights have other sizes than their parts of the file; take another copy")
+    require(is_whole, f"{given}: the sizes of its weights do not match the parts of the file; take another copy")
     return checkpoint.get("medseg"), weights
 
 

@@ -152,7 +152,7 @@ def test_a_part_that_is_too_short_takes_no_bytes_of_the_next(checkpoint: Checkpo
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in parts.items():
             archive.writestr(name, content[:-4] if name == largest else content)
-    assert told(path) == "coarse=a.ckpt: its weights have other sizes than their parts of the file; take another copy"
+    assert told(path) == "coarse=a.ckpt: the sizes of its weights do not match the parts of the file; take another copy"
 
 
 def test_the_wrong_stage_and_another_format(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -168,7 +168,8 @@ def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_p
     state = checkpoint["state_dict"]
     torch.save({**checkpoint, "state_dict": {**state, name: torch.full_like(state[name], torch.nan)}}, path)
     assert told(path) == (
-        "coarse=a.ckpt: its weights networks.0.head.conv.bias hold NaN or infinity, so its training went wrong; take an earlier one"
+        "coarse=a.ckpt: its weights networks.0.head.conv.bias hold NaN or infinity, so its training went wrong; take an "
+        "earlier checkpoint"
     )
     torch.save({**checkpoint, "state_dict": {**state, name: 3}}, path)
     assert told(path) == "coarse=a.ckpt: its weights networks.0.head.conv.bias are no tensor, but a int; take another copy"
