@@ -1,4 +1,4 @@
-"""Disease painted into lungs whose outline is known, so that networks learn outlines that go on through it.
+"""Disease painted into lungs whose outline is known, so that networks learn to include diseased parts.
 
 Radii, densities and the share of a lung are ranges of what chest CTs show; densities follow the terms of the Fleischner Society (Hansell et
 al., Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.

@@ -33,7 +33,7 @@ COLUMNS = {
 }  # fmt: skip
 LEVEL = 0.9  # of the lower bound on Dice
 TRUSTED = ("", "reference")
-PIECES = "Pieces cut out of these scans:"
+PIECES = "Partial scans cut from these scans:"
 DISEASED = "These scans with disease painted into their lungs:"
 
 

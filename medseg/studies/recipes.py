@@ -254,7 +254,7 @@ def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
             f"{path}: not a bound of cross_validate ({error!r}); start cross_validate again, or remove the file"
         ) from error
     if trained != experiments(config):
-        print(f"{path}: of other experiments; the weights get no bound on Dice")
+        print(f"{path}: this bound was calibrated with other experiments, so the weights get no bound on Dice")
         return None
     return bound
 
