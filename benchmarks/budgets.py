@@ -2,14 +2,15 @@
 
     python -m benchmarks.budgets output=<folder> [budgets=20]
 
-A network of six blocks is small enough to try every set of switches that gives the same result: each layout with each subset of recomputed
-blocks. Every set takes steps in rounds, in a new order in each round, with its allocations counted (`allocations.c`, preloaded).
-Its time in a round is divided by the median of the round, so that a temporary slowdown of the processor does not change the
-ranking. For each budget the chosen set is compared with the fastest set that fits by the model (brute force). Its measured
-seconds are compared with those of the fastest set whose measured peak fits with the same margin. The smallest of many noisy
-times is too optimistic: the sets that might be the fastest for a budget are measured again, and only the second measurement
-counts. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the budget.
-Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
+A network of six blocks is small enough to try every set of switches that gives the same result: channels-last or not, with each
+subset of recomputed blocks. Every set takes steps in rounds, in a new order in each round, with its allocations counted
+(`allocations.c`, preloaded). Its time in a round is divided by the median of the round, so that a temporary slowdown of the
+processor does not change the ranking. For each budget the chosen set is compared with the set that `plan` predicts to be the
+fastest of all that fit (brute force). Its measured seconds are compared with those of the fastest set whose measured peak fits
+with the same margin. The smallest of many noisy times is too optimistic: the sets that might be the fastest for a budget are
+measured again, and only the second measurement counts. Each chosen set then trains as `train` in a process that is killed when
+its resident memory exceeds the budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets
+in `sets.csv`.
 """
 
 import ctypes
@@ -99,7 +100,8 @@ def main() -> None:
         for option in (option for candidate, option in sets if candidate is one):
             blocks = blocks_of(option, own.blocks)
             unwritten[line_of((one, option))] = counted.peak(blocks) - own.peak(blocks)
-    print(f"{len(sets)} sets of {len(found)} combinations and {len(found[0].model.blocks)} blocks", flush=True)
+    num_blocks = len(found[0].model.blocks)
+    print(f"{len(sets)} sets: {len(found)} without recomputation, each with every subset of {num_blocks} blocks", flush=True)
     peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))
     budgets = [peaks[max(0, (index + 1) * len(peaks) // number - 1)] for index in range(number)]

@@ -181,8 +181,8 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
         raise
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{key}: a package is missing ({first_line(error)}); install it (the file of a preset in conf/ names the extra of "
-            "medseg)"
+            f"{key}: a package is missing ({first_line(error)}); install it (for a preset, its file in conf/ has the command, "
+            "such as pip install 'medseg[loggers]')"
         ) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

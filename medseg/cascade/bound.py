@@ -1,12 +1,13 @@
 """Lower bound on the Dice coefficient that a region would have with a reference, from the agreement of the two stages.
 
 Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094).
-If the same network segments the patients of the calibration and a new patient of the same population, the Dice of every region of
-the new patient reaches its bound with at least the stated probability, on average over calibrations. Here the patients of the
-calibration were segmented by the networks of their folds, while new patients are segmented by networks that were trained on all
-patients of the calibration: the bound holds if these networks are no worse. It covers only regions that the scan really shows,
-and says nothing about missed or false regions. Scans of one patient are not independent, so a patient counts once, with the worst
-of its regions.
+Suppose that the same network segments the patients of the calibration and a new patient of the same population. Then, with at
+least the stated probability, every region of the new patient reaches its bound at the same time. This probability refers to a
+random choice of the calibration patients as well as of the new patient. Here each patient of the calibration was segmented by the
+networks of the cross-validation that were trained without that patient, while new patients are segmented by networks that were
+trained on all patients of the calibration: the bound holds if these networks are no worse. It covers only regions that the scan
+really shows, and says nothing about missed or false regions. Scans of one patient are not independent, so a patient counts once,
+with the worst of its regions.
 """
 
 import math

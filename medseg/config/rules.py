@@ -197,7 +197,8 @@ def _task_rules(task: TaskConfig) -> Rules:
     rules = [
         (
             task.name not in ("", ".", "..") and not set(task.name) & set("/\\\0"),
-            f"task.name={task.name!r}: expected a name for a folder of synthetic scans, without / and \\; choose another one",
+            f"task.name={task.name!r}: expected a valid folder name without / and \\, since the folder of synthetic scans is "
+            "named after the task; choose another one",
         ),
         (
             values == list(range(1, len(values) + 1)) and values != [],

@@ -1,9 +1,9 @@
 """Schema of the configuration: every key with its type, range, unit and description; the values are in `conf/`.
 
-`check.py` merges what Hydra composes into one of the roots at the end of this file. It refuses unknown keys, wrong types, missing values
-and numbers outside their range, whatever their source. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
-`loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see `medseg.config.targets`; classes of ours have a schema in `CLASS_SCHEMAS`.
-`--help` of a command prints all this.
+`check.py` merges the values that Hydra composed into the dataclass of the command, such as `TrainConfig`. It refuses unknown
+keys, wrong types, missing values and numbers outside their range, whatever their source. A tuple's length is part of its type.
+Extension points (`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
+`medseg.config.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this.
 The file is long because each key has its documentation beside it.
 """
 
@@ -110,7 +110,9 @@ class TaskConfig:
     """Task: labels, regions and channels."""
 
     name: Annotated[str, Knob("Name of the task.")]
-    labels: Annotated[dict[str, int], Knob("Label names and their values in every label map: 1, 2, … without a gap.")]
+    labels: Annotated[
+        dict[str, int], Knob("Label names and their values in every label map that medseg writes: 1, 2, … without a gap.")
+    ]
     regions: Annotated[
         dict[str, RegionConfig] | None,
         Knob("Regions of interest; the fine stage makes one crop of each. null: one stage segments all labels."),
@@ -120,9 +122,9 @@ class TaskConfig:
         Knob("Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."),
     ] = None
     window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1], of a task with one CT channel.", unit="HU")] = None
-    least_hu: Annotated[float | None, Knob("Parts with a lower median are removed as gas; null: keep every part.", unit="HU")] = (
-        None
-    )
+    least_hu: Annotated[
+        float | None, Knob("Connected components with a lower median are removed as gas; null: none.", unit="HU")
+    ] = None
     ignore_label: Annotated[
         int | None,
         Knob("Value of voxels that the loss, the sampling and the scores ignore; null: none.", "[1, 255]"),
@@ -236,8 +238,8 @@ class LabelsConfig:
     label_values: Annotated[
         dict[str, Any],
         Knob(
-            "Label name: its value or [values], or the names of its structures (masks), in the reference files; unknown names "
-            "are background. Empty: the values of the task."
+            "Label name: its value or [values], or the names of its structures (masks), in the reference files; a name that "
+            "is not in task.labels is background. Empty: the values of the task."
         ),
     ]
 
@@ -373,7 +375,7 @@ class UNetConfig(NetworkConfig):
     norm: Annotated[
         Norm,
         Knob(
-            "Normalisation. channel: over the channels of a voxel; affine: scale and shift alone; neither uses the field of view."
+            "Normalisation. channel: over the channels of a voxel; affine: scale and shift alone; others: over the field of view."
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""Viewer of a case: its volumes, its differences to a reference, and the page with the text of its report."""
+"""Viewer of a case: scan, label map, differences to a reference, and the page with the text of its report."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Reports of predictions: costs, warnings and the path of the scan, read from `<case>.json` beside a label map."""
+"""Reports of predictions: time and memory, warnings and the path of the scan, read from `<case>.json` beside a label map."""
 
 import math
 from pathlib import Path

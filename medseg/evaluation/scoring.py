@@ -1,4 +1,4 @@
-"""Scoring of label maps against references: scores per case and region, their statistics, costs, tables, pictures."""
+"""Scoring of label maps against references: scores and their statistics, time and memory of the predictions, tables, pictures."""
 
 import json
 import math

@@ -109,7 +109,7 @@ def export_network(
             converted = form.convert(network, torch.zeros(1, in_channels, *size), is_dynamic)
             run = form.load(converted)
             difference = max(_difference(network, run, in_channels, shape) for shape in compared)
-            found = f"its logits differ by {difference:.2g} of the largest"
+            found = f"its logits differ from those of torch by {difference:.2g} of the largest logit"
         except Exception as error:  # converters and runtimes raise errors of many classes
             if is_out_of_memory(error):
                 raise
@@ -118,8 +118,9 @@ def export_network(
             only = None if is_dynamic else size
             return Exported(form.write(converted, json.dumps(describe(only))), only, difference, form.describe(converted))
         reason = reason or found[:300]
+    tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
-        f"{name} cannot be converted to {form.name}, neither for inputs of any size nor for tiles of {fixed_size} ({reason}); choose another format: "
+        f"{name} cannot be converted to {form.name} for a variable input size{tiles} ({reason}); choose another format: "
         "model.onnx, model.xml, or a folder for a MONAI bundle"
     )
 

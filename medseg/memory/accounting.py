@@ -1,4 +1,4 @@
-"""Memory accounting: live tensor bytes by owner in a training step, counted without computing it, and in a forward pass."""
+"""Memory accounting: live tensor bytes of a training step by owner, counted without computing it; peak of a forward pass."""
 
 import contextlib
 import functools

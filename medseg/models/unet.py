@@ -1,4 +1,4 @@
-"""UNet: a 3D network that keeps its widest tensors at half resolution, unless its stem is `conv`."""
+"""UNet: a 3D network whose first level works at half resolution to save memory, or at full resolution if its stem is `conv`."""
 
 import math
 from collections import OrderedDict

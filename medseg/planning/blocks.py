@@ -75,7 +75,8 @@ class StepModel:
         """
         if [one.owner for one in plain.segments] != [one.owner for one in recomputed.segments]:
             raise UserError(
-                "plan: recomputing blocks changes the order of the network's parts; choose memory.checkpointing yourself"
+                "plan: with recomputed blocks the parts of this network run in another order, so their time and memory cannot be "
+                "predicted block by block; leave out fit_gib and choose memory.checkpointing yourself"
             )
         self.blocks = list(blocks)
         order: dict[str, int] = {}

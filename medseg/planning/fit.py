@@ -72,8 +72,9 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     line = choose_line(option, changes)
     print(
         f"chosen: {option.peak / 2**20:.1f} MiB, with a margin of {100 * MARGIN:.0f} % within {config.fit_gib:g} GiB; "
-        f"{option.seconds:.3f} s per step. It is the proven optimum of the model among "
-        f"{sum(2 ** len(one.model.blocks) for one in found)} sets: one integer program per combination, solved to optimality."
+        f"{option.seconds:.3f} s per step. Of "
+        f"{sum(2 ** len(one.model.blocks) for one in found)} sets of switches, none that fits is predicted to be faster, as "
+        "integer programs (one per combination of the switches other than recomputation) have proven."
     )
     if config.output is not None:
         facts = {"choose": line, "peak_resident_mib": round(option.peak / 2**20, 2), "seconds_per_step": round(option.seconds, 4),

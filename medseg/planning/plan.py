@@ -135,7 +135,7 @@ def describe(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str]:
     has_ranks, is_fsdp = trainer.devices * trainer.num_nodes > 1, trainer.strategy is Strategy.fsdp
     remarks = {
         "Live tensors are counted. A device needs some more for the workspaces of its libraries.": not config.measure,
-        "memory.compile=true: counted before compilation, which often saves less.": switches.compile,
+        "memory.compile=true: counted uncompiled; compiled code often keeps less for the backward pass.": switches.compile,
         "trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.": has_ranks and is_fsdp,
         f"trainer: counted per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
         and not is_fsdp,

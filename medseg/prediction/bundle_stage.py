@@ -1,4 +1,4 @@
-"""Transforms and inferer of a stage of medseg for MONAI bundles: a script of its own, copied into each bundle.
+"""Transforms and inferer of a stage of medseg for MONAI bundles: a script without imports of medseg, copied into each bundle.
 
 Images are arrays (C, z, y, x) with axes towards superior, posterior and left. The filters are those of medseg.
 """

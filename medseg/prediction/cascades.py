@@ -106,7 +106,7 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     spacing_mm = round(max(grid.spacing_mm), 3)
     for one in cascades:
         if one.range_mm[0] <= spacing_mm < one.range_mm[1]:
-            return one, [f"{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"]
+            return one, [f"uses by_spacing.{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"]
     known = ", ".join(f"{one.name} {one}" for one in cascades)
     raise UserError(
         f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({known}); give checkpoints for it, or widen a range"

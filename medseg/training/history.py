@@ -1,4 +1,4 @@
-"""History callback: `history.csv` with losses, learning rates, scores and machine load, and the same lines on a plain console."""
+"""History callback: `history.csv` with losses, learning rates, scores and machine load, printed too where no progress bar is."""
 
 import math
 import sys

@@ -72,7 +72,7 @@ def test_a_network_of_one_size_is_converted_for_its_tiles_only() -> None:
 def test_other_logits_than_those_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = FORMATS[".ts"]._replace(load=lambda model: lambda image: model(image) * 1.01)
     monkeypatch.setitem(FORMATS, ".ts", wrong)
-    with pytest.raises(UserError, match=r"its logits differ by 0\.01 of the largest"):
+    with pytest.raises(UserError, match=r"its logits differ from those of torch by 0\.01 of the largest logit"):
         convert(make(), ".ts")
 
 

@@ -190,7 +190,8 @@ SEEN = {
     "swapped": [
         "refused (swapped_sides): left_lung lies at x = -76 mm and right_lung at 74 mm, but the patient's left must lie at larger "
         "x (LPS): the labels are swapped; look at the picture: if the labels are exchanged, correct data.label_values or the file; if the "
-        "position of the body contradicts the header, correct the headers, since with exchanged values the network would learn swapped sides"
+        "position of the body contradicts the header, correct the headers and leave data.label_values as they are: with "
+        "exchanged values the network would learn swapped sides"
     ],
     "alone": [
         "warning (doubtful_side): only left_lung is labelled, and it lies 83 mm across the body's midline, on the opposite side; look at the picture "

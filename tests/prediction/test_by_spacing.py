@@ -67,8 +67,8 @@ def test_each_scan_gets_the_cascade_of_its_spacing(loaded: None, tmp_path: Path,
     config = configured(scans, tmp_path / "out", THIN_AND_THICK)
     assert app.predict(config) == 1
     said = capsys.readouterr().err
-    assert "a: thin, since its coarsest spacing of 2 mm lies in 0 … 2.5 mm" in said
-    assert "b: thick, since its coarsest spacing of 2.5 mm lies in 2.5 … 8 mm" in said
+    assert "a: uses by_spacing.thin, since its coarsest spacing of 2 mm lies in 0 … 2.5 mm" in said
+    assert "b: uses by_spacing.thick, since its coarsest spacing of 2.5 mm lies in 2.5 … 8 mm" in said
     assert (
         "c: its coarsest spacing of 8 mm lies in no range of by_spacing (thin 0 … 2.5 mm, thick 2.5 … 8 mm); give checkpoints"
         in said

@@ -129,7 +129,8 @@ KINDS = {
         "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS): the "
         "labels are swapped",
         "look at the picture: if the labels are exchanged, correct data.label_values or the file; if the position of the body contradicts "
-        "the header, correct the headers, since with exchanged values the network would learn swapped sides",
+        "the header, correct the headers and leave data.label_values as they are: with exchanged values the network would learn "
+        "swapped sides",
     ),
     "swapped_sides:position": Kind(
         ERROR,

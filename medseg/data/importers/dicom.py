@@ -80,6 +80,7 @@ def _labels(files: list[LabelEntry], notes: list[str]) -> FileValues:
         counts.update(list(names))
         first = {**names, **first}
     if some := [f"{name} in {counts[plain]}" for plain, name in sorted(first.items()) if counts[plain] < len(files)]:
-        notes.append(f"some structures are not in each of the {len(files)} files, where they count as absent: {', '.join(some)}")
+        found = ", ".join(some)
+        notes.append(f"some structures are only in a part of the {len(files)} files ({found}) and count as absent in the others")
     written = label_names(first.values())
     return {written[name]: [name] for _, name in sorted(first.items())}

@@ -1,7 +1,7 @@
 """Pixels of one slice: stored values, decoded where they are compressed, and converted to HU.
 
-imagecodecs decodes the JPEG family; `README.md` gives the measurement. The sizes that a codestream declares are compared with the
-header before memory is allocated.
+imagecodecs decodes the JPEG family; `README.md` of this folder compares it with other decoders. The sizes that a codestream
+declares are compared with the header before memory is allocated.
 """
 
 import re

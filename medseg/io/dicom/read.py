@@ -6,8 +6,8 @@ The rules, which docs/dicom.md repeats:
 * Other slices are interpolated linearly along the normal onto the even grid of their usual distance, if no two neighbours are
   farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE` of the slices is missing (one missing slice is always accepted);
   slices on that grid stay as they are. All other stacks are refused.
-* A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that holds all of them. The result
-  lies on that grid; the label of a pixel of a tilted slice lies at the world point of that pixel.
+* A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that holds all of them. A
+  segmentation lies on that grid too; the label of a pixel of a tilted slice is the one at the same position in the patient.
 """
 
 import math

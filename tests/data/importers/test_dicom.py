@@ -42,7 +42,9 @@ def test_structures_of_other_spellings_and_missing_ones(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "a" / patient)
     data = import_dicom(tmp_path)
     assert data.labels == {"Heart": ["Heart"], "left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
-    assert data.notes == ("some structures are not in each of the 3 files, where they count as absent: Heart in 2, Lung_R in 1",)
+    assert data.notes == (
+        "some structures are only in a part of the 3 files (Heart in 2, Lung_R in 1) and count as absent in the others",
+    )
     case = data.cases[1]
     assert case.labels is not None
     values = file_values(data.task()["data"]["label_values"])
