@@ -158,13 +158,13 @@ def describe(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases:
         num_cases: Number of all cases.
     """
     largest = max(forecasts, key=lambda name: forecasts[name].peak_bytes)
-    said = f"expected to hold {forecasts[largest].peak_bytes / 2**30:.2f} GiB"
+    said = f"expected peak memory {forecasts[largest].peak_bytes / 2**30:.2f} GiB"
     if num_cases > 1:
-        said = f"{num_cases} cases, {said} at most (case {largest})"
+        said = f"{num_cases} cases, {said} (case {largest})"
     if rate_s is None:
         return said
     seconds = rate_s * sum(one.voxels for one in forecasts.values()) * num_cases / len(forecasts)
-    return f"{said} and to take {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'}"
+    return f"{said}, expected time {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'}"
 
 
 def expected_cost(expected: Forecast, cascade: Cascade, total_s: float) -> dict[str, float | None]:

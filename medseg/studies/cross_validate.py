@@ -200,7 +200,7 @@ def write_bound(rows: Sequence[Row], cases: Mapping[str, Case], config: CrossVal
         f"patients; its median over their regions is {median(usual):.3f}."
     )
     if (covered := count_covered(list(folds.values()), LEVEL)) is not None:
-        text += f" With the bound of the other folds, {covered} of them reach it with every region."
+        text += f" Each fold tested with the bound that the other folds give: {covered} patients reach it with every region."
     replace_text(output / "folds.md", (output / "folds.md").read_text(encoding="utf-8") + f"\n{text}\n")
 
 

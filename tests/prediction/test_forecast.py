@@ -105,7 +105,7 @@ def test_the_median_of_finished_cases_gives_the_seconds(tmp_path: Path, monkeypa
 
 def test_a_batch_names_its_largest_case_and_its_time() -> None:
     cases = {"a": Forecast({"read": 2**30}, 1000), "b": Forecast({"read": 2**30, "join": 3 * 2**29}, 3000)}
-    assert describe({"a": cases["a"]}, None, 1) == "expected to hold 1.00 GiB"
-    assert describe({"a": cases["a"]}, 0.01, 1) == "expected to hold 1.00 GiB and to take 10 s"
+    assert describe({"a": cases["a"]}, None, 1) == "expected peak memory 1.00 GiB"
+    assert describe({"a": cases["a"]}, 0.01, 1) == "expected peak memory 1.00 GiB, expected time 10 s"
     # Two of eight cases stand for all.
-    assert describe(cases, 0.02, 8) == "8 cases, expected to hold 1.50 GiB at most (case b) and to take 5 min"
+    assert describe(cases, 0.02, 8) == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
