@@ -6,11 +6,11 @@ A network of six blocks is small enough to try every set of switches that gives 
 subset of recomputed blocks. Every set takes steps in rounds, in a new order in each round, with its allocations counted
 (`allocations.c`, preloaded). Its time in a round is divided by the median of the round, so that a temporary slowdown of the
 processor does not change the ranking. For each budget the chosen set is compared with the set that `plan` predicts to be the
-fastest of all that fit (brute force). Its measured seconds are compared with those of the fastest set whose measured peak fits
-with the same margin. The smallest of many noisy times is too optimistic: the sets that might be the fastest for a budget are
-measured again, and only the second measurement counts. Each chosen set then trains as `train` in a process that is killed when
-its resident memory exceeds the budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets
-in `sets.csv`.
+fastest of all that fit (brute force). The measured seconds of the chosen set are compared with those of the fastest set whose
+measured peak fits. In both comparisons a set fits if its peak plus the margin of `plan` is within the budget. The smallest of
+many noisy times is too optimistic: the sets that might be the fastest for a budget are measured again, and only the second
+measurement counts. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the
+budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
 """
 
 import ctypes

@@ -497,7 +497,11 @@ def _rank_rules(config: TrainConfig) -> Rules:
             is_batch and not trainer.sync_batchnorm,
             "without trainer.sync_batchnorm=true each rank would keep separate running statistics",
         ),
-        ("stage.region_mode=separate", is_separate, "ranks would wait for each other's networks"),
+        (
+            "stage.region_mode=separate",
+            is_separate,
+            "in one step the ranks may run different networks, whose collective operations would not match",
+        ),
         (
             f"loss.output_weights={weights}",
             0 in (weights or ()),
@@ -531,7 +535,8 @@ def _rank_rules(config: TrainConfig) -> Rules:
         ),
         (
             not (trainer.sync_batchnorm and is_separate),
-            "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate (ranks would wait for each other's networks); change one",
+            "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate (in one step the ranks may run "
+            "different networks, whose collective operations would not match); change one",
         ),
         (
             stage.batch_size % share == 0,

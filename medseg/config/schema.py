@@ -329,7 +329,7 @@ class AugmentConfig:
     ] = 0.0
     disease_kinds: Annotated[
         list[str],
-        Knob("Kinds of disease, of which up to three are painted: consolidation, ground_glass, mass, collapse."),
+        Knob("Up to three lesions are painted, each of one of these kinds: consolidation, ground_glass, mass, collapse."),
     ] = field(default_factory=lambda: ["consolidation", "ground_glass", "mass", "collapse"])
     transforms: Annotated[
         list[Any], Knob("Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}.")
@@ -422,7 +422,7 @@ class TrainerConfig:
     )
     gpus: Annotated[
         list[int] | None,
-        Knob("Numbers of the GPUs to use; trainer.devices=[1] means devices=1 gpus=[1].", "[0, inf)", neutral=True),
+        Knob("Indices of the GPUs to use; trainer.devices=[1] means devices=1 gpus=[1].", "[0, inf)", neutral=True),
     ] = None
 
 
@@ -636,7 +636,10 @@ class LadderConfig(PlanConfig):
     peers: Annotated[bool, Knob("Also measure the networks of nnU-Net and MONAI, in an environment of their own.")]
     peers_env: Annotated[str, Knob("Folder of the environment of `peers`; made on first use.")]
     train: Annotated[bool, Knob("Also train each row for `steps` and print its Dice.")]
-    networks: Annotated[dict[str, list[str]], Knob("Name of a network: its arguments; measured like a baseline, and trained.")]
+    networks: Annotated[
+        dict[str, list[str]],
+        Knob("Name of a network: its arguments. Each network is a row of its own, without the arguments of `rows`."),
+    ]
     rows: Annotated[dict[str, list[str]], Knob("Name of a row: arguments that it adds to those of the rows above it.")]
 
 
@@ -872,7 +875,8 @@ class CrossValidateConfig(RecipeConfig):
     pieces: Annotated[
         bool,
         Knob(
-            "Also score partial scans: apices, middle and bases of each organ, its surroundings, halves of the chest with one lung each."
+            "Also score partial scans: apices, middle and bases of the organs, the slices above and below them, halves of the "
+            "chest with one lung each."
         ),
     ]
     diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its lungs.")]

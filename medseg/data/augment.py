@@ -1,6 +1,7 @@
 """Augmentation effects of one sample: an affine resampling, then scanner effects, computed in place.
 
-The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. They are transforms of `augment.transforms`, one class each.
+The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that can be an entry
+of the configuration key `augment.transforms`.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Shapes of the anatomy: signed distances in mm (negative inside), the lattice that they are drawn on, and painting.
 
 Coordinates broadcast: z (D, 1, 1), y (1, H, 1), x (1, 1, W), float32, canonical mm. Radial distances are exact along the ray
-from the centre, and larger than the true distance where a body is flat; the layers drawn with them are a few mm thick.
+from the centre, and larger than the true distance where a body is flat. The error is small, because the layers drawn with these
+distances are only a few mm thick.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HU scale: slope and offset from the values of a file to Hounsfield units, for files that do not contain them."""
+"""HU scale: slope and offset from the values of a file to Hounsfield units, for files whose values are not HU."""
 
 from dataclasses import dataclass
 

@@ -107,7 +107,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
             ["trainer=ddp", "stage=fine", "stage.batch_size=2", "model.norm=batch", "trainer.sync_batchnorm=true", "stage.region_mode=separate"],
             "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate",
         ),
-        (["trainer=fsdp", "stage=fine", "stage.batch_size=2", "stage.region_mode=separate"], "each other's networks"),
+        (["trainer=fsdp", "stage=fine", "stage.batch_size=2", "stage.region_mode=separate"], "ranks may run different networks"),
         (["memory.precision=fp16", "trainer.accelerator=cpu"], "choose memory.precision=bf16"),
         (["memory.offload=true", "trainer.accelerator=cpu"], "choose memory.offload=false"),
         (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage uses it"),

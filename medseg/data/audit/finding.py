@@ -106,7 +106,7 @@ KINDS = {
     ),
     "misplaced_labels:shifted": Kind(
         ERROR,
-        "the edges of the labels do not match the image: the edges of the image lie {shifts}, so the label map was shifted",
+        "the labels would match the edges of the image only if they were moved {shifts}: the label map was shifted",
         "look at the picture; correct the origin in the header of the label map, or write it again",
     ),
     "unknown_values": Kind(

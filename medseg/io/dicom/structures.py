@@ -1,4 +1,4 @@
-"""Labels of a DICOM series: headers that results refer to, and label maps moved between the grid and the slices."""
+"""Labels of a DICOM series: headers that a SEG or RTSTRUCT refers to, and label maps moved between the grid and the slices."""
 
 import warnings
 from collections.abc import Sequence

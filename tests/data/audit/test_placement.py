@@ -90,4 +90,4 @@ def test_shifted_labels_are_found_and_larger_ones_are_not(
     (finding,) = audit_shift(image, np.roll(labels, voxels, axis), grid)
     assert (finding.code, finding.severity) == ("misplaced_labels", Severity.error)
     end = (("lower", "upper"), ("front", "back"), ("right", "left"))[axis][voxels < 0]
-    assert f"voxels towards the {end} end, so the label map was shifted" in finding.message
+    assert f"voxels towards the {end} end: the label map was shifted" in finding.message
