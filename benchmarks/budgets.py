@@ -9,7 +9,7 @@ processor does not change the ranking. For each budget the chosen set is compare
 fastest of all that fit (brute force). The measured seconds of the chosen set are compared with those of the fastest set whose
 measured peak fits. In both comparisons a set fits if its peak plus the margin of `plan` is within the budget. The smallest of
 many noisy times is too optimistic: the sets that might be the fastest for a budget are measured again, and only the second
-measurement counts. Each chosen set then trains as `train` in a process that is killed when its resident memory exceeds the
+measurement counts. Then `train` runs with each chosen set, in a process that is killed when its resident memory exceeds the
 budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
 """
 

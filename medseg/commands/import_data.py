@@ -1,4 +1,4 @@
-"""The `import` command: writes the case table and the task of a data set in the layout of another program."""
+"""The `import` command: reads a data set in the layout of another program, and writes its case table and its task."""
 
 import shlex
 from collections import Counter

@@ -151,7 +151,12 @@ class SpacingConfig:
     """Grid that a stage works on."""
 
     target_spacing_mm: Annotated[
-        Triple | None, Knob("Voxel spacing; null: that of each scan, or of the training cases.", "(0, inf)", "mm (z, y, x)")
+        Triple | None,
+        Knob(
+            "Voxel spacing; null: averaged over the training cases (dataset_median, dataset_mean), else that of each scan.",
+            "(0, inf)",
+            "mm (z, y, x)",
+        ),
     ]
     # The keys below are absent from older run folders.
     strategy: Annotated[SpacingStrategy, Knob("Rule for the grid of each scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
@@ -480,7 +485,7 @@ class PredictInferenceConfig(InferenceConfig):
     budget_gib: Annotated[
         float,
         Knob(
-            "Memory of one network pass, without input and result; a pass that needs more runs in slabs, with the same labels.",
+            "Memory of one network pass, without input and result; a larger pass is computed in slabs, with the same labels.",
             "(0, inf)",
             "GiB",
         ),

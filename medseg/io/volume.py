@@ -1,4 +1,4 @@
-"""Lazy volumes: the header is read first, and voxels are decoded run by run, so memory never holds a second copy."""
+"""Lazy volumes: the header is read first, and voxels are decoded chunk by chunk, so memory never holds a second copy."""
 
 import bz2
 import math

@@ -2,7 +2,7 @@
 
 A tree grows towards the centre of the points that it must still supply and splits them by a plane, as in Tawhai, Pullan and
 Hunter, Annals of Biomedical Engineering 28 (2000) 793. Radii follow a power law of the number of supplied ends; Murray's
-exponent is 3, pulmonary arteries measure about 2.7 to 3 (Huang et al., J Appl Physiol 81 (1996) 2123).
+exponent is 3, that of pulmonary arteries about 2.7 to 3 (Huang et al., J Appl Physiol 81 (1996) 2123).
 """
 
 import numpy as np

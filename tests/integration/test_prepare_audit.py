@@ -211,9 +211,9 @@ SEEN = {
         + CUT
     ],
     "upside": [
-        "refused (misplaced_labels): the labels do not follow the edges of the image, but would if mirrored upside down (fit 2.3 "
-        "instead of 1.5): they were written in another order of voxels; look at the picture and write them again in the order of "
-        "the image"
+        "refused (misplaced_labels): the labels do not follow the edges of the image, but would if mirrored head to feet (fit "
+        "2.3 instead of 1.5): they were written in another order of voxels; look at the picture and write them again in the order "
+        "of the image"
     ],
     "coarse": [
         "warning (spacing_outlier): its slices are 28 mm apart where the median of all cases is 8 mm; expected if the scanner was set "

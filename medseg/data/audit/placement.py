@@ -30,7 +30,7 @@ MIN_SHIFT_MM = 2.0
 # 5 voxels: at least 4.3 and 4.0; edges that belong to other structures: up to 1.5 and 3. Organs in soft tissue stay below both.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0
-_AXES = ("upside down", "back to front", "left to right")
+_AXES = ("head to feet", "back to front", "left to right")
 
 
 def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
@@ -65,7 +65,7 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
             "transposed within the slices": turned,
             "turned by 90 degrees within the slices": np.flip(turned, 1),
             "turned by -90 degrees within the slices": np.flip(turned, 2),
-            "transposed within the slices and upside down": np.flip(turned, 0),
+            "transposed within the slices and mirrored head to feet": np.flip(turned, 0),
         }
     fits = {way: _fit(changed, image, moves) for way, changed in ways.items()}
     best = max(fits, key=lambda way: fits[way])

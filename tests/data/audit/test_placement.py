@@ -39,7 +39,7 @@ def test_labels_in_place_pass(chest: tuple[np.ndarray, np.ndarray, np.ndarray, V
 def test_mirrored_labels_are_found(chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid], axes: tuple[int, ...]) -> None:
     image, labels, _, grid = chest
     (finding,) = audit_placement(image, np.flip(labels, axes), grid)
-    ways = [("upside down", "back to front", "left to right")[axis] for axis in axes]
+    ways = [("head to feet", "back to front", "left to right")[axis] for axis in axes]
     assert f"but would if mirrored {' and '.join(ways)} (fit" in finding.message
 
 
