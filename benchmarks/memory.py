@@ -123,7 +123,8 @@ def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, floa
     busy_s = [float(line["seconds_per_step"]) * float(line["cpu_percent"]) / 100 for line in lines]
     return {
         # A helper process that is ending still has an empty file.
-        "measured_allocator_mib": max(int(path.read_text(encoding="ascii") or 0) for path in folder.glob("allocations.*")) / 2**20,
+        "measured_allocator_mib": max(int(path.read_text(encoding="ascii") or 0) for path in folder.glob("allocations.*"))
+        / 2**20,
         "measured_resident_mib": peak / 2**20,
         "measured_seconds": statistics.median(busy_s[1:]),
     }
