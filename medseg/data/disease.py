@@ -1,6 +1,6 @@
 """Disease painted into lungs whose outline is known, so that networks learn to include diseased parts.
 
-Radii, densities and the share of a lung are ranges of what chest CTs show; densities follow the terms of the Fleischner Society (Hansell et
+Radii, densities and the diseased share of a lung lie in ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et
 al., Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
 
 Pleural fluid is not painted (2026-11-24). By the convention of the references it lies outside the lung, but painted fluid and painted collapse

@@ -50,7 +50,7 @@ def test_every_rule_brings_an_extreme_scan_back_to_its_own_grid(
         assert dice(result.labels == value, labels == value) > 0.95
     for step, bent in result.distortions.items():
         name = step.removeprefix("refine_").replace("localise", "whole scan")
-        assert any(warning.startswith(f"{name}: ") and "distorts" in warning for warning in result.warnings) is (bent > 2)
+        assert any(warning.startswith(f"{name}: ") and "a distortion of" in warning for warning in result.warnings) is (bent > 2)
 
 
 @pytest.mark.parametrize(("shape", "spacing_mm"), EXTREMES)
