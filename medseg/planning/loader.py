@@ -47,7 +47,7 @@ def tune_loader(config: TuneLoaderConfig) -> int:
         rates[setting] = config.num_batches / time_batches(data, setting, config.num_batches, device)
         print(f"{setting!s:52s}{rates[setting]:10.2f}", flush=True)
     best = propose(rates)
-    print(f"choose: {best}   (the loader keeps up with steps longer than {1 / rates[best]:.3f} s)")
+    print(f"take: {best}   (the loader keeps up with steps longer than {1 / rates[best]:.3f} s)")
     return 0
 
 

@@ -56,7 +56,7 @@ def test_the_command_times_each_setting_and_proposes_the_fastest(
     assert tune_loader(compose(tiny_table, "num_batches=8", "workers=[0,1]", "prefetches=[2,3]")) == 0
     assert timed[1:] == list(durations_s)
     printed = capsys.readouterr().out
-    assert "choose: data.num_workers=1 data.prefetch=2 " in printed
+    assert "take: data.num_workers=1 data.prefetch=2 " in printed
     assert "longer than 0.125 s" in printed
 
 
