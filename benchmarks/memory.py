@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,8 @@ def main() -> None:
         folder = output / f"{number:03d}"
         found = folder / "row.json"
         if not found.is_file():
-            folder.mkdir(exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # a row that was interrupted begins anew
+            folder.mkdir()
             try:
                 numbers = {**predict([*arguments, *places]), **measure([*arguments, *places], folder, library)}
             except Exception as error:  # the other rows go on
