@@ -80,6 +80,12 @@ def apply_switches(
     return network
 
 
+def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
+    """Run a compiled network as it is written: each whole case of a validation has a shape of its own, which would be compiled."""
+    # Only then, since torch's compiler takes a second to import.
+    return torch.compiler.set_stance("force_eager") if network._compiled_call_impl is not None else contextlib.nullcontext()
+
+
 def use_channels_last(network: nn.Module) -> None:
     """Store weights channels-last and bring each image to that layout: the channels of a voxel are neighbours in memory.
 

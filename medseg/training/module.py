@@ -15,6 +15,7 @@ from medseg.inference.tiles import most_probable, predict_probs
 from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.profile import release_free_memory
 from medseg.memory.sharding import gathered, shard_network
+from medseg.memory.switches import uncompiled
 from medseg.metrics.adapter import CaseMetric
 from medseg.metrics.scores import dice_per_label
 from medseg.training.averaging import WeightAverage
@@ -126,7 +127,7 @@ class SegmentationModule(pl.LightningModule):
 
     def predict_labels(self, image: Tensor, region: Tensor) -> Tensor:
         """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
-        with gathered(self.network):  # ranks differ in their numbers of tiles
+        with gathered(self.network), uncompiled(self.network):  # ranks differ in their numbers of tiles
             probs = predict_probs(
                 lambda tile: self.network(tile, region),
                 image,

@@ -65,6 +65,19 @@ def test_validation_ignores_what_lies_beyond_the_scan() -> None:
     assert score(module, batch) < 1
 
 
+def test_whole_cases_of_a_validation_are_not_compiled() -> None:
+    torch.compiler.reset()
+    module, graphs = make_module(Threshold()), []
+    module.network.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
+    region = torch.tensor([0])
+    module.network(torch.zeros(1, 1, 6, 7, 8), region)
+    assert len(graphs) == 1
+    for depth in (5, 9):
+        module.predict_labels(torch.zeros(1, 1, depth, 7, 8), region)
+    module.network(torch.zeros(1, 1, 6, 7, 8), region)  # the next training step runs the code of the first
+    assert len(graphs) == 1
+
+
 def test_a_case_that_is_scored_twice_counts_once() -> None:
     module = make_module(Threshold())
     image = torch.ones(1, 1, 2, 2, 2)
