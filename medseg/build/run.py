@@ -251,6 +251,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "patch_size": list(stage.patch_size) if stage.patch_size else None,
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
+        "add_parts_mm": stage.add_parts_mm,
         "region_mode": region_mode_of(config.stage),
         "precision": config.memory.precision.value,
         "model": network_node(config.model, config.spacing),

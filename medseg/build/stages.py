@@ -79,10 +79,11 @@ def load_stage(
             name=name,
             task=task,
             spacing_mm=None if metadata["spacing_mm"] == NATIVE else _triple(metadata["spacing_mm"]),
-            # Metadata of older checkpoints lacks `resampling` and `grid_rule`.
+            # Metadata of older checkpoints lacks `resampling`, `grid_rule` and `add_parts_mm`.
             resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
             tile_size=network.traits.fixed_size or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
             region_margin_mm=float(metadata["region_margin_mm"]),
+            add_parts_mm=float(metadata["add_parts_mm"]) if metadata.get("add_parts_mm") else None,
             region_mode=metadata["region_mode"],
             precision=precision,
             device=device,
@@ -163,6 +164,7 @@ def load_stages(
             "tile_size",
             "least_size",
             "region_margin_mm",
+            "add_parts_mm",
             "region_mode",
             "precision",
         ):

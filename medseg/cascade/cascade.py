@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from medseg.cascade.additions import add_parts, find_additions
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
-from medseg.cascade.localise import Localisation, localise, predict_body, stacked
+from medseg.cascade.localise import MIN_REPORTED_ML, Localisation, localise, predict_body, stacked
 from medseg.cascade.plausibility import agreement, distortion_warnings, most_disputed_xyz_mm, volume_warnings, voxel_ml
 from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
 from medseg.data.task import Region, Task
@@ -64,6 +65,7 @@ class Segmentation:
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
+        added_ml: Volume by region that only the coarse stage finds and that was added, see `medseg.cascade.additions`; without zeros.
         dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`; empty for stages without one.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
@@ -81,6 +83,7 @@ class Segmentation:
     tiling_plans: dict[str, str] = field(default_factory=dict)
     distortions: dict[str, float] = field(default_factory=dict)
     agreements: dict[str, float] = field(default_factory=dict)
+    added_ml: dict[str, float] = field(default_factory=dict)
     dice_at_least: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
     most_disputed_xyz_mm: tuple[float, ...] | None = None
@@ -170,7 +173,7 @@ class Cascade:
         images = [first, *map(orientation.to_lps, more_channels)]
         result = Segmentation(np.empty(0), warnings=[warning for stage in self.stages for warning in stage.warnings])
         timed = partial(_timed, result.durations_s, on_step)
-        found: Localisation | None = None
+        found, added = None, None
         if self.fine is None:
             parts, stds = _segment_whole(images, grid, self.coarse, options, result, timed)
         else:
@@ -178,7 +181,8 @@ class Cascade:
                 found = localise(images, grid, self.coarse, options)
             result.warnings += found.warnings
             _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
-            parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
+            added = np.zeros(found.grid.shape, dtype=bool)
+            parts, stds = _refine_regions(images, grid, found, self, added, result, timed)
         with timed("join"):
             labels = join(parts, grid, task, options, first)
             # Plane by plane: the mask of a whole label would be a second volume.
@@ -186,10 +190,10 @@ class Cascade:
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
                 for name, value in task.labels.items()
             }
-            if found is not None:
+            if found is not None and added is not None:
                 regions = {region.name: task.region_values(region) for region, _, _ in parts}
-                result.agreements = agreement(found.labels, found.grid, labels, grid, regions)
-                result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid)
+                result.agreements = agreement(found.labels, found.grid, labels, grid, regions, added)
+                result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid, added)
         _remove_contradictions(result, labels, task, options)
         if (bound := self.dice_bound) is not None:
             result.dice_at_least = {name: bound.at(agreed) for name, agreed in result.agreements.items() if name in result.boxes}
@@ -288,25 +292,26 @@ def _refine_regions(
     images: Sequence[np.ndarray],
     grid: VoxelGrid,
     found: Localisation,
-    fine: TrainedStage,
-    options: CascadeOptions,
+    cascade: Cascade,
+    added: np.ndarray,
     result: Segmentation,
     timed: Timed,
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
-    """Refine the regions that were found, one after the other.
+    """Refine the regions that were found, one after the other, and add the thick parts that only the coarse stage finds.
 
     Args:
         images: Oriented volume (D, H, W) of each channel.
         grid: Their grid, oriented.
-        found: Boxes of the coarse stage.
-        fine: The fine stage.
-        options: How the networks run.
-        result: Receives boxes, tiling plans and warnings.
+        found: Labels and boxes of the coarse stage.
+        cascade: Both stages.
+        added: Voxels of the coarse grid that were added (D, H, W), bool; written in place.
+        result: Receives boxes, tiling plans, added volumes and warnings.
         timed: Records a step.
 
     Returns:
         The probabilities of the regions for `join`, and their standard deviations for `paste_percent`.
     """
+    fine, options, least_mm = cascade.last, cascade.options, cascade.coarse.add_parts_mm
     lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
     intensities = fine.intensities(images)
     parts: list[RegionResult] = []
@@ -319,6 +324,18 @@ def _refine_regions(
                 tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule, fine.least_size
             )
             prediction = refine(images, grid, crop, region, fine, options, intensities)
+            if least_mm is not None:
+                values = fine.task.region_values(region)
+                additions = find_additions(found.labels, found.grid, prediction.probs, crop.grid, values, least_mm)
+                add_parts(found.labels, found.grid, additions, prediction.probs, crop.grid, region, fine.task)
+                added |= additions
+                if (volume_ml := float(additions.sum()) * voxel_ml(found.grid)) > 0:
+                    result.added_ml[region.name] = volume_ml
+                if volume_ml >= MIN_REPORTED_ML:
+                    result.warnings.append(
+                        f"{region.name}: {volume_ml:.0f} ml that only the coarse stage finds were added, as it finds consolidated lung: "
+                        "check the result"
+                    )
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]

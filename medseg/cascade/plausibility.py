@@ -174,7 +174,12 @@ def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
 
 
 def agreement(
-    coarse_labels: np.ndarray, coarse_grid: VoxelGrid, labels: np.ndarray, grid: VoxelGrid, regions: Mapping[str, tuple[int, ...]]
+    coarse_labels: np.ndarray,
+    coarse_grid: VoxelGrid,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    regions: Mapping[str, tuple[int, ...]],
+    added: np.ndarray | bool = False,
 ) -> dict[str, float]:
     """Dice coefficient of the coarse and the fine labels of each region.
 
@@ -186,6 +191,7 @@ def agreement(
         labels: Final label map (D, H, W).
         grid: Its grid, with the same axes.
         regions: Label values of each region that the coarse stage found.
+        added: Voxels of the coarse grid (D, H, W) that the final map has from the coarse stage: the fine stage did not find them.
 
     Returns:
         Region name to a number in [0, 1].
@@ -193,13 +199,13 @@ def agreement(
     fine_labels = _at_centres(labels, grid, coarse_grid)
     result = {}
     for name, values in regions.items():
-        coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values)
+        coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values) & np.logical_not(added)
         result[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
     return result
 
 
 def most_disputed_xyz_mm(
-    coarse_labels: np.ndarray, coarse_grid: VoxelGrid, labels: np.ndarray, grid: VoxelGrid
+    coarse_labels: np.ndarray, coarse_grid: VoxelGrid, labels: np.ndarray, grid: VoxelGrid, added: np.ndarray | bool = False
 ) -> tuple[float, ...] | None:
     """Find where the two stages differ most: the centre of the different voxels in the axial coarse slice with the most of them.
 
@@ -208,11 +214,12 @@ def most_disputed_xyz_mm(
         coarse_grid: Its grid.
         labels: Final label map (D, H, W).
         grid: Its grid, with the same axes.
+        added: See `agreement`.
 
     Returns:
         World point in mm, LPS; None where they are equal.
     """
-    differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
+    differs = (coarse_labels != _at_centres(labels, grid, coarse_grid)) | added
     index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
     if not differs[index].any():
         return None

@@ -95,6 +95,8 @@ class TrainedStage:
         least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region get at least this size: a
             network that was trained on no smaller input lost half of a thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
+        add_parts_mm: Of the coarse stage: diameter of the smallest ball that fits into a part which it alone finds and which is added to the
+            fine result, see `medseg.cascade.additions`; None adds nothing.
         region_mode: `mirrored`, `separate` or `side_input`: how several regions share the network.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
@@ -126,6 +128,7 @@ class TrainedStage:
     resampling: str = ANTIALIASED
     warnings: tuple[str, ...] = ()
     dice_bound: DiceBound | None = None
+    add_parts_mm: float | None = None
 
     @property
     def divisor(self) -> tuple[int, int, int]:

@@ -643,6 +643,7 @@ def _stage_rules(config: TrainConfig) -> Rules:
             stage.side_share is None,
             "stage.side_share: only the coarse stage uses it; the fine stage uses augment.narrow_probability",
         ),
+        (stage.add_parts_mm is None, "stage.add_parts_mm: only the coarse stage uses it; train that stage with it"),
         *((getattr(stage, key) is not None, f"stage.{key}: the fine stage needs a value") for key in FINE_KEYS),
         (
             (stage.region_from is RegionFrom.coarse) == (stage.coarse is not None),

@@ -208,6 +208,14 @@ class StageConfig:
     side_share: Annotated[
         float | None, Knob("Coarse stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
     ] = None
+    add_parts_mm: Annotated[
+        float | None,
+        Knob(
+            "Coarse stage: what only this stage finds is added to the fine result where a ball of this diameter fits into it; null: never.",
+            "(0, 1000]",
+            "mm",
+        ),
+    ] = None
 
 
 @dataclass(kw_only=True)

@@ -28,6 +28,18 @@ STORED = [
 ]
 
 
+class Upper(FineOracle):
+    """Sees no more than the upper 60 % of the left block."""
+
+    def forward(self, image, region):  # type: ignore[no-untyped-def]
+        logits = super().forward(image, region)
+        if region.item() == 0:
+            bright = (image[:, 0] > 0.01).any(dim=(0, 2, 3)).nonzero()
+            low, high = int(bright.min()), int(bright.max()) + 1
+            logits[:, 1, : low + round(0.4 * (high - low))] = -30.0
+        return logits
+
+
 def run(volume: Volume, **changes: object) -> Segmentation:
     return Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", **changes)).segment(volume)
 
@@ -117,17 +129,6 @@ def test_a_region_at_the_edge_is_whole_and_said_aloud(block: tuple[slice, slice,
 
 
 def test_stages_that_disagree_are_said_aloud() -> None:
-    class Upper(FineOracle):
-        """Sees no more than the upper 60 % of the left block."""
-
-        def forward(self, image, region):  # type: ignore[no-untyped-def]
-            logits = super().forward(image, region)
-            if region.item() == 0:
-                bright = (image[:, 0] > 0.01).any(dim=(0, 2, 3)).nonzero()
-                low, high = int(bright.min()), int(bright.max()) + 1
-                logits[:, 1, : low + round(0.4 * (high - low))] = -30.0
-            return logits
-
     volume, target = scan()
     result = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)
     assert result.agreements["right_lung"] > 0.95
@@ -138,6 +139,24 @@ def test_stages_that_disagree_are_said_aloud() -> None:
         f"left_lung: the two stages agree only to a Dice of {result.agreements['left_lung']:.2f} (0.85 or more is usual): "
         "check the result"
     )
+
+
+def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_aloud() -> None:
+    volume, target = scan()
+    without = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)
+    result = Cascade(replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine")).segment(volume)
+    assert dice(without.labels == 1, target == 1) < 0.85
+    assert dice(result.labels == 1, target == 1) >= 0.95
+    assert np.array_equal(result.labels == 2, without.labels == 2)
+    # What the stages think of each other, and where they differ, does not change.
+    assert (result.agreements, result.most_disputed_xyz_mm) == (without.agreements, without.most_disputed_xyz_mm)
+    assert list(result.added_ml) == ["left_lung"]
+    assert result.added_ml["left_lung"] == pytest.approx(result.volumes_ml["left_lung"] - without.volumes_ml["left_lung"], rel=0.1)
+    assert without.added_ml == {}
+    assert [warning for warning in result.warnings if warning not in without.warnings] == [
+        f"left_lung: {result.added_ml['left_lung']:.0f} ml that only the coarse stage finds were added, as it finds consolidated lung: "
+        "check the result"
+    ]
 
 
 def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
