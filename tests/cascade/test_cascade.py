@@ -151,7 +151,9 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
     # What the stages think of each other, and where they differ, does not change.
     assert (result.agreements, result.most_disputed_xyz_mm) == (without.agreements, without.most_disputed_xyz_mm)
     assert list(result.added_ml) == ["left_lung"]
-    assert result.added_ml["left_lung"] == pytest.approx(result.volumes_ml["left_lung"] - without.volumes_ml["left_lung"], rel=0.1)
+    assert result.added_ml["left_lung"] == pytest.approx(
+        result.volumes_ml["left_lung"] - without.volumes_ml["left_lung"], rel=0.1
+    )
     assert without.added_ml == {}
     assert [warning for warning in result.warnings if warning not in without.warnings] == [
         f"left_lung: {result.added_ml['left_lung']:.0f} ml that only the coarse stage finds were added, as it finds consolidated lung: "
