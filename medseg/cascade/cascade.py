@@ -184,7 +184,7 @@ class Cascade:
             added = np.zeros(found.grid.shape, dtype=bool)
             parts, stds = _refine_regions(images, grid, found, self, added, result, timed)
         with timed("join"):
-            labels = join(parts, grid, task, options, first)
+            labels = join(parts, grid, task, options, first, found)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)

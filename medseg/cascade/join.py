@@ -1,20 +1,25 @@
 """Join: the crops of all regions resampled back and merged on the scan's own grid, then cleaned."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from medseg.cascade.localise import MAX_GAS_SHARE, Localisation
+from medseg.cascade.plausibility import nearest_voxels
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.inference.postprocess import Part, fill_holes, remove_small_components
+from medseg.inference.postprocess import Part, Rejection, fill_holes, remove_small_components
 from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
+# Of the voxels of a component, the largest share that the coarse stage gives to no region of its label: what it did not see at all, the fine
+# stage was sent past by chance, as blankets beside the body.
+MAX_UNSEEN_SHARE = 0.9
 # Native voxels of one slab; each needs five float32 values and three bytes at a time.
 SLAB_VOXELS = 2**22
 
@@ -25,6 +30,7 @@ def join(
     task: Task,
     options: CascadeOptions | None = None,
     image_hu: np.ndarray | None = None,
+    found: Localisation | None = None,
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
@@ -36,20 +42,26 @@ def join(
         task: Labels and regions.
         options: Thresholds of the clean-up; the defaults where None.
         image_hu: The scan on that grid; None skips the check against `task.least_hu`.
+        found: Result of the coarse stage, of which the components of each label must have a part; None skips the check.
 
     Returns:
         Label map (D, H, W) on the oriented native grid, uint8.
     """
     labels = merge(regions, grid, task)
     least_hu = task.least_hu
-    is_gas = None if image_hu is None or least_hu is None else lambda part: image_hu[part] < least_hu
-    values = tuple(task.labels.values())
+    gas: list[Rejection] = []
+    if image_hu is not None and least_hu is not None:
+        gas.append(Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE))
+    rejections = {
+        value: [*gas, *([Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found is not None else [])]
+        for value in task.labels.values()
+    }
     if task.regions:
-        clean_labels(labels, values, (options or CascadeOptions()).min_part_fraction, is_gas)
-    elif is_gas is not None:
+        clean_labels(labels, rejections, (options or CascadeOptions()).min_part_fraction)
+    else:
         # A task without regions only loses its gas: lesions may be small and many, and enclose each other.
-        for value in values:
-            remove_small_components(labels, value, 0.0, is_gas)
+        for value, reasons in rejections.items():
+            remove_small_components(labels, value, 0.0, reasons)
     return labels
 
 
@@ -100,19 +112,26 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     return percent
 
 
-def clean_labels(labels: np.ndarray, values: tuple[int, ...], min_part_fraction: float, is_gas: Part | None = None) -> None:
-    """Clean a label map in place: remove gas and small components of each label, then fill its holes, never over other labels.
+def clean_labels(labels: np.ndarray, rejections: Mapping[int, Sequence[Rejection]], min_part_fraction: float) -> None:
+    """Clean a label map in place: remove rejected and small components of each label, then fill its holes, never over other labels.
 
     Args:
         labels: Label map (D, H, W).
-        values: Label values.
+        rejections: Value of each label to what removes its components.
         min_part_fraction: Least size of a kept component, as a share of the label's largest.
-        is_gas: Voxels below the bound of gas; None where nothing is gas.
     """
-    for value in values:
-        remove_small_components(labels, value, min_part_fraction, is_gas)
-    for value in values:
+    for value, reasons in rejections.items():
+        remove_small_components(labels, value, min_part_fraction, reasons)
+    for value in rejections:
         fill_holes(labels, value)
+
+
+def _unseen(found: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
+    """Voxels of the native grid that the coarse stage gives to no region with a label."""
+    values = {one for region in task.regions if value in task.region_values(region) for one in task.region_values(region)}
+    is_unseen = ~np.isin(found.labels, list(values))
+    nearest = nearest_voxels(found.grid, grid)
+    return lambda part: is_unseen[np.ix_(*(indices[along] for indices, along in zip(nearest, part, strict=True)))]
 
 
 def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:

@@ -8,6 +8,7 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
+from medseg.cascade.patient import beyond_patient
 from medseg.cascade.plausibility import (
     border_warnings,
     measure_region,
@@ -21,7 +22,7 @@ from medseg.data.audit.position import side_pairs
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
-from medseg.inference.postprocess import remove_small_components
+from medseg.inference.postprocess import Rejection, remove_small_components
 from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut, erase_outside
 from medseg.preprocess.intensity import Intensity, normalise
@@ -29,8 +30,12 @@ from medseg.preprocess.resample import resample_image
 
 # Below this share of the larger side a component is not mixed: a few voxels beyond the middle cast no doubt on the sides.
 MIXED_SHARE = 0.05
-# A smaller volume of removed gas causes no warning.
+# A smaller volume that is removed or added causes no warning.
 MIN_REPORTED_ML = 5.0
+# A component is gas if its median lies below the bound of gas, and no organ if nearly all of it lies beyond the outline of the patient: where
+# the field of view cuts the body off, a part of the lung lies there, too.
+MAX_GAS_SHARE = 0.5
+MAX_BEYOND_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,11 @@ def localise(
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
     coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
-    gas = _remove_gas(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
+    removed = _remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
     warnings = [
         *prediction.remarks,
-        *gas,
+        *removed,
         *found.warnings,
         *side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
         *(position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task) if stage.task.is_ct else []),
@@ -179,25 +184,27 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
     return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, warnings)
 
 
-def _remove_gas(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
-    """Remove components with a median below `task.least_hu`, in place.
+def _remove_impossible(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
+    """Remove components of a CT with a median below `task.least_hu`, and those that lie beyond the patient, in place.
 
     Returns:
         Warnings of the larger ones.
     """
-    if task.least_hu is None:
-        return []
+    reasons = []
+    if task.least_hu is not None:
+        is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
+        reasons.append((is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas"))
+    if task.is_ct:
+        is_beyond = Rejection(beyond_patient(image_hu, grid.spacing_mm).__getitem__, MAX_BEYOND_SHARE)
+        reasons.append((is_beyond, "they lie beside the patient, as foam of the table and blankets do"))
     warnings = []
-    is_gas = image_hu < task.least_hu
-    for name, value in task.labels.items():
-        num_before = np.count_nonzero(labels == value)
-        remove_small_components(labels, value, 0.0, is_gas.__getitem__)
-        volume_ml = float(num_before - np.count_nonzero(labels == value)) * voxel_ml(grid)
-        if volume_ml >= MIN_REPORTED_ML:
-            warnings.append(
-                f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: the median of such a component is below "
-                f"{task.least_hu:g} HU, so it is gas"
-            )
+    for rejection, reason in reasons:
+        for name, value in task.labels.items():
+            num_before = np.count_nonzero(labels == value)
+            remove_small_components(labels, value, 0.0, [rejection])
+            volume_ml = float(num_before - np.count_nonzero(labels == value)) * voxel_ml(grid)
+            if volume_ml >= MIN_REPORTED_ML:
+                warnings.append(f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}")
     return warnings
 
 

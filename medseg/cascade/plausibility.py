@@ -227,10 +227,14 @@ def most_disputed_xyz_mm(
     return tuple(coarse_grid.index_to_world_xyz_mm([index, y, x]).tolist())
 
 
+def nearest_voxels(grid: VoxelGrid, other: VoxelGrid) -> list[np.ndarray]:
+    """Find the voxel of a grid that is nearest to each voxel of another one with the same axes: indices along z, y and x."""
+    return [
+        np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
+        for (scale, offset), size, length in zip(other.axis_map_to(grid), other.shape, grid.shape, strict=True)
+    ]
+
+
 def _at_centres(labels: np.ndarray, grid: VoxelGrid, coarse_grid: VoxelGrid) -> np.ndarray:
     """Read a label map at the centres of coarse voxels, from its nearest voxel."""
-    nearest = [
-        np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
-        for (scale, offset), size, length in zip(coarse_grid.axis_map_to(grid), coarse_grid.shape, grid.shape, strict=True)
-    ]
-    return np.asarray(labels[np.ix_(*nearest)])
+    return np.asarray(labels[np.ix_(*nearest_voxels(grid, coarse_grid))])

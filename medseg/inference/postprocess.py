@@ -5,6 +5,7 @@ only those of one slab are in memory, whatever the size of the mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy import ndimage
@@ -19,6 +20,18 @@ Planes = Callable[[slice], np.ndarray]
 """Returns the planes of a boolean volume, (d, H, W), for a range of z."""
 Part = Callable[[tuple[slice, slice, slice]], np.ndarray]
 """Returns a part (d, h, w) of a boolean volume."""
+
+
+class Rejection(NamedTuple):
+    """What makes a component of a label no part of it.
+
+    Attributes:
+        where: Voxels that speak against a component.
+        share: Largest share of such voxels in a kept component.
+    """
+
+    where: Part
+    share: float
 
 
 class Components:
@@ -81,28 +94,32 @@ class Components:
             yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
-def remove_small_components(labels: np.ndarray, value: int, min_fraction: float, is_gas: Part | None = None) -> None:
-    """Remove a label's gas components and then those that are small beside its largest, in place.
+def remove_small_components(labels: np.ndarray, value: int, min_fraction: float, rejections: Sequence[Rejection] = ()) -> None:
+    """Remove a label's rejected components and then those that are small beside its largest, in place.
 
-    A component is gas if more than half of its voxels are, that is if its median lies below the bound of gas. Of several largest
-    components of equal size all are kept.
+    Of several largest components of equal size all are kept.
 
     Args:
         labels: Label map (D, H, W).
         value: The label.
-        min_fraction: Least size of a kept component, as a share of the largest, in [0, 1]; 0 removes gas only.
-        is_gas: Voxels of `labels` below the bound of gas; None where nothing is gas.
+        min_fraction: Least size of a kept component, as a share of the largest, in [0, 1]; 0 removes rejected ones only.
+        rejections: Each removes components.
     """
     box = label_box(labels, value)
     if box is None:
         return
     inner = labels[box.slices()]
     z, y, x = box.slices()
-    gas = [] if is_gas is None else [lambda planes: is_gas((slice(z.start + planes.start, z.start + planes.stop), y, x))]
-    components = Components(inner.shape, lambda planes: inner[planes] == value, [None, *gas])
-    sizes = components.counts[0]
-    if gas:
-        sizes = np.where(2 * components.counts[1] > sizes, 0, sizes)
+
+    def counted(where: Part) -> Planes:
+        return lambda planes: where((slice(z.start + planes.start, z.start + planes.stop), y, x))
+
+    components = Components(
+        inner.shape, lambda planes: inner[planes] == value, [None, *(counted(one.where) for one in rejections)]
+    )
+    sizes, *rejected = components.counts
+    for counts, rejection in zip(rejected, rejections, strict=True):
+        sizes = np.where(counts > rejection.share * components.counts[0], 0, sizes)
     is_removed = sizes < max(1.0, min_fraction * sizes.max())
     is_removed[0] = False
     for planes, is_in in components.where(is_removed):

@@ -136,4 +136,5 @@ def describe_stage(stage: TrainedStage, region: str | None, fixed_size: tuple[in
         "tile_size": round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
         "least_size": None if is_whole else round_up(stage.tile_size or stage.least_size, stage.divisor),
         "overlap": CascadeOptions.overlap,
+        "add_parts_mm": stage.add_parts_mm,
     }

@@ -89,7 +89,7 @@ def test_clean_up_drops_crumbs_and_fills_holes_but_no_other_label() -> None:
     labels[9, 9, 13] = 1  # a crumb of the first
     expected[6:8, 6:8, 4:6] = 2
     expected[2:6, 2:6, 11:15] = 3
-    clean_labels(labels, (1, 2, 3), 0.1)
+    clean_labels(labels, {1: [], 2: [], 3: []}, 0.1)
     np.testing.assert_array_equal(labels, expected)
 
 

@@ -8,7 +8,7 @@ from scipy import ndimage
 
 from medseg.geometry.grid import VoxelBox
 from medseg.inference import postprocess
-from medseg.inference.postprocess import fill_holes, label_box, remove_small_components
+from medseg.inference.postprocess import Rejection, fill_holes, label_box, remove_small_components
 
 DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
 
@@ -88,7 +88,7 @@ def test_gas_does_not_count_among_the_large_parts() -> None:
     image_hu[:, :7] = -1000
     expected = np.where(labels == 2, 2, 0)
     expected[2:12, 8:11, 2:9] = 1
-    remove_small_components(labels, 1, 0.1, lambda part: image_hu[part] < -980)
+    remove_small_components(labels, 1, 0.1, [Rejection(lambda part: image_hu[part] < -980, 0.5)])
     np.testing.assert_array_equal(labels, expected)
 
 
@@ -108,5 +108,5 @@ def test_a_part_is_gas_where_its_median_lies_below(counted_at_once: int, monkeyp
     assert num_parts >= 5
     assert 0 < expected.sum() < mask.sum()
     labels = mask.astype(np.uint8)
-    remove_small_components(labels, 1, 0.0, (image_hu < bound_hu).__getitem__)
+    remove_small_components(labels, 1, 0.0, [Rejection((image_hu < bound_hu).__getitem__, 0.5)])
     np.testing.assert_array_equal((mask & (labels == 0))[sure], expected[sure])
