@@ -28,7 +28,8 @@ def beyond_patient(image_hu: np.ndarray, voxel_mm: tuple[float, float, float]) -
     y_mm, x_mm = (stride * mm for stride, mm in zip(strides, spacing_mm, strict=True))
     is_soft = image_hu[:, :: strides[0], :: strides[1]] > SOFT_TISSUE_HU
     sizes = (1, *(1 + 2 * round(EROSION_MM / mm) for mm in (y_mm, x_mm)))
-    pieces, count = ndimage.label(ndimage.minimum_filter(is_soft, sizes, mode="nearest"))
+    # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by corners.
+    pieces, count = ndimage.label(ndimage.minimum_filter(is_soft, sizes, mode="nearest"), np.ones((3, 3, 3)))
     is_beyond = np.zeros(is_soft.shape, dtype=bool)
     if count:
         patient = pieces == 1 + np.argmax(np.bincount(pieces.reshape(-1))[1:])
@@ -42,5 +43,8 @@ def beyond_patient(image_hu: np.ndarray, voxel_mm: tuple[float, float, float]) -
                 continue
             distance_mm = (normals_offsets[:, :2] @ points_mm + normals_offsets[:, 2:]).max(axis=0)
             is_beyond[z] = (distance_mm > EROSION_MM + max(y_mm, x_mm)).reshape(is_beyond.shape[1:])
-    y, x = (np.arange(size) // stride for size, stride in zip(image_hu.shape[1:], strides, strict=True))
+    y, x = (
+        np.minimum((np.arange(size) + stride // 2) // stride, num_read - 1)
+        for size, stride, num_read in zip(image_hu.shape[1:], strides, is_soft.shape[1:], strict=True)
+    )
     return is_beyond[:, y[:, None], x]

@@ -9,6 +9,7 @@ from oracle import OBLIQUE
 
 from medseg.cascade import join as joining
 from medseg.cascade.join import clean_labels, join, merge
+from medseg.cascade.localise import Localisation
 from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import crop_padded
@@ -104,6 +105,26 @@ def test_gas_is_no_organ_where_the_task_says_so() -> None:
     for least_hu, expected in ((-980.0, 60), (None, 380)):
         task = Task("lung", {"lung": 1}, (region,), (Channel(window_hu=(-1000.0, 400.0)),), least_hu)
         assert int((join(results, GRID, task, image_hu=image_hu) > 0).sum()) == expected
+
+
+def test_a_component_of_which_the_coarse_stage_saw_nothing_is_removed() -> None:
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    seen, unseen = (slice(2, 8), slice(2, 10), slice(2, 10)), (slice(2, 8), slice(14, 22), slice(2, 10))
+    labels[seen] = labels[unseen] = LOBES.labels[LOBES.regions[0].labels[0]]
+    probs = one_hot(labels, LOBES.region_values(LOBES.regions[0]))
+    coarse_grid = GRID.resampled((4.0, 4.0, 4.0))
+    coarse = np.zeros(coarse_grid.shape, dtype=np.uint8)
+    results = [(LOBES.regions[0], probs, GRID)]
+    assert np.array_equal(join(results, GRID, LOBES), labels)
+    for where, values in ((seen, (1, 0)), (seen, (2, 0)), (unseen, (3, 0))):
+        # Another label of the region counts, a label of another region does not.
+        world = GRID.index_to_world_xyz_mm([(one.start + one.stop - 1) / 2 for one in where])
+        z, y, x = np.rint(coarse_grid.world_to_index_zyx(world)).astype(int)
+        coarse[:] = values[1]
+        coarse[max(z - 1, 0) : z + 2, y - 1 : y + 2, x - 1 : x + 2] = values[0]
+        kept = join(results, GRID, LOBES, found=Localisation(coarse, coarse_grid, {}, []))
+        assert kept[seen].all() == (values[0] in LOBES.region_values(LOBES.regions[0]))
+        assert not kept[unseen].any()
 
 
 def test_a_fine_ball_returns_to_an_anisotropic_grid() -> None:

@@ -1,0 +1,54 @@
+"""The outline of the patient: lungs lie within it, foam of the table and blankets beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medseg.cascade.patient import beyond_patient
+
+SPACINGS = [(4.0, 4.0, 4.0), (8.0, 2.0, 2.0), (2.0, 1.3, 1.7)]
+
+
+def ellipse(y: np.ndarray, x: np.ndarray, centre: tuple[float, float], radii: tuple[float, float]) -> np.ndarray:
+    return ((y - centre[0]) / radii[0]) ** 2 + ((x - centre[1]) / radii[1]) ** 2 < 1
+
+
+def chest(spacing_mm: tuple[float, float, float], size_mm: float = 480.0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A trunk with two lungs on a table of foam between thin shells, and masks of the parts in its slices."""
+    z, y, x = (mm * np.arange(round(extent / mm)) for mm, extent in zip(spacing_mm, (64.0, size_mm, size_mm), strict=True))
+    y, x = y[:, None] - size_mm / 2 + 240, x[None] - size_mm / 2 + 240
+    sides = [ellipse(y, x, (200, centre), (80, 55)) for centre in (170, 310)]
+    parts = {
+        "trunk": ellipse(y, x, (200, 240), (110, 160)),
+        "lungs": sides[0] | sides[1],
+        "foam": (np.abs(y - 350) < 30) & (np.abs(x - 240) < 200),
+        "shell": (np.abs(np.abs(y - 350) - 30) < 2) & (np.abs(x - 240) < 200),
+    }
+    plane = np.full(parts["trunk"].shape, -1000.0)
+    for name, hu in (("foam", -900.0), ("shell", 100.0), ("trunk", 30.0), ("lungs", -850.0)):
+        plane[parts[name]] = hu
+    return np.repeat(plane[None], len(z), axis=0), {name: np.repeat(part[None], len(z), axis=0) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize("spacing_mm", SPACINGS)
+def test_lungs_lie_within_the_patient_and_foam_beyond(spacing_mm: tuple[float, float, float]) -> None:
+    image_hu, parts = chest(spacing_mm)
+    is_beyond = beyond_patient(image_hu, spacing_mm)
+    assert not is_beyond[parts["trunk"]].any()
+    assert is_beyond[parts["foam"] & ~parts["trunk"]].mean() > 0.9
+
+
+def test_a_lung_that_the_field_of_view_cuts_off_is_not_beyond() -> None:
+    """Two thirds of the lungs, between sternum and spine: no side wall is in view."""
+    image_hu, parts = chest((4.0, 4.0, 4.0))
+    view = (slice(None), slice(18, 82), slice(32, 88))
+    is_beyond, lungs = beyond_patient(image_hu[view], (4.0, 4.0, 4.0)), parts["lungs"][view]
+    assert is_beyond[lungs].mean() < 0.5
+
+
+@pytest.mark.parametrize("hu", [-1000.0, 40.0])
+def test_nothing_is_beyond_where_there_is_no_outline(hu: float) -> None:
+    image_hu = np.full((3, 20, 24), -1000.0)
+    image_hu[1, 10, 3:20] = hu  # a line of voxels has no outline
+    assert not beyond_patient(image_hu, (4.0, 4.0, 4.0)).any()
