@@ -16,60 +16,72 @@ from medseg.preprocess.resample import resample_image
 SLAB_PLANES = 32
 
 
-def find_additions(
-    labels: np.ndarray, grid: VoxelGrid, probs: Tensor, crop_grid: VoxelGrid, values: Sequence[int], least_mm: float
-) -> np.ndarray:
-    """Find the thick parts of a region that the coarse stage finds and the fine stage does not.
+def add_coarse_parts(
+    labels: np.ndarray, grid: VoxelGrid, fine: Sequence[tuple[Region, Tensor, VoxelGrid]], task: Task, least_mm: float
+) -> dict[str, np.ndarray]:
+    """Raise the fine probabilities where only the coarse stage finds a region, in place.
 
-    Thin ones, as along the outline, are left to the fine stage. The border of the scan makes no part thin.
-
-    Args:
-        labels: Label map (D, H, W) of the coarse stage.
-        grid: Its grid.
-        probs: Probabilities (L, D, H, W) of the region's labels by the fine stage.
-        crop_grid: Their grid.
-        values: Values of the region in `labels`.
-        least_mm: Diameter of the smallest ball that fits into a part.
-
-    Returns:
-        Mask (D, H, W) on the coarse grid.
-    """
-    found = resample_image(probs.float().sum(0), crop_grid, grid, outside=0.0).numpy() > 0.5
-    missing = np.isin(labels, values) & ~found
-    additions = np.zeros_like(missing)
-    if (tight := VoxelBox.from_mask(missing)) is None:
-        return additions
-    part = tight.expanded((1, 1, 1)).clipped(missing.shape).slices()
-    margins = [math.ceil(least_mm / spacing) for spacing in grid.spacing_mm]
-    padded = np.pad(missing[part], [(margin, margin) for margin in margins], mode="edge")
-    is_core = ndimage.distance_transform_edt(padded, sampling=grid.spacing_mm) > least_mm / 2
-    if is_core.any():
-        # Twice the radius of the ball, so that corners belong to the part.
-        near_core = ndimage.distance_transform_edt(~is_core, sampling=grid.spacing_mm) <= least_mm
-        additions[part] = (near_core & padded)[tuple(slice(margin, -margin) for margin in margins)]
-    return additions
-
-
-def add_parts(
-    labels: np.ndarray, grid: VoxelGrid, additions: np.ndarray, probs: Tensor, crop_grid: VoxelGrid, region: Region, task: Task
-) -> None:
-    """Raise the probabilities of the region's labels where the coarse stage is followed, in place.
+    What the fine stage gives to another region stays there.
 
     Args:
         labels: Label map (D, H, W) of the coarse stage, which names the label of each voxel.
         grid: Its grid.
-        additions: Mask (D, H, W) on that grid, from `find_additions`.
-        probs: Probabilities (L, D, H, W) of the region's labels, float16.
-        crop_grid: Their grid.
-        region: The region.
+        fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of their crops.
         task: Labels and regions.
+        least_mm: A part is added only if a ball of this diameter fits into it.
+
+    Returns:
+        Region name to the mask of its additions on the coarse grid.
     """
-    if not additions.any():
-        return
+    is_found = np.zeros(labels.shape, dtype=bool)
+    for _, probs, crop_grid in fine:
+        total = torch.zeros(grid.shape)
+        for prob in probs:
+            total += resample_image(prob, crop_grid, grid, outside=0.0)
+        is_found |= total.numpy() > 0.5
+    additions = {}
+    for region, probs, crop_grid in fine:
+        values = task.region_values(region)
+        in_region = np.isin(labels, values)
+        mask = additions[region.name] = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
+        # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage finds and what is added.
+        wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region
+        if mask.any():
+            for prob, value in zip(probs, values, strict=True):
+                _raise(prob, crop_grid, wide & (labels == value), grid)
+    return additions
+
+
+def thick_parts(mask: np.ndarray, spacing_mm: tuple[float, float, float], least_mm: float) -> np.ndarray:
+    """Keep the parts of a mask into which a ball fits. The border of the volume makes no part thin.
+
+    A layer of one voxel is thin, whatever the spacing: an outline.
+
+    Args:
+        mask: (D, H, W), bool.
+        spacing_mm: Its spacing, (z, y, x).
+        least_mm: Diameter of the ball.
+    """
+    kept = np.zeros_like(mask)
+    if (tight := VoxelBox.from_mask(mask)) is None:
+        return kept
+    part = tight.expanded((1, 1, 1)).clipped(mask.shape).slices()
+    margins = [1 + math.ceil(least_mm / mm) for mm in spacing_mm]
+    padded = np.pad(mask[part], [(margin, margin) for margin in margins], mode="edge")
+    radius_mm = max(least_mm / 2, 1.001 * max(spacing_mm))
+    is_core = ndimage.distance_transform_edt(padded, sampling=spacing_mm) > radius_mm
+    if is_core.any():
+        # Twice the radius of the ball, so that corners belong to the part.
+        is_near = ndimage.distance_transform_edt(~is_core, sampling=spacing_mm) <= 2 * radius_mm
+        kept[part] = (is_near & padded)[tuple(slice(margin, -margin) for margin in margins)]
+    return kept
+
+
+def _raise(prob: Tensor, crop_grid: VoxelGrid, mask: np.ndarray, grid: VoxelGrid) -> None:
+    """Set probabilities (D, H, W) to at least the share of a mask on the coarse grid, in place."""
+    share = torch.from_numpy(mask.astype(np.float32))
     depth, height, width = crop_grid.shape
-    for prob, value in zip(probs, task.region_values(region), strict=True):
-        added = torch.from_numpy((additions & (labels == value)).astype(np.float32))
-        for start in range(0, depth, SLAB_PLANES):
-            slab = VoxelBox((start, 0, 0), (min(start + SLAB_PLANES, depth), height, width))
-            part = prob[slab.slices()]
-            torch.maximum(part, resample_image(added, grid, crop_grid.crop(slab), outside=0.0).to(part.dtype), out=part)
+    for start in range(0, depth, SLAB_PLANES):
+        slab = VoxelBox((start, 0, 0), (min(start + SLAB_PLANES, depth), height, width))
+        part = prob[slab.slices()]
+        torch.maximum(part, resample_image(share, grid, crop_grid.crop(slab), outside=0.0).to(part.dtype), out=part)

@@ -10,11 +10,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from medseg.cascade.additions import add_parts, find_additions
+from medseg.cascade.additions import add_coarse_parts
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import MIN_REPORTED_ML, Localisation, localise, predict_body, stacked
-from medseg.cascade.plausibility import agreement, distortion_warnings, most_disputed_xyz_mm, volume_warnings, voxel_ml
+from medseg.cascade.plausibility import (
+    added_volumes,
+    agreement,
+    distortion_warnings,
+    most_disputed_xyz_mm,
+    volume_warnings,
+    voxel_ml,
+)
 from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
 from medseg.data.task import Region, Task
 from medseg.errors import require
@@ -173,7 +180,8 @@ class Cascade:
         images = [first, *map(orientation.to_lps, more_channels)]
         result = Segmentation(np.empty(0), warnings=[warning for stage in self.stages for warning in stage.warnings])
         timed = partial(_timed, result.durations_s, on_step)
-        found, added = None, None
+        found: Localisation | None = None
+        added: dict[str, np.ndarray] = {}
         if self.fine is None:
             parts, stds = _segment_whole(images, grid, self.coarse, options, result, timed)
         else:
@@ -181,20 +189,27 @@ class Cascade:
                 found = localise(images, grid, self.coarse, options)
             result.warnings += found.warnings
             _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
-            added = np.zeros(found.grid.shape, dtype=bool)
-            parts, stds = _refine_regions(images, grid, found, self, added, result, timed)
+            parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
         with timed("join"):
-            labels = join(parts, grid, task, options, first, found)
+            if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
+                added = add_coarse_parts(found.labels, found.grid, parts, task, self.coarse.add_parts_mm)
+            labels = join(parts, grid, task, options, first, found, result.warnings)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
                 for name, value in task.labels.items()
             }
-            if found is not None and added is not None:
+            if found is not None:
                 regions = {region.name: task.region_values(region) for region, _, _ in parts}
                 result.agreements = agreement(found.labels, found.grid, labels, grid, regions, added)
                 result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid, added)
+                result.added_ml = added_volumes(found.grid, labels, grid, regions, added)
         _remove_contradictions(result, labels, task, options)
+        result.warnings += [
+            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: check the result"
+            for name, volume_ml in result.added_ml.items()
+            if volume_ml >= MIN_REPORTED_ML
+        ]
         if (bound := self.dice_bound) is not None:
             result.dice_at_least = {name: bound.at(agreed) for name, agreed in result.agreements.items() if name in result.boxes}
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
@@ -292,26 +307,25 @@ def _refine_regions(
     images: Sequence[np.ndarray],
     grid: VoxelGrid,
     found: Localisation,
-    cascade: Cascade,
-    added: np.ndarray,
+    fine: TrainedStage,
+    options: CascadeOptions,
     result: Segmentation,
     timed: Timed,
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
-    """Refine the regions that were found, one after the other, and add the thick parts that only the coarse stage finds.
+    """Refine the regions that were found, one after the other.
 
     Args:
         images: Oriented volume (D, H, W) of each channel.
         grid: Their grid, oriented.
-        found: Labels and boxes of the coarse stage.
-        cascade: Both stages.
-        added: Voxels of the coarse grid that were added (D, H, W), bool; written in place.
-        result: Receives boxes, tiling plans, added volumes and warnings.
+        found: Boxes of the coarse stage.
+        fine: The fine stage.
+        options: How the networks run.
+        result: Receives boxes, tiling plans and warnings.
         timed: Records a step.
 
     Returns:
         The probabilities of the regions for `join`, and their standard deviations for `paste_percent`.
     """
-    fine, options, least_mm = cascade.last, cascade.options, cascade.coarse.add_parts_mm
     lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
     intensities = fine.intensities(images)
     parts: list[RegionResult] = []
@@ -324,18 +338,6 @@ def _refine_regions(
                 tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule, fine.least_size
             )
             prediction = refine(images, grid, crop, region, fine, options, intensities)
-            if least_mm is not None:
-                values = fine.task.region_values(region)
-                additions = find_additions(found.labels, found.grid, prediction.probs, crop.grid, values, least_mm)
-                add_parts(found.labels, found.grid, additions, prediction.probs, crop.grid, region, fine.task)
-                added |= additions
-                if (volume_ml := float(additions.sum()) * voxel_ml(found.grid)) > 0:
-                    result.added_ml[region.name] = volume_ml
-                if volume_ml >= MIN_REPORTED_ML:
-                    result.warnings.append(
-                        f"{region.name}: {volume_ml:.0f} ml that only the coarse stage finds were added, as it finds consolidated lung: "
-                        "check the result"
-                    )
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]
@@ -369,13 +371,16 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
     for region in regions:
         volume_ml, agreed = sum(result.volumes_ml[name] for name in region.labels), result.agreements[region.name]
         if not volume_ml:
-            result.warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop")
+            result.warnings.append(
+                f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks"
+            )
         elif agreed < options.min_agreement:
             removed = [name for name in region.labels if name not in trusted]
             for plane in labels:
                 plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
             result.volumes_ml |= dict.fromkeys(removed, 0.0)
             del result.boxes[region.name]
+            volume_ml -= result.added_ml.pop(region.name, 0.0)
             result.warnings.append(
                 f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "
                 "the region is reported as absent"

@@ -1,24 +1,24 @@
 """Join: the crops of all regions resampled back and merged on the scan's own grid, then cleaned."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medseg.cascade.localise import MAX_GAS_SHARE, Localisation
-from medseg.cascade.plausibility import nearest_voxels
+from medseg.cascade.localise import MAX_GAS_SHARE, MIN_REPORTED_ML, Localisation
+from medseg.cascade.plausibility import nearest_voxels, voxel_ml
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.inference.postprocess import Part, Rejection, fill_holes, remove_small_components
+from medseg.inference.postprocess import Part, Rejection, fill_holes, remove_components
 from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
-# Of the voxels of a component, the largest share that the coarse stage gives to no region of its label: what it did not see at all, the fine
-# stage was sent past by chance, as blankets beside the body.
+# A component of the fine stage is removed if the coarse stage marks less than a tenth of it: the crop showed it by chance, such as a blanket
+# beside the body.
 MAX_UNSEEN_SHARE = 0.9
 # Native voxels of one slab; each needs five float32 values and three bytes at a time.
 SLAB_VOXELS = 2**22
@@ -31,6 +31,7 @@ def join(
     options: CascadeOptions | None = None,
     image_hu: np.ndarray | None = None,
     found: Localisation | None = None,
+    warnings: list[str] | None = None,
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
@@ -42,26 +43,33 @@ def join(
         task: Labels and regions.
         options: Thresholds of the clean-up; the defaults where None.
         image_hu: The scan on that grid; None skips the check against `task.least_hu`.
-        found: Result of the coarse stage, of which the components of each label must have a part; None skips the check.
+        found: Result of the coarse stage, which must mark a tenth of each component. None skips the check, and so does
+            `options.min_agreement=0`, which trusts the fine stage.
+        warnings: Receives a sentence for each label that loses a larger component by this check.
 
     Returns:
         Label map (D, H, W) on the oriented native grid, uint8.
     """
     labels = merge(regions, grid, task)
     least_hu = task.least_hu
+    options = options or CascadeOptions()
     gas: list[Rejection] = []
     if image_hu is not None and least_hu is not None:
         gas.append(Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE))
-    rejections = {
-        value: [*gas, *([Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found is not None else [])]
-        for value in task.labels.values()
-    }
-    if task.regions:
-        clean_labels(labels, rejections, (options or CascadeOptions()).min_part_fraction)
-    else:
+    if not task.regions:
         # A task without regions only loses its gas: lesions may be small and many, and enclose each other.
-        for value, reasons in rejections.items():
-            remove_small_components(labels, value, 0.0, reasons)
+        for value in task.labels.values():
+            remove_components(labels, value, gas)
+        return labels
+    for name, value in task.labels.items():
+        unseen = [Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found and options.min_agreement else []
+        counts = remove_components(labels, value, [*gas, *unseen], options.min_part_fraction)
+        if unseen and warnings is not None and (volume_ml := counts[-1] * voxel_ml(grid)) >= MIN_REPORTED_ML:
+            warnings.append(
+                f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are apart from what the coarse stage marks"
+            )
+    for value in task.labels.values():
+        fill_holes(labels, value)
     return labels
 
 
@@ -112,22 +120,8 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     return percent
 
 
-def clean_labels(labels: np.ndarray, rejections: Mapping[int, Sequence[Rejection]], min_part_fraction: float) -> None:
-    """Clean a label map in place: remove rejected and small components of each label, then fill its holes, never over other labels.
-
-    Args:
-        labels: Label map (D, H, W).
-        rejections: Value of each label to what removes its components.
-        min_part_fraction: Least size of a kept component, as a share of the label's largest.
-    """
-    for value, reasons in rejections.items():
-        remove_small_components(labels, value, min_part_fraction, reasons)
-    for value in rejections:
-        fill_holes(labels, value)
-
-
 def _unseen(found: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
-    """Voxels of the native grid that the coarse stage gives to no region with a label."""
+    """Voxels of the native grid that the coarse stage assigns to no region that contains a label."""
     values = {one for region in task.regions if value in task.region_values(region) for one in task.region_values(region)}
     is_unseen = ~np.isin(found.labels, list(values))
     nearest = nearest_voxels(found.grid, grid)

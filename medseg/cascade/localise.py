@@ -22,7 +22,7 @@ from medseg.data.audit.position import side_pairs
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
-from medseg.inference.postprocess import Rejection, remove_small_components
+from medseg.inference.postprocess import Rejection, remove_components
 from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut, erase_outside
 from medseg.preprocess.intensity import Intensity, normalise
@@ -32,8 +32,7 @@ from medseg.preprocess.resample import resample_image
 MIXED_SHARE = 0.05
 # A smaller volume that is removed or added causes no warning.
 MIN_REPORTED_ML = 5.0
-# A component is gas if its median lies below the bound of gas, and no organ if nearly all of it lies beyond the outline of the patient: where
-# the field of view cuts the body off, a part of the lung lies there, too.
+# A component is gas if its median lies below the bound of gas. It is no organ if nearly all of it lies beyond the outline of the patient.
 MAX_GAS_SHARE = 0.5
 MAX_BEYOND_SHARE = 0.9
 
@@ -155,7 +154,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
     """
     cleaned = labels.copy()
     for value in task.labels.values():
-        remove_small_components(cleaned, value, options.min_part_fraction)
+        remove_components(cleaned, value, min_fraction=options.min_part_fraction)
     warnings = _unmix_sides(cleaned, grid, task)
     masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
     volumes_ml = {name: float(mask.sum()) * voxel_ml(grid) for name, mask in masks.items()}
@@ -200,9 +199,7 @@ def _remove_impossible(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid
     warnings = []
     for rejection, reason in reasons:
         for name, value in task.labels.items():
-            num_before = np.count_nonzero(labels == value)
-            remove_small_components(labels, value, 0.0, [rejection])
-            volume_ml = float(num_before - np.count_nonzero(labels == value)) * voxel_ml(grid)
+            volume_ml = remove_components(labels, value, [rejection])[0] * voxel_ml(grid)
             if volume_ml >= MIN_REPORTED_ML:
                 warnings.append(f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}")
     return warnings

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -179,7 +180,7 @@ def agreement(
     labels: np.ndarray,
     grid: VoxelGrid,
     regions: Mapping[str, tuple[int, ...]],
-    added: np.ndarray | bool = False,
+    added: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Dice coefficient of the coarse and the fine labels of each region.
 
@@ -191,7 +192,7 @@ def agreement(
         labels: Final label map (D, H, W).
         grid: Its grid, with the same axes.
         regions: Label values of each region that the coarse stage found.
-        added: Voxels of the coarse grid (D, H, W) that the final map has from the coarse stage: the fine stage did not find them.
+        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse grid: the fine stage did not find it.
 
     Returns:
         Region name to a number in [0, 1].
@@ -199,13 +200,19 @@ def agreement(
     fine_labels = _at_centres(labels, grid, coarse_grid)
     result = {}
     for name, values in regions.items():
-        coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values) & np.logical_not(added)
+        coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values)
+        if name in added:
+            fine &= ~added[name]
         result[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
     return result
 
 
 def most_disputed_xyz_mm(
-    coarse_labels: np.ndarray, coarse_grid: VoxelGrid, labels: np.ndarray, grid: VoxelGrid, added: np.ndarray | bool = False
+    coarse_labels: np.ndarray,
+    coarse_grid: VoxelGrid,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    added: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> tuple[float, ...] | None:
     """Find where the two stages differ most: the centre of the different voxels in the axial coarse slice with the most of them.
 
@@ -219,12 +226,40 @@ def most_disputed_xyz_mm(
     Returns:
         World point in mm, LPS; None where they are equal.
     """
-    differs = (coarse_labels != _at_centres(labels, grid, coarse_grid)) | added
+    differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
+    for mask in added.values():
+        differs |= mask
     index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
     if not differs[index].any():
         return None
     y, x = (float(places.mean()) for places in np.nonzero(differs[index]))
     return tuple(coarse_grid.index_to_world_xyz_mm([index, y, x]).tolist())
+
+
+def added_volumes(
+    coarse_grid: VoxelGrid,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    regions: Mapping[str, tuple[int, ...]],
+    added: Mapping[str, np.ndarray],
+) -> dict[str, float]:
+    """Measure what is left after the clean-up of the parts that were added; regions without such parts are left out.
+
+    Args:
+        coarse_grid: Grid of the coarse stage.
+        labels: Final label map (D, H, W).
+        grid: Its grid, with the same axes.
+        regions: Label values of each region.
+        added: Region name to its additions (D, H, W) on the coarse grid.
+
+    Returns:
+        Region name to a volume in ml.
+    """
+    if not added:
+        return {}
+    final = _at_centres(labels, grid, coarse_grid)
+    volumes_ml = {name: float(np.isin(final, regions[name])[mask].sum()) * voxel_ml(coarse_grid) for name, mask in added.items()}
+    return {name: volume_ml for name, volume_ml in volumes_ml.items() if volume_ml}
 
 
 def nearest_voxels(grid: VoxelGrid, other: VoxelGrid) -> list[np.ndarray]:

@@ -52,6 +52,7 @@ class CascadeOptions:
         max_volume_ratio: A larger ratio of the left and the right volume causes a warning.
         overlap: Share of a tile that its neighbour covers too, where a stage predicts in tiles.
         budget_gib: Memory that a network may use at a time, without its weights, its crop and its result; it never changes the result.
+        add_parts: Whether thick parts that only the coarse stage finds are added, where its checkpoint says how thick (`add_parts_mm`).
         tta: Average over flipped inputs (test-time augmentation); no flip along x where a region has a side.
     """
 
@@ -63,6 +64,7 @@ class CascadeOptions:
     max_volume_ratio: float = 8.0
     overlap: float = 0.5
     budget_gib: float = 1.0
+    add_parts: bool = True
     tta: bool = False
 
 
@@ -95,8 +97,8 @@ class TrainedStage:
         least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region get at least this size: a
             network that was trained on no smaller input lost half of a thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
-        add_parts_mm: Of the coarse stage: diameter of the smallest ball that fits into a part which it alone finds and which is added to the
-            fine result, see `medseg.cascade.additions`; None adds nothing.
+        add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it, see
+            `medseg.cascade.additions`; None adds nothing.
         region_mode: `mirrored`, `separate` or `side_input`: how several regions share the network.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.

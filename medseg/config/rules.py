@@ -622,6 +622,10 @@ def _stage_rules(config: TrainConfig) -> Rules:
                 not (sides and flip_axes),
                 f"augment.flip_axes={flip_axes}: with flips the coarse stage cannot distinguish the sides; leave it empty",
             ),
+            (
+                stage.add_parts_mm is None or bool(regions),
+                f"stage.add_parts_mm: the task {config.task.name} has no regions, so no fine result to add to; leave it out",
+            ),
             *(
                 (getattr(stage, key) is None, f"stage.{key}: only the fine stage uses it; leave it out with stage=coarse")
                 for key in (*FINE_KEYS, "elsewhere_share", "coarse")

@@ -211,8 +211,8 @@ class StageConfig:
     add_parts_mm: Annotated[
         float | None,
         Knob(
-            "Coarse stage: what only this stage finds is added to the fine result where a ball of this diameter fits into it; null: never.",
-            "(0, 1000]",
+            "Coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it; null: never.",
+            "(0, 50]",
             "mm",
         ),
     ] = None
@@ -501,6 +501,9 @@ class PredictInferenceConfig(InferenceConfig):
     max_ram_gib: Annotated[
         float | None,
         Knob("Bound on the memory of the whole process, for any scan; may lower budget_gib. null: none.", "(0, inf)", "GiB"),
+    ]
+    add_parts: Annotated[
+        bool, Knob("Add thick parts that only the coarse stage finds, where its training asks for it (stage.add_parts_mm).")
     ]
     tta: Annotated[
         bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")

@@ -23,11 +23,11 @@ Part = Callable[[tuple[slice, slice, slice]], np.ndarray]
 
 
 class Rejection(NamedTuple):
-    """What makes a component of a label no part of it.
+    """A reason to remove a component: more than a share of its voxels lies in a mask.
 
     Attributes:
-        where: Voxels that speak against a component.
-        share: Largest share of such voxels in a kept component.
+        where: The mask.
+        share: Largest share in a kept component.
     """
 
     where: Part
@@ -94,7 +94,9 @@ class Components:
             yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
-def remove_small_components(labels: np.ndarray, value: int, min_fraction: float, rejections: Sequence[Rejection] = ()) -> None:
+def remove_components(
+    labels: np.ndarray, value: int, rejections: Sequence[Rejection] = (), min_fraction: float = 0.0
+) -> list[int]:
     """Remove a label's rejected components and then those that are small beside its largest, in place.
 
     Of several largest components of equal size all are kept.
@@ -102,12 +104,15 @@ def remove_small_components(labels: np.ndarray, value: int, min_fraction: float,
     Args:
         labels: Label map (D, H, W).
         value: The label.
-        min_fraction: Least size of a kept component, as a share of the largest, in [0, 1]; 0 removes rejected ones only.
         rejections: Each removes components.
+        min_fraction: Least size of a kept component, as a share of the largest, in [0, 1].
+
+    Returns:
+        Number of voxels that each rejection speaks against, whichever removed them.
     """
     box = label_box(labels, value)
     if box is None:
-        return
+        return [0] * len(rejections)
     inner = labels[box.slices()]
     z, y, x = box.slices()
 
@@ -117,13 +122,14 @@ def remove_small_components(labels: np.ndarray, value: int, min_fraction: float,
     components = Components(
         inner.shape, lambda planes: inner[planes] == value, [None, *(counted(one.where) for one in rejections)]
     )
-    sizes, *rejected = components.counts
-    for counts, rejection in zip(rejected, rejections, strict=True):
-        sizes = np.where(counts > rejection.share * components.counts[0], 0, sizes)
-    is_removed = sizes < max(1.0, min_fraction * sizes.max())
+    sizes, *counts = components.counts
+    rejected = [count > one.share * sizes for count, one in zip(counts, rejections, strict=True)]
+    kept = np.where(np.any([np.zeros(len(sizes), dtype=bool), *rejected], axis=0), 0, sizes)
+    is_removed = kept < max(1.0, min_fraction * kept.max())
     is_removed[0] = False
     for planes, is_in in components.where(is_removed):
         inner[planes][is_in] = 0
+    return [int(sizes[1:][is_rejected[1:]].sum()) for is_rejected in rejected]
 
 
 def fill_holes(labels: np.ndarray, value: int) -> None:

@@ -236,7 +236,9 @@ def load_cascades(
     if is_under_torchrun() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     loading = {"backend": inference.get("backend"), **{key: inference[key] for key in ("tile_size", "half_weights")}}
-    options = CascadeOptions(**{key: inference[key] for key in ("overlap", "budget_gib", "tta")})
+    options = CascadeOptions(
+        **{key: inference[key] for key in ("overlap", "budget_gib", "tta")}, add_parts=inference.get("add_parts", True)
+    )
     loaded = []
     for name, (coarse, fine, range_mm) in checkpoints.items():
         cascade = load_cascade(

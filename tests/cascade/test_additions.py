@@ -1,4 +1,4 @@
-"""Parts that only the coarse stage finds: thick ones are added whole, thin ones are not."""
+"""Parts that only the coarse stage finds: thick ones are added whole, outlines are not, and no other region loses a voxel."""
 
 from __future__ import annotations
 
@@ -6,56 +6,75 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.cascade.additions import add_parts, find_additions
+from medseg.cascade.additions import add_coarse_parts, thick_parts
 from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 
+TASK = Task(
+    "organs",
+    {"shell": 1, "core": 2, "other": 3},
+    (Region("organ", ("shell", "core")), Region("neighbour", ("other",))),
+    (Channel("mr", None, "zscore"),),
+)
 GRID = VoxelGrid((20, 24, 28), (4.0, 4.0, 4.0), (0.0, 0.0, 0.0))
-TASK = Task("organs", {"shell": 1, "core": 2}, (Region("organ", ("shell", "core")),), (Channel("mr", None, "zscore"),))
+ORGAN = (slice(4, 16), slice(6, 18), slice(6, 20))
+SPACINGS = [(4.0, 4.0, 4.0), (4.1, 4.1, 4.1), (2.0, 2.0, 2.0), (5.0, 2.0, 2.0), (8.0, 4.0, 4.0)]
 
 
-def coarse_labels(part: tuple[slice, slice, slice]) -> np.ndarray:
-    labels = np.zeros(GRID.shape, dtype=np.uint8)
-    labels[part] = 1
-    return labels
+def ball(spacing_mm: tuple[float, float, float], radius_mm: float) -> np.ndarray:
+    z, y, x = (mm * (np.arange(round(140 / mm)) + 0.5) - 70 for mm in spacing_mm)
+    return z[:, None, None] ** 2 + y[:, None] ** 2 + x**2 < radius_mm**2
 
 
-def probs_of(mask: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(mask.astype(np.float16))[None]
-
-
-@pytest.mark.parametrize(("slices", "is_thick"), [(1, False), (2, False), (3, True), (5, True)])
-def test_a_part_is_added_if_a_ball_fits_into_it(slices: int, is_thick: bool) -> None:
-    labels = coarse_labels((slice(4, 16), slice(6, 18), slice(6, 20)))
-    fine = labels.copy()
-    fine[16 - slices :] = 0
-    additions = find_additions(labels, GRID, probs_of(fine == 1), GRID, (1,), 8.0)
-    missing = (labels == 1) & (fine == 0)
-    assert not additions[~missing].any()
-    assert additions.sum() > 0.9 * missing.sum() if is_thick else not additions.any()
-
-
-def test_the_outline_is_left_to_the_fine_stage() -> None:
-    labels = coarse_labels((slice(4, 16), slice(6, 18), slice(6, 20)))
-    inner = coarse_labels((slice(5, 15), slice(7, 17), slice(7, 19)))
-    assert not find_additions(labels, GRID, probs_of(inner == 1), GRID, (1,), 8.0).any()
+@pytest.mark.parametrize("spacing_mm", SPACINGS)
+def test_an_outline_is_thin_and_half_a_ball_is_thick(spacing_mm: tuple[float, float, float]) -> None:
+    whole = ball(spacing_mm, 60.0)
+    smaller = whole & np.roll(whole, 1, 0) & np.roll(whole, -1, 0) & np.roll(whole, 1, 1) & np.roll(whole, -1, 1)
+    outline = whole & ~(smaller & np.roll(whole, 1, 2) & np.roll(whole, -1, 2))
+    assert not thick_parts(outline, spacing_mm, 8.0).any()
+    half = whole.copy()
+    half[: len(half) // 2] = False
+    kept = thick_parts(half | outline, spacing_mm, 8.0)
+    assert not kept[~(half | outline)].any()
+    assert kept[half].mean() > 0.98
+    assert kept[outline & ~half].mean() < 0.15
 
 
 def test_the_border_of_the_scan_makes_no_part_thin() -> None:
-    labels = coarse_labels((slice(0, 1), slice(6, 18), slice(6, 20)))
-    nothing = probs_of(np.zeros(GRID.shape))
-    assert find_additions(labels, GRID, nothing, GRID, (1,), 8.0).sum() > 0.9 * (labels == 1).sum()
-    assert not find_additions(np.roll(labels, 5, axis=0), GRID, nothing, GRID, (1,), 8.0).any()
+    mask = np.zeros(GRID.shape, dtype=bool)
+    mask[:1, 6:18, 6:20] = True
+    assert thick_parts(mask, GRID.spacing_mm, 8.0).sum() > 0.9 * mask.sum()
+    assert not thick_parts(np.roll(mask, 5, axis=0), GRID.spacing_mm, 8.0).any()
 
 
-def test_added_voxels_get_the_label_of_the_coarse_stage_on_a_finer_crop() -> None:
-    labels = coarse_labels((slice(4, 16), slice(6, 18), slice(6, 20)))
-    labels[10:16][labels[10:16] == 1] = 2
+@pytest.mark.parametrize("offset", [0.0, 0.7, 1.5, 2.3, 3.1])
+def test_an_added_half_joins_the_fine_half_without_a_gap(offset: float) -> None:
+    """Half of the organ is consolidated, and the border of what the fine stage finds lies anywhere within a coarse voxel."""
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    labels[ORGAN] = 1
+    labels[12:16][labels[12:16] == 1] = 2
     crop_grid = GRID.crop(VoxelBox((2, 4, 4), (18, 20, 22))).resampled((1.0, 1.0, 1.0))
+    (_, top, left) = np.rint(crop_grid.world_to_index_zyx((22.0, 22.0, 22.0))).astype(int)
     probs = torch.zeros((2, *crop_grid.shape), dtype=torch.float16)
-    additions = find_additions(labels, GRID, probs, crop_grid, (1, 2), 8.0)
-    add_parts(labels, GRID, additions, probs, crop_grid, TASK.regions[0], TASK)
-    volumes_ml = [float((one > 0.5).sum()) / 1000 for one in probs]
-    for volume_ml, value in zip(volumes_ml, (1, 2), strict=True):
-        assert volume_ml == pytest.approx(float((additions & (labels == value)).sum()) * 64 / 1000, rel=0.03)
+    first, middle, last = (int(crop_grid.world_to_index_zyx((0.0, 0.0, 4.0 * i - 2 + offset))[0]) for i in (4, 9, 16))
+    inside = (slice(top, top + 48), slice(left, left + 56))
+    probs[0, first:middle, *inside] = 1.0
+    added = add_coarse_parts(labels, GRID, [(TASK.regions[0], probs, crop_grid)], TASK, 8.0)
+    along_z = (probs.sum(0)[first : last - 2, inside[0], inside[1]] > 0.5).float().mean((1, 2))
+    assert float(along_z.min()) > 0.9
+    # Each added voxel has the label of the coarse stage.
+    assert float((probs[1] > 0.5).sum()) / 64 == pytest.approx((labels == 2).sum(), rel=0.05)
+    assert added["organ"].sum() > 0.9 * (labels[9:] > 0).sum()
     assert float(probs.sum(0).max()) <= 1.01
+
+
+def test_what_the_fine_stage_gives_to_another_region_stays_there() -> None:
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    labels[ORGAN] = 1
+    mine, others = (torch.zeros((count, *GRID.shape), dtype=torch.float16) for count in (2, 1))
+    mine[0, 4:16, 6:18, 6:12] = 1.0
+    others[0, 4:16, 6:18, 12:20] = 0.9
+    before = mine.clone()
+    added = add_coarse_parts(labels, GRID, [(TASK.regions[0], mine, GRID), (TASK.regions[1], others, GRID)], TASK, 8.0)
+    assert not any(mask.any() for mask in added.values())
+    assert torch.equal(mine, before)

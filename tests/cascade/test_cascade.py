@@ -156,9 +156,31 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
     )
     assert without.added_ml == {}
     assert [warning for warning in result.warnings if warning not in without.warnings] == [
-        f"left_lung: {result.added_ml['left_lung']:.0f} ml that only the coarse stage finds were added, as it finds consolidated lung: "
+        f"left_lung: {result.added_ml['left_lung']:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: "
         "check the result"
     ]
+    unasked = Cascade(
+        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine"), CascadeOptions(add_parts=False)
+    )
+    assert np.array_equal(unasked.segment(volume).labels, without.labels)
+
+
+def test_a_region_of_which_the_fine_stage_finds_nothing_is_absent_and_not_added() -> None:
+    class Blind(FineOracle):
+        """Sees nothing on the left."""
+
+        def forward(self, image, region):  # type: ignore[no-untyped-def]
+            logits = super().forward(image, region)
+            if region.item() == 0:
+                logits[:, 1] = -30.0
+            return logits
+
+    volume, _ = scan()
+    result = Cascade(replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Blind(), "fine")).segment(volume)
+    assert set(np.unique(result.labels)) == {0, 2}
+    assert result.added_ml == {}
+    (warning,) = result.warnings
+    assert warning.startswith("no left_lung found: the 0 ml of the fine stage do not match the coarse labels (Dice 0.00)")
 
 
 def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
@@ -196,15 +218,16 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
     assert result.volumes_ml["left_lung"] == 0.0
     assert dice(result.labels == 2, target == 2) >= 0.98
     assert set(np.unique(result.labels)) == {0, 2}
-    (warning,) = result.warnings
-    assert warning.startswith("no left_lung found: the ")
-    assert "do not match the coarse labels" in warning
-    assert warning.endswith("so the region is reported as absent")
-    assert set(result.boxes) == {"right_lung"}
-
-    kept = Cascade(stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"), CascadeOptions(min_agreement=0.0)).segment(volume)
-    assert kept.volumes_ml["left_lung"] > 0
-    assert set(kept.boxes) == {"left_lung", "right_lung"}
+    removed, absent = result.warnings
+    assert removed.endswith(
+        "ml that the fine stage called left_lung were removed: they are apart from what the coarse stage marks"
+    )
+    assert absent == "left_lung is empty: the fine stage found nothing in the crop that the coarse stage marks"
+    # Who trusts the fine stage alone gets its result.
+    trusting = Cascade(stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"), CascadeOptions(min_agreement=0.0)).segment(
+        volume
+    )
+    assert trusting.volumes_ml["left_lung"] > 0
 
 
 def test_an_empty_fine_result_is_said_aloud() -> None:

@@ -8,7 +8,7 @@ import torch
 from oracle import OBLIQUE
 
 from medseg.cascade import join as joining
-from medseg.cascade.join import clean_labels, join, merge
+from medseg.cascade.join import join, merge
 from medseg.cascade.localise import Localisation
 from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -90,8 +90,9 @@ def test_clean_up_drops_crumbs_and_fills_holes_but_no_other_label() -> None:
     labels[9, 9, 13] = 1  # a crumb of the first
     expected[6:8, 6:8, 4:6] = 2
     expected[2:6, 2:6, 11:15] = 3
-    clean_labels(labels, {1: [], 2: [], 3: []}, 0.1)
-    np.testing.assert_array_equal(labels, expected)
+    grid = VoxelGrid(labels.shape, (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+    results = [(region, one_hot(labels, LOBES.region_values(region)), grid) for region in LOBES.regions]
+    np.testing.assert_array_equal(join(results, grid, LOBES), expected)
 
 
 def test_gas_is_no_organ_where_the_task_says_so() -> None:

@@ -8,7 +8,7 @@ from scipy import ndimage
 
 from medseg.geometry.grid import VoxelBox
 from medseg.inference import postprocess
-from medseg.inference.postprocess import Rejection, fill_holes, label_box, remove_small_components
+from medseg.inference.postprocess import Rejection, fill_holes, label_box, remove_components
 
 DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
 
@@ -42,7 +42,7 @@ def test_cleaning_agrees_with_scipy_on_the_whole_array(density: float, seed: int
     if sizes.size:
         kept = 1 + np.flatnonzero(sizes >= 0.3 * sizes.max())
         large = labels.copy()
-        remove_small_components(large, 2, 0.3)
+        remove_components(large, 2, min_fraction=0.3)
         np.testing.assert_array_equal(large == 2, np.isin(parts, kept))
     fill_holes(labels, 2)
     np.testing.assert_array_equal(labels == 2, ndimage.binary_fill_holes(mask))
@@ -51,7 +51,7 @@ def test_cleaning_agrees_with_scipy_on_the_whole_array(density: float, seed: int
 def test_an_empty_mask_stays_empty() -> None:
     labels = np.zeros((3, 4, 5), dtype=np.uint8)
     fill_holes(labels, 1)
-    remove_small_components(labels, 1, 0.1)
+    remove_components(labels, 1, min_fraction=0.1)
     assert not labels.any()
     assert label_box(labels, 1) is None
 
@@ -88,7 +88,7 @@ def test_gas_does_not_count_among_the_large_parts() -> None:
     image_hu[:, :7] = -1000
     expected = np.where(labels == 2, 2, 0)
     expected[2:12, 8:11, 2:9] = 1
-    remove_small_components(labels, 1, 0.1, [Rejection(lambda part: image_hu[part] < -980, 0.5)])
+    remove_components(labels, 1, [Rejection(lambda part: image_hu[part] < -980, 0.5)], 0.1)
     np.testing.assert_array_equal(labels, expected)
 
 
@@ -108,5 +108,5 @@ def test_a_part_is_gas_where_its_median_lies_below(counted_at_once: int, monkeyp
     assert num_parts >= 5
     assert 0 < expected.sum() < mask.sum()
     labels = mask.astype(np.uint8)
-    remove_small_components(labels, 1, 0.0, [Rejection((image_hu < bound_hu).__getitem__, 0.5)])
+    remove_components(labels, 1, [Rejection((image_hu < bound_hu).__getitem__, 0.5)])
     np.testing.assert_array_equal((mask & (labels == 0))[sure], expected[sure])
