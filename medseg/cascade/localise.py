@@ -131,7 +131,7 @@ def localise(
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
     coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
-    removed = _remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
+    removed = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
     warnings = [
         *prediction.remarks,
@@ -183,7 +183,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
     return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, warnings)
 
 
-def _remove_impossible(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
+def remove_impossible(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
     """Remove components of a CT with a median below `task.least_hu`, and those that lie beyond the patient, in place.
 
     Returns:

@@ -28,6 +28,8 @@ from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
 
 BOUND = "bound.json"
 """File of `cross_validate` with the lower bound on Dice."""
+EXPERIMENTS = "experiments.json"
+"""File beside the two runs of a cascade with the experiments that they come from."""
 Step = Sequence[str]
 """Arguments of `medseg`, the command first."""
 
@@ -92,7 +94,11 @@ def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phant
         folder: Folder of the two runs, `coarse` and `fine`.
         data: Arguments that select the training cases. Trainings on phantoms do not get them: they use no patient data.
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a study.
+
+    Raises:
+        UserError: If the folder has runs of other experiments.
     """
+    _note_experiments(folder, config)
     cache, steps = f"data.cache={phantom_runs / 'cache'}", []
     for stage in ("coarse", "fine"):
         begin = []
@@ -101,6 +107,24 @@ def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phant
             begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
         steps += train_steps(folder / stage, f"experiment={getattr(config, stage)}", cache, *data, *begin)
     return steps
+
+
+def _note_experiments(folder: Path, config: RecipeConfig) -> None:
+    """Write the experiments of a cascade beside its runs, since a finished run is reused; refuse a folder with others.
+
+    Raises:
+        UserError: With both.
+    """
+    path, given = folder / EXPERIMENTS, json.dumps(experiments(config))
+    if path.is_file():
+        found = path.read_text(encoding="utf-8")
+        require(
+            found == given,
+            f"{folder}: its runs come from the experiments {found}, not {given}; give the same ones, or another folder",
+        )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(path, given)
 
 
 def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:

@@ -24,6 +24,7 @@ from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.models.regional import RegionalNetwork
+from medseg.prediction.export import describe_stage
 from medseg.runs.signature import plain
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import read_weights, shipped_weights, write_weights
@@ -31,9 +32,9 @@ from medseg.weights.files import read_weights, shipped_weights, write_weights
 CPU = torch.device("cpu")
 
 
-def compose(*overrides: str) -> TrainConfig:
+def compose(*overrides: str, stage: str = "fine") -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", ["stage=fine", "model.width=4", *overrides, "run_dir=x"]), TrainConfig)
+        return to_config(hydra.compose("train", [f"stage={stage}", "model.width=4", *overrides, "run_dir=x"]), TrainConfig)
 
 
 def write(path: Path, config: TrainConfig, **changes: Any) -> RegionalNetwork:
@@ -170,6 +171,18 @@ def test_a_checkpoint_brings_its_resampling_and_older_ones_use_the_defaults(tmp_
     assert (stage.resampling, stage.rule) == ("antialiased", PLAIN)
     with pytest.raises(UserError, match="cannot be averaged: resampling is linear in the one and antialiased in the other"):
         load_stages([path, older], "fine", CPU)
+
+
+def test_a_checkpoint_of_a_coarse_stage_says_how_thick_the_parts_are_that_it_adds(tmp_path: Path) -> None:
+    path, older = tmp_path / "w.safetensors", tmp_path / "older.safetensors"
+    config = compose("stage.add_parts_mm=8", stage="coarse")
+    write(path, config)
+    write(older, config, add_parts_mm=None)
+    stage = load_stage(path, "coarse", CPU)
+    assert (stage.add_parts_mm, describe_stage(stage, None, None)["add_parts_mm"]) == (8.0, 8.0)
+    assert load_stage(older, "coarse", CPU).add_parts_mm is None
+    with pytest.raises(UserError, match="cannot be averaged: add_parts_mm is"):
+        load_stages([path, older], "coarse", CPU)
 
 
 FOREIGN = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from oracle import OBLIQUE, TASK
 
-from medseg.cascade.localise import Localisation, locate_regions
+from medseg.cascade.localise import Localisation, locate_regions, remove_impossible
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.task import Region, is_side_pair
+from medseg.data.task import Channel, Region, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import region_crop
 
@@ -31,6 +33,24 @@ def test_plausible_regions_give_tight_boxes_and_no_warning() -> None:
         "left_lung": VoxelBox((10, 20, 55), (30, 40, 75)),
         "right_lung": VoxelBox((10, 20, 15), (30, 40, 35)),
     }
+
+
+@pytest.mark.parametrize("modality", ["ct", "mr"])
+def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> None:
+    grid = VoxelGrid((10, 100, 120), (4.0, 4.0, 4.0), (0.0, 0.0, 0.0))
+    body, organ, foam = ((slice(0, 10), *place) for place in (np.s_[20:70, 20:100], np.s_[30:60, 30:50], np.s_[80:90, 30:50]))
+    image_hu = np.full(grid.shape, -1000.0)
+    image_hu[body], image_hu[organ], image_hu[foam] = 40.0, -850.0, -900.0
+    labels = np.zeros(grid.shape, dtype=np.uint8)
+    labels[organ] = labels[foam] = 1
+    channel = Channel("ct", (-1000.0, 400.0)) if modality == "ct" else Channel("mr", None, "zscore")
+    warnings = remove_impossible(labels, image_hu, grid, replace(TASK, channels=(channel,)))
+    assert labels[organ].all()
+    assert labels[foam].all() == (modality == "mr")
+    expected = [
+        "128 ml that the coarse stage called left_lung were removed: they lie beside the patient, as foam of the table and blankets do"
+    ]
+    assert warnings == (expected if modality == "ct" else [])
 
 
 def test_crumbs_do_not_move_the_box_and_large_parts_stay() -> None:

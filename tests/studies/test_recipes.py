@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from medseg.config.schema import MakeWeightsConfig
+from medseg.errors import UserError
 from medseg.studies import recipes
 
 
@@ -35,6 +36,18 @@ def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: 
     coarse, fine = steps("fold_0")
     assert coarse[-1] == f"resume={tmp_path / 'fold_0' / 'coarse'}"
     assert not fine[-1].startswith("resume")
+
+
+def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
+    def plan(coarse: str) -> list[recipes.Step]:
+        config = MakeWeightsConfig(
+            cases="t.csv", output="out", runs="r", coarse=coarse, fine="b", pretrain_coarse=None, pretrain_fine=None
+        )
+        return recipes.cascade_steps(config, tmp_path / "fold_0", [], tmp_path)
+
+    assert plan("a") == plan("a")
+    with pytest.raises(UserError, match=r'fold_0: its runs come from the experiments \{"coarse": "a",.*not \{"coarse": "c",'):
+        plan("c")
 
 
 @pytest.mark.parametrize(
