@@ -367,14 +367,21 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
         options: Bounds of the agreement.
     """
     regions = [region for region in task.regions if region.name in result.agreements]
-    trusted = {name for region in regions if result.agreements[region.name] >= options.min_agreement for name in region.labels}
+    volumes_ml = {region.name: sum(result.volumes_ml[name] for name in region.labels) for region in regions}
+    contradicted = {
+        name
+        for name, volume_ml in volumes_ml.items()
+        if result.agreements[name] < options.min_agreement
+        or _is_doubtful(volume_ml, result.agreements[name], name, task, options)
+    }
+    trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
     for region in regions:
-        volume_ml, agreed = sum(result.volumes_ml[name] for name in region.labels), result.agreements[region.name]
+        volume_ml, agreed = volumes_ml[region.name], result.agreements[region.name]
         if not volume_ml:
             result.warnings.append(
                 f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks"
             )
-        elif agreed < options.min_agreement:
+        elif region.name in contradicted:
             removed = [name for name in region.labels if name not in trusted]
             for plane in labels:
                 plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
@@ -390,6 +397,12 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
                 f"{region.name}: the two stages agree only to a Dice of {agreed:.2f} "
                 f"({options.usual_agreement:g} or more is usual): check the result"
             )
+
+
+def _is_doubtful(volume_ml: float, agreed: float, region: str, task: Task, options: CascadeOptions) -> bool:
+    """Whether a region is far below the least plausible volume, and the stages agree little on it, as on bowel gas and air between limbs."""
+    least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
+    return agreed < options.usual_agreement and volume_ml < options.min_doubtful_share * least_ml and options.min_agreement > 0
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:

@@ -49,6 +49,8 @@ class CascadeOptions:
         min_region_share: A region of a pair below this share of the other side's volume is absent too.
         min_agreement: A region with a lower Dice coefficient of the two stages counts as absent; 0 trusts the fine stage.
         usual_agreement: A lower Dice coefficient causes a warning.
+        min_doubtful_share: A region below `usual_agreement` and below this share of the least plausible volume (`task.volume_ml`) counts as
+            absent; with `min_agreement=0` none does.
         max_volume_ratio: A larger ratio of the left and the right volume causes a warning.
         overlap: Share of a tile that its neighbour covers too, where a stage predicts in tiles.
         budget_gib: Memory that a network may use at a time, without its weights, its crop and its result; it never changes the result.
@@ -61,6 +63,7 @@ class CascadeOptions:
     min_region_share: float = 0.01
     min_agreement: float = 0.1
     usual_agreement: float = USUAL_AGREEMENT
+    min_doubtful_share: float = 0.03
     max_volume_ratio: float = 8.0
     overlap: float = 0.5
     budget_gib: float = 1.0

@@ -141,6 +141,21 @@ def test_stages_that_disagree_are_said_aloud() -> None:
     )
 
 
+@pytest.mark.parametrize(("least_ml", "is_kept"), [(2000.0, False), (100.0, True)])
+def test_a_region_far_below_the_plausible_volume_on_which_the_stages_agree_little_is_absent(
+    least_ml: float, is_kept: bool
+) -> None:
+    """The left block has 43 ml, of which the fine stage sees 60 %."""
+    task = replace(TASK, volume_ml={"left_lung": (least_ml, 5000.0), "right_lung": (least_ml, 5000.0)})
+    stages = replace(stage(CoarseOracle(), "coarse"), task=task), replace(stage(Upper(), "fine"), task=task)
+    volume, target = scan()
+    result = Cascade(*stages).segment(volume)
+    assert (result.volumes_ml["left_lung"] > 0) == is_kept
+    assert dice(result.labels == 2, target == 2) >= 0.98
+    assert any("do not match the coarse labels" in warning for warning in result.warnings) == (not is_kept)
+    assert Cascade(*stages, CascadeOptions(min_agreement=0.0)).segment(volume).volumes_ml["left_lung"] > 0
+
+
 def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_aloud() -> None:
     volume, target = scan()
     without = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)
