@@ -16,8 +16,9 @@ READ_SPACING_MM = 4.0
 def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """Find the voxels beyond the convex outline, slice by slice, of the thick pieces of soft tissue.
 
-    Foam and blankets have the density of lung, and lie outside. Nothing counts as outside in a slice without soft tissue, or with
-    soft tissue at the edge of the field of view, which cuts the patient off.
+    Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge of the image, which cuts the patient
+    off, the outline contains this edge as far as the tissue extends along it. Nothing counts as outside in a slice without soft tissue, or
+    with soft tissue at two edges.
 
     Args:
         image_hu: CT (D, H, W) in HU, y towards the patient's back.
@@ -41,11 +42,18 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     y, x = np.indices(is_soft.shape[1:]).reshape(2, -1)
     points_mm = np.stack([y * y_mm, x * x_mm])
     for z in np.flatnonzero(patient.any(axis=(1, 2))):
-        if any(edge.any() for edge in (patient[z, 0], patient[z, -1], patient[z, :, 0], patient[z, :, -1])):
+        tissue = np.argwhere(patient[z])
+        cut = [
+            [(end, low), (end, high)] if axis == 0 else [(low, end), (high, end)]
+            for axis, (low, high) in enumerate(zip(tissue.min(axis=0)[::-1], tissue.max(axis=0)[::-1], strict=True))
+            for end in (0, patient.shape[1 + axis] - 1)
+            if (tissue[:, axis] == end).any()
+        ]
+        if len(cut) > 1:
             continue
         try:
             # Of each side: unit normal and distance, positive outside.
-            sides = ConvexHull(np.argwhere(patient[z]) * (y_mm, x_mm)).equations
+            sides = ConvexHull(np.concatenate([tissue, *cut]) * (y_mm, x_mm)).equations
         except QhullError:  # a single line of voxels
             continue
         distance_mm = (sides[:, :2] @ points_mm + sides[:, 2:]).max(axis=0)
