@@ -174,7 +174,7 @@ def test_a_killed_process_of_a_run_is_told_in_one_sentence(victim: str, tiny_tab
     children = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
     children[0].kill()
     code, said, summary = ended(process, run_dir)
-    words = "rank 1 was killed by signal 9" if victim == "rank" else "a loader worker ended (DataLoader worker (pid"
+    words = "rank 1 was killed by signal 9" if victim == "rank" else "a loader worker ended ("
     assert (code, summary["status"]) == (1, "failed"), said
     assert words in summary["message"]
     assert words in said

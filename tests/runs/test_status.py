@@ -43,6 +43,10 @@ IN_WORKER = UserError(
         pytest.param(RuntimeError("CUDA error: out of memory"), Status.out_of_memory, "CUDA", id="GPU, in its driver"),
         pytest.param(OSError(errno.ENOMEM, "Cannot allocate memory"), Status.out_of_memory, "allocate", id="no memory for a process"),
         pytest.param(WORKER, Status.failed, "a loader worker ended (DataLoader worker (pid 1) is killed by signal: Killed.", id="worker"),
+        pytest.param(
+            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Status.failed, "a loader worker ended ([Errno 104]",
+            id="worker in the middle of a batch",
+        ),
         pytest.param(CODE_3, Status.out_of_memory, "out of memory", id="worker at its limit"),
         pytest.param(UNTOLD, Status.out_of_memory, "out of memory", id="worker at its limit, told by the cause"),
         pytest.param(MemoryError("Caught MemoryError in a worker.\n  File\nMemoryError"), Status.out_of_memory, "MemoryError", id="in a worker"),
