@@ -17,7 +17,12 @@ SLAB_PLANES = 32
 
 
 def add_coarse_parts(
-    labels: np.ndarray, grid: VoxelGrid, fine: Sequence[tuple[Region, Tensor, VoxelGrid]], task: Task, least_mm: float
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    fine: Sequence[tuple[Region, Tensor, VoxelGrid]],
+    task: Task,
+    least_mm: float,
+    beyond: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Raise the fine probabilities where only the coarse stage finds a region, in place.
 
@@ -29,6 +34,7 @@ def add_coarse_parts(
         fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of their crops.
         task: Labels and regions.
         least_mm: A part is added only if a ball of this diameter fits into it.
+        beyond: Voxels of the coarse grid beside the patient, where nothing is added; None = not known.
 
     Returns:
         Region name to the mask of its additions on the coarse grid.
@@ -39,13 +45,16 @@ def add_coarse_parts(
         for prob in probs:
             total += resample_image(prob, crop_grid, grid, outside=0.0)
         is_found |= total.numpy() > 0.5
+    is_taken = is_found if beyond is None else is_found | beyond
     additions = {}
     for region, probs, crop_grid in fine:
         values = task.region_values(region)
         in_region = np.isin(labels, values)
-        mask = additions[region.name] = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
+        mask = additions[region.name] = thick_parts(in_region & ~is_taken, grid.spacing_mm, least_mm)
         # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage finds and what is added.
         wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region
+        if beyond is not None:
+            wide &= ~beyond
         if mask.any():
             for prob, value in zip(probs, values, strict=True):
                 _raise(prob, crop_grid, wide & (labels == value), grid)

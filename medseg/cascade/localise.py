@@ -48,6 +48,8 @@ class Localisation:
         warnings: Sentences about missing or implausible regions.
         tiling_plan: How the volume went through the network; None where labels were given.
         crop_grid: Grid of the network's input; None where labels were given.
+        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`; None where labels were given, and for other images
+            than CT.
     """
 
     labels: np.ndarray
@@ -56,6 +58,7 @@ class Localisation:
     warnings: list[str]
     tiling_plan: TilingPlan | None = None
     crop_grid: VoxelGrid | None = None
+    beyond: np.ndarray | None = None
 
 
 def predict_body(
@@ -131,7 +134,7 @@ def localise(
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
     coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
-    removed = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
+    removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
     warnings = [
         *prediction.remarks,
@@ -140,6 +143,10 @@ def localise(
         *side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
         *(position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task) if stage.task.is_ct else []),
     ]
+    if beyond is not None:
+        is_beyond = np.zeros(labels.shape, dtype=bool)
+        is_beyond[inner] = beyond
+        found = replace(found, beyond=is_beyond)
     return replace(found, warnings=warnings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)
 
 
@@ -183,18 +190,21 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
     return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, warnings)
 
 
-def remove_impossible(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
+def remove_impossible(
+    labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task
+) -> tuple[list[str], np.ndarray | None]:
     """Remove components of a CT with a median below `task.least_hu`, and those that lie beyond the patient, in place.
 
     Returns:
-        Warnings of the larger ones.
+        Warnings of the larger ones, and the voxels beside the patient (None for other images than CT).
     """
-    reasons = []
+    reasons, beyond = [], None
     if task.least_hu is not None:
         is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
         reasons.append((is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas"))
     if task.is_ct:
-        is_beyond = Rejection(beyond_patient(image_hu, grid.spacing_mm).__getitem__, MAX_BEYOND_SHARE)
+        beyond = beyond_patient(image_hu, grid.spacing_mm)
+        is_beyond = Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)
         reasons.append((is_beyond, "they lie beside the patient, as foam of the table and blankets do"))
     warnings = []
     for rejection, reason in reasons:
@@ -202,7 +212,7 @@ def remove_impossible(labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid,
             volume_ml = remove_components(labels, value, [rejection])[0] * voxel_ml(grid)
             if volume_ml >= MIN_REPORTED_ML:
                 warnings.append(f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}")
-    return warnings
+    return warnings, beyond
 
 
 def _unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:

@@ -68,6 +68,18 @@ def test_an_added_half_joins_the_fine_half_without_a_gap(offset: float) -> None:
     assert float(probs.sum(0).max()) <= 1.01
 
 
+def test_nothing_is_added_beside_the_patient() -> None:
+    labels, beyond = np.zeros(GRID.shape, dtype=np.uint8), np.zeros(GRID.shape, dtype=bool)
+    labels[ORGAN] = 1
+    beyond[:, :, 16:] = True
+    probs = torch.zeros((2, *GRID.shape), dtype=torch.float16)
+    probs[0, 4:16, 6:18, 6:10] = 1.0
+    added = add_coarse_parts(labels, GRID, [(TASK.regions[0], probs, GRID)], TASK, 8.0, beyond)["organ"]
+    assert added.any()
+    assert not added[beyond].any()
+    assert not probs[0].numpy()[beyond].any()
+
+
 def test_what_the_fine_stage_gives_to_another_region_stays_there() -> None:
     labels = np.zeros(GRID.shape, dtype=np.uint8)
     labels[ORGAN] = 1

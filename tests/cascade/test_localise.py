@@ -44,9 +44,10 @@ def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> Non
     labels = np.zeros(grid.shape, dtype=np.uint8)
     labels[organ] = labels[foam] = 1
     channel = Channel("ct", (-1000.0, 400.0)) if modality == "ct" else Channel("mr", None, "zscore")
-    warnings = remove_impossible(labels, image_hu, grid, replace(TASK, channels=(channel,)))
+    warnings, beyond = remove_impossible(labels, image_hu, grid, replace(TASK, channels=(channel,)))
     assert labels[organ].all()
     assert labels[foam].all() == (modality == "mr")
+    assert beyond is None if modality == "mr" else beyond is not None and beyond[foam].all() and not beyond[body].any()
     expected = [
         "128 ml that the coarse stage called left_lung were removed: they lie beside the patient, as foam of the table and blankets do"
     ]
