@@ -17,8 +17,8 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     """Find the voxels beyond the convex outline, slice by slice, of the thick pieces of soft tissue.
 
     Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge of the image, which cuts the patient
-    off, the outline contains this edge as far as the tissue extends along it. Nothing counts as outside in a slice without soft tissue, or
-    with soft tissue at two edges.
+    off, or two opposite ones, the outline contains these edges as far as the tissue extends along them. Nothing counts as outside in a
+    slice without soft tissue, or with soft tissue at two edges that meet.
 
     Args:
         image_hu: CT (D, H, W) in HU, y towards the patient's back.
@@ -44,16 +44,16 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     for z in np.flatnonzero(patient.any(axis=(1, 2))):
         tissue = np.argwhere(patient[z])
         cut = [
-            [(end, low), (end, high)] if axis == 0 else [(low, end), (high, end)]
+            (axis, [(end, low), (end, high)] if axis == 0 else [(low, end), (high, end)])
             for axis, (low, high) in enumerate(zip(tissue.min(axis=0)[::-1], tissue.max(axis=0)[::-1], strict=True))
             for end in (0, patient.shape[1 + axis] - 1)
             if (tissue[:, axis] == end).any()
         ]
-        if len(cut) > 1:
+        if len({axis for axis, _ in cut}) > 1:  # nobody knows how far the patient extends about the corner
             continue
         try:
             # Of each side: unit normal and distance, positive outside.
-            sides = ConvexHull(np.concatenate([tissue, *cut]) * (y_mm, x_mm)).equations
+            sides = ConvexHull(np.concatenate([tissue, *(ends for _, ends in cut)]) * (y_mm, x_mm)).equations
         except QhullError:  # a single line of voxels
             continue
         distance_mm = (sides[:, :2] @ points_mm + sides[:, 2:]).max(axis=0)
