@@ -251,6 +251,8 @@ def make_weights(config: MakeWeightsConfig) -> int:
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
         metadata["dice_bound"] = bound
         path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
+        # Files of half the size. The networks compute in bfloat16, which is coarser; where they compute in fp32, the rounding is 0.05 %.
+        weights = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
         sums += f"{write_weights(path, without_folders(metadata), weights)}  {path.name}\n"
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights")
     replace_text(output / CHECKSUMS, sums)

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from medseg.config.schema import MakeWeightsConfig
 from medseg.errors import UserError
 from medseg.studies import recipes
+from medseg.weights.files import METADATA_FORMAT, PREFIX, checksum, read_weights
 
 
 def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
@@ -77,3 +79,26 @@ def test_published_metadata_names_no_folder() -> None:
     assert cleaned["config"]["run_dir"] == "run"
     assert cleaned["config"]["data"] == {"cases": "table.csv", "cache": "c", "fold": "all"}
     assert metadata["config"]["data"]["cases"] == "/data/table.csv"
+
+
+def test_weights_are_written_in_half_precision_with_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii.gz,b.nii.gz\n")
+    trained = {"head.weight": torch.randn(3, 8, 1, 1, 1), "steps": torch.tensor(7)}
+    for stage in ("coarse", "fine"):
+        metadata = {"format": METADATA_FORMAT, "stage": stage, "task": {"name": "lungs"}, "config": {"run_dir": "/home/x/run"}}
+        path = recipes.last_checkpoint(tmp_path / "runs" / "all" / stage)
+        path.parent.mkdir(parents=True)
+        torch.save({"medseg": metadata, "state_dict": {PREFIX + name: value for name, value in trained.items()}}, path)
+    monkeypatch.setattr(recipes, "run_steps", lambda steps: None)
+    folders = {"cases": str(tmp_path / "t.csv"), "output": str(tmp_path), "runs": str(tmp_path / "runs")}
+    config = MakeWeightsConfig(**folders, coarse="a", fine="b", pretrain_coarse=None, pretrain_fine=None)
+    assert recipes.make_weights(config) == 0
+    sums = dict(line.split()[::-1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines())
+    for stage in ("coarse", "fine"):
+        path = tmp_path / f"lungs_{stage}.safetensors"
+        assert sums[path.name] == checksum(path)
+        metadata, weights = read_weights(path, stage, stage)
+        assert metadata["config"]["run_dir"] == "run"
+        assert weights["head.weight"].dtype == torch.float16
+        torch.testing.assert_close(weights["head.weight"].float(), trained["head.weight"], rtol=2**-11, atol=1e-7)
+        assert torch.equal(weights["steps"], trained["steps"])
