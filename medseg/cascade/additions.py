@@ -10,10 +10,13 @@ from torch import Tensor
 
 from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.inference.postprocess import Rejection, remove_components
 from medseg.preprocess.resample import resample_image
 
 # Planes of the crop that are written at a time, for the memory.
 SLAB_PLANES = 32
+# Foam under the back counts as beside the patient only from some millimetres on.
+MAX_BEYOND_SHARE = 0.5
 
 
 def add_coarse_parts(
@@ -34,7 +37,7 @@ def add_coarse_parts(
         fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of their crops.
         task: Labels and regions.
         least_mm: A part is added only if a ball of this diameter fits into it.
-        beyond: Voxels of the coarse grid beside the patient, where nothing is added; None = not known.
+        beyond: Voxels of the coarse grid beside the patient; a part is not added if most of it lies there. None = not known.
 
     Returns:
         Region name to the mask of its additions on the coarse grid.
@@ -45,16 +48,15 @@ def add_coarse_parts(
         for prob in probs:
             total += resample_image(prob, crop_grid, grid, outside=0.0)
         is_found |= total.numpy() > 0.5
-    is_taken = is_found if beyond is None else is_found | beyond
     additions = {}
     for region, probs, crop_grid in fine:
         values = task.region_values(region)
         in_region = np.isin(labels, values)
-        mask = additions[region.name] = thick_parts(in_region & ~is_taken, grid.spacing_mm, least_mm)
+        mask = additions[region.name] = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
+        if beyond is not None:
+            remove_components(mask.view(np.uint8), 1, [Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)])
         # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage finds and what is added.
         wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region
-        if beyond is not None:
-            wide &= ~beyond
         if mask.any():
             for prob, value in zip(probs, values, strict=True):
                 _raise(prob, crop_grid, wide & (labels == value), grid)
