@@ -192,7 +192,7 @@ class Cascade:
             parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
         with timed("join"):
             if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
-                added = add_coarse_parts(found.labels, found.grid, parts, task, self.coarse.add_parts_mm, found.beyond)
+                added = add_coarse_parts(found, parts, task, self.coarse.add_parts_mm, result.warnings)
             labels = join(parts, grid, task, options, first, found, result.warnings)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {

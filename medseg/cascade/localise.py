@@ -48,8 +48,8 @@ class Localisation:
         warnings: Sentences about missing or implausible regions.
         tiling_plan: How the volume went through the network; None where labels were given.
         crop_grid: Grid of the network's input; None where labels were given.
-        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`; None where labels were given, and for other images
-            than CT.
+        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the network saw the scan; None where
+            labels were given, and for other images than CT.
     """
 
     labels: np.ndarray

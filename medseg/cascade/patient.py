@@ -17,8 +17,9 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     """Find the voxels beyond the convex outline, slice by slice, of the thick pieces of soft tissue.
 
     Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge of the image, which cuts the patient
-    off, or two opposite ones, the outline contains these edges as far as the tissue extends along them. Nothing counts as outside in a
-    slice without soft tissue, or with soft tissue at two edges that meet.
+    off, the outline contains this edge as far as the tissue extends along it. Between two cut sides it also contains all that lies in front,
+    since the image may show a part of the chest without its front wall. Nothing counts as outside in a slice without soft tissue, or with
+    soft tissue at any other two edges.
 
     Args:
         image_hu: CT (D, H, W) in HU, y towards the patient's back.
@@ -43,17 +44,25 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     points_mm = np.stack([y * y_mm, x * x_mm])
     for z in np.flatnonzero(patient.any(axis=(1, 2))):
         tissue = np.argwhere(patient[z])
+        (top, left), (bottom, right) = tissue.min(axis=0), tissue.max(axis=0)
+        last_y, last_x = (size - 1 for size in patient.shape[1:])
         cut = [
-            (axis, [(end, low), (end, high)] if axis == 0 else [(low, end), (high, end)])
-            for axis, (low, high) in enumerate(zip(tissue.min(axis=0)[::-1], tissue.max(axis=0)[::-1], strict=True))
-            for end in (0, patient.shape[1 + axis] - 1)
-            if (tissue[:, axis] == end).any()
+            ends
+            for is_cut, ends in (
+                (top == 0, [(0, left), (0, right)]),
+                (bottom == last_y, [(last_y, left), (last_y, right)]),
+                (left == 0, [(top, 0), (bottom, 0)]),
+                (right == last_x, [(top, last_x), (bottom, last_x)]),
+            )
+            if is_cut
         ]
-        if len({axis for axis, _ in cut}) > 1:  # nobody knows how far the patient extends about the corner
-            continue
+        if len(cut) > 1:
+            if bottom == last_y or left > 0 or right < last_x:  # the corner hides how far the patient extends
+                continue
+            cut.append([(0, 0), (0, last_x)])
         try:
             # Of each side: unit normal and distance, positive outside.
-            sides = ConvexHull(np.concatenate([tissue, *(ends for _, ends in cut)]) * (y_mm, x_mm)).equations
+            sides = ConvexHull(np.concatenate([tissue, *cut]) * (y_mm, x_mm)).equations
         except QhullError:  # a single line of voxels
             continue
         distance_mm = (sides[:, :2] @ points_mm + sides[:, 2:]).max(axis=0)

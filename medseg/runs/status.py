@@ -93,7 +93,9 @@ def end_of(
     line = (message.splitlines() or [type(error).__name__])[0].partition(". Details are lost")[0]
     rest = "resume continues from the last checkpoint" if is_saved else "nothing was saved, so resume begins with the first step"
     # A worker that is killed while it hands over a batch breaks the connection; no file of a run is read through one.
-    is_worker = isinstance(error, ConnectionError) or (isinstance(error, RuntimeError) and text.startswith("DataLoader worker"))
+    is_worker = isinstance(error, (ConnectionResetError, ConnectionRefusedError)) or (
+        isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
+    )
     is_file = (isinstance(error, OSError) and not is_worker) or "No space left on device" in text
     # By its name, since torch's compiler takes a second to import.
     is_compiler = any(one.__name__ == "TorchDynamoException" for one in type(error).__mro__)

@@ -13,6 +13,7 @@ from typing import Any
 
 import hydra
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from medseg.cascade.bound import DiceBound
 from medseg.config.check import to_config
@@ -251,12 +252,20 @@ def make_weights(config: MakeWeightsConfig) -> int:
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
         metadata["dice_bound"] = bound
         path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
-        # Files of half the size. The networks compute in bfloat16, which is coarser; where they compute in fp32, the rounding is 0.05 %.
-        weights = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
+        weights = {name: _in_half(value) for name, value in weights.items()}
         sums += f"{write_weights(path, without_folders(metadata), weights)}  {path.name}\n"
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights")
     replace_text(output / CHECKSUMS, sums)
     return 0
+
+
+def _in_half(value: Tensor) -> Tensor:
+    """Round weights to float16, for files of half the size; numbers that float16 cannot hold stay as they are.
+
+    The networks compute in bfloat16, which is coarser.
+    """
+    half = value.half()
+    return half if value.is_floating_point() and bool(half.isfinite().all()) else value
 
 
 def experiments(config: RecipeConfig) -> dict[str, str | None]:

@@ -48,9 +48,18 @@ def test_the_outline_of_half_a_chest_contains_the_edge_that_cuts_it() -> None:
         assert is_beyond[(parts["foam"] & ~parts["trunk"])[:, :, columns]].mean() > 0.9
 
 
-def test_nothing_is_beyond_where_two_edges_that_meet_cut_the_patient() -> None:
+@pytest.mark.parametrize("part", [np.s_[:, 30:, 25:], np.s_[:, 30:70, :], np.s_[:, 30:70, 25:95]])
+def test_nothing_is_beyond_where_other_edges_cut_the_patient(part: tuple[slice, ...]) -> None:
     image_hu, _ = chest((4.0, 4.0, 4.0))
-    assert not beyond_patient(image_hu[:, 30:, 25:], (4.0, 4.0, 4.0)).any()
+    assert not beyond_patient(image_hu[part], (4.0, 4.0, 4.0)).any()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(36, slice(33, 52)), (36, slice(36, 50)), (45, slice(33, 88))])
+def test_a_part_of_the_chest_without_its_front_wall_keeps_its_lung(rows: int, columns: slice) -> None:
+    image_hu, parts = chest((4.0, 4.0, 4.0))
+    is_beyond = beyond_patient(image_hu[:, rows:, columns], (4.0, 4.0, 4.0))
+    assert not is_beyond[parts["lungs"][:, rows:, columns]].any()
+    assert is_beyond[(parts["foam"] & ~parts["trunk"])[:, rows:, columns]].mean() > 0.9
 
 
 def test_two_legs_are_both_the_patient() -> None:

@@ -83,7 +83,7 @@ def test_published_metadata_names_no_folder() -> None:
 
 def test_weights_are_written_in_half_precision_with_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii.gz,b.nii.gz\n")
-    trained = {"head.weight": torch.randn(3, 8, 1, 1, 1), "steps": torch.tensor(7)}
+    trained = {"head.weight": torch.randn(3, 8, 1, 1, 1), "large": torch.tensor([1e6]), "steps": torch.tensor(7)}
     for stage in ("coarse", "fine"):
         metadata = {"format": METADATA_FORMAT, "stage": stage, "task": {"name": "lungs"}, "config": {"run_dir": "/home/x/run"}}
         path = recipes.last_checkpoint(tmp_path / "runs" / "all" / stage)
@@ -101,4 +101,4 @@ def test_weights_are_written_in_half_precision_with_their_checksums(tmp_path: Pa
         assert metadata["config"]["run_dir"] == "run"
         assert weights["head.weight"].dtype == torch.float16
         torch.testing.assert_close(weights["head.weight"].float(), trained["head.weight"], rtol=2**-11, atol=1e-7)
-        assert torch.equal(weights["steps"], trained["steps"])
+        assert all(torch.equal(weights[name], trained[name]) for name in ("large", "steps"))
