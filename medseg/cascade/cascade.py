@@ -387,7 +387,8 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
                 plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
             result.volumes_ml |= dict.fromkeys(removed, 0.0)
             del result.boxes[region.name]
-            volume_ml -= result.added_ml.pop(region.name, 0.0)
+            # What was added is counted in coarse voxels, so it may be a little more than the final volume.
+            volume_ml = max(0.0, volume_ml - result.added_ml.pop(region.name, 0.0))
             result.warnings.append(
                 f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "
                 "the region is reported as absent"
