@@ -30,7 +30,7 @@ def test_they_are_small_and_name_no_folder() -> None:
     paths = [shipped_weights("lungs", stage) for stage in ("coarse", "fine")]
     assert sum(path.stat().st_size for path in paths) <= 8e6
     assert {path.name for path in paths} == {path.name for path in SHIPPED.glob("*.safetensors")}
-    for path, stage, spacing_mm in zip(paths, ("coarse", "fine"), (2.0, 1.0), strict=True):
+    for path, stage, spacing_mm in zip(paths, ("coarse", "fine"), (4.0, 1.0), strict=True):
         metadata, _ = read_weights(path, stage, stage)
         assert metadata["spacing_mm"] == [spacing_mm] * 3
         assert metadata["config"]["data"]["fold"] == "all"
