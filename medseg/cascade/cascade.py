@@ -35,6 +35,9 @@ from medseg.preprocess.crop import erase_outside, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 
+# Of a region on which the stages agree little.
+MAX_DOUBTFUL_GAS_SHARE = 1 / 3
+
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -204,7 +207,7 @@ class Cascade:
                 result.agreements = agreement(found.labels, found.grid, labels, grid, regions, added)
                 result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid, added)
                 result.added_ml = added_volumes(found.grid, labels, grid, regions, added)
-        _remove_contradictions(result, labels, task, options)
+        _remove_contradictions(result, labels, first, task, options)
         result.warnings += [
             f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: check the result"
             for name, volume_ml in result.added_ml.items()
@@ -355,7 +358,9 @@ def _note_crop(result: Segmentation, step: str, name: str, stage: TrainedStage, 
         result.warnings += distortion_warnings(name, grid)
 
 
-def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task, options: CascadeOptions) -> None:
+def _remove_contradictions(
+    result: Segmentation, labels: np.ndarray, image_hu: np.ndarray, task: Task, options: CascadeOptions
+) -> None:
     """Remove regions on which the two stages contradict each other, in place, and warn where they agree little.
 
     Without a reference each stage is the check of the other. A label stays if one of its regions is trusted.
@@ -363,6 +368,7 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
     Args:
         result: Volumes and agreements; volumes, boxes and warnings are updated.
         labels: Final label map (D, H, W) in LPS order.
+        image_hu: The scan, its first channel.
         task: Labels and regions.
         options: Bounds of the agreement.
     """
@@ -371,8 +377,12 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
     contradicted = {
         name
         for name, volume_ml in volumes_ml.items()
-        if result.agreements[name] < options.min_agreement
-        or _is_doubtful(volume_ml, result.agreements[name], name, task, options)
+        if (agreed := result.agreements[name]) < options.min_agreement
+        or (
+            agreed < options.usual_agreement
+            and options.min_agreement > 0
+            and (_is_tiny(volume_ml, name, task, options) or _is_gas(labels, image_hu, name, task))
+        )
     }
     trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
     for region in regions:
@@ -400,10 +410,23 @@ def _remove_contradictions(result: Segmentation, labels: np.ndarray, task: Task,
             )
 
 
-def _is_doubtful(volume_ml: float, agreed: float, region: str, task: Task, options: CascadeOptions) -> bool:
-    """Whether a region is far below the least plausible volume, and the stages agree little on it, as on bowel gas and air between limbs."""
+def _is_tiny(volume_ml: float, region: str, task: Task, options: CascadeOptions) -> bool:
+    """Whether a region is far below the least plausible volume, as bowel gas and air between limbs are."""
     least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
-    return agreed < options.usual_agreement and volume_ml < options.min_doubtful_share * least_ml and options.min_agreement > 0
+    return volume_ml < options.min_doubtful_share * least_ml
+
+
+def _is_gas(labels: np.ndarray, image_hu: np.ndarray, region: str, task: Task) -> bool:
+    """Whether a third of a region or more is gas, as air below a blanket is. Emphysema has a quarter at most, noise included."""
+    if task.least_hu is None:
+        return False
+    values = next(task.region_values(one) for one in task.regions if one.name == region)
+    num_voxels = num_gas = 0
+    for plane, hu in zip(labels, image_hu, strict=True):
+        found = hu[np.isin(plane, values)]
+        num_voxels += len(found)
+        num_gas += int(np.count_nonzero(found < task.least_hu))
+    return num_gas > MAX_DOUBTFUL_GAS_SHARE * num_voxels
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:
