@@ -373,6 +373,7 @@ def _remove_contradictions(
         options: Bounds of the agreement.
     """
     regions = [region for region in task.regions if region.name in result.agreements]
+    values = {region.name: task.region_values(region) for region in regions}
     volumes_ml = {region.name: sum(result.volumes_ml[name] for name in region.labels) for region in regions}
     contradicted = {
         name
@@ -381,7 +382,7 @@ def _remove_contradictions(
         or (
             agreed < options.usual_agreement
             and options.min_agreement > 0
-            and (_is_tiny(volume_ml, name, task, options) or _is_gas(labels, image_hu, name, task))
+            and (_is_tiny(volume_ml, name, task, options) or _is_gas(labels, image_hu, values[name], task.least_hu))
         )
     }
     trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
@@ -416,16 +417,15 @@ def _is_tiny(volume_ml: float, region: str, task: Task, options: CascadeOptions)
     return volume_ml < options.min_doubtful_share * least_ml
 
 
-def _is_gas(labels: np.ndarray, image_hu: np.ndarray, region: str, task: Task) -> bool:
-    """Whether a third of a region or more is gas, as air below a blanket is. Emphysema has a quarter at most, noise included."""
-    if task.least_hu is None:
+def _is_gas(labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None) -> bool:
+    """Whether more than a third of a region lies below the bound of gas, as air below a blanket does."""
+    if least_hu is None:
         return False
-    values = next(task.region_values(one) for one in task.regions if one.name == region)
     num_voxels = num_gas = 0
     for plane, hu in zip(labels, image_hu, strict=True):
         found = hu[np.isin(plane, values)]
         num_voxels += len(found)
-        num_gas += int(np.count_nonzero(found < task.least_hu))
+        num_gas += int(np.count_nonzero(found < least_hu))
     return num_gas > MAX_DOUBTFUL_GAS_SHARE * num_voxels
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from io_volumes import DIRECTIONS, make_grid
+from oracle import dice
 from scipy.ndimage import gaussian_filter
 
 from medseg.build.stages import load_stage
@@ -222,7 +223,3 @@ def load_exported(path: Path) -> Any:
         return lambda image: torch.from_numpy(session.run(["logits"], {"image": image.numpy()})[0])
     compiled = core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return lambda image: torch.from_numpy(compiled({"image": image.numpy()})["logits"])
-
-
-def dice(one: np.ndarray, other: np.ndarray) -> float:
-    return float(2 * (one & other).sum() / max(1, one.sum() + other.sum()))
