@@ -6,8 +6,10 @@ Sample n is a function of (seed, n). The data set holds plain data, so it can be
 import math
 import multiprocessing.queues
 import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -430,6 +432,13 @@ def init_worker(_: int) -> None:
     torch.set_num_threads(1)
     # multiprocessing would print the error in its thread and drop the sample, for which the training process then waits for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    sys.excepthook = _report_unless_training_ends
+
+
+def _report_unless_training_ends(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print what ends a thread of a worker; a connection that breaks off means that the training ends, which tells why itself."""
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _end_worker(error: Exception, _: object) -> None:

@@ -154,7 +154,7 @@ def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Pat
     make_scans(tmp_path, tiny_table, 0)
     for name in ("a", "d"):
         shutil.copy(tiny_table.parent / "c0.nii.gz", tmp_path / "scans" / f"{name}.nii.gz")
-    for name, num_slices in (("b", 1280), ("c", 160)):
+    for name, num_slices in (("b", 1280), ("c", 640)):
         # Some air, the rest water; what was never written is a hole in the file.
         grid = VoxelGrid((num_slices, 512, 512), (2.0, 1.5, 1.5))
         path = tmp_path / "scans" / f"{name}.nii"

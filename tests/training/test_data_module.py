@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -204,3 +205,28 @@ def test_the_coarse_stage_gets_the_intensity_of_its_own_task(monkeypatch: pytest
         coarse: Any = SimpleNamespace(task=task)
         data_module.coarse_boxes(case, coarse, fine)
     assert given == [[window((-1000.0, 400.0))], [own]]
+
+
+# A surviving worker offers a batch to a training that ends: the training connects, and goes.
+PARTED = """
+import os, socket, sys, threading
+from multiprocessing import resource_sharer
+from medseg.data.samples import init_worker
+if sys.argv[1] == "worker":
+    init_worker(0)
+resource_sharer.DupFd(os.dup(1))
+sharer = resource_sharer._resource_sharer
+for _ in range(3):
+    training = socket.socket(socket.AF_UNIX)
+    training.connect(sharer._address)
+    training.recv(1)
+    training.close()
+sharer.stop(timeout=10)
+"""
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("worker", False), ("plain", True)])
+def test_a_training_that_ends_leaves_no_traceback_of_its_workers(kind: str, is_said: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", PARTED, kind], capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("Traceback" in done.stderr) == is_said
