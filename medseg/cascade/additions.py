@@ -27,7 +27,8 @@ def add_coarse_parts(
 ) -> dict[str, np.ndarray]:
     """Raise the fine probabilities where only the coarse stage finds a region, in place.
 
-    What the fine stage gives to another region stays there. A part is not added if most of it lies beside the patient.
+    What the fine stage gives to another region stays there. A part is not added if most of it lies beside the patient, and is removed
+    from `found.labels`, in place: it says nothing about the agreement of the stages.
 
     Args:
         found: Labels of the coarse stage, which name the label of each voxel, their grid, and the voxels beside the patient.
@@ -59,6 +60,7 @@ def add_coarse_parts(
                     f"{region.name}: {volume_ml:.0f} ml that the coarse stage alone found were not added: they lie beside the patient, as foam "
                     "of the table and blankets do"
                 )
+            labels[parts & ~mask] = 0
         # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage finds and what is added.
         wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region & ~(parts & ~mask)
         if mask.any():

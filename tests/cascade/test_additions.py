@@ -87,6 +87,7 @@ def test_a_part_is_not_added_if_most_of_it_lies_beside_the_patient() -> None:
     assert added[ORGAN].sum() > 0.5 * (labels[ORGAN] > 0).sum()
     assert not added[foam].any()
     assert not probs[0].numpy()[foam].any()
+    assert not labels[foam].any(), "it is no part of what the stages agree on"
     assert warnings == [
         "organ: 46 ml that the coarse stage alone found were not added: they lie beside the patient, as foam of the table and blankets do"
     ]
