@@ -20,6 +20,7 @@ from medseg.config.schema import (
     Precision,
     PredictConfig,
     PrepareConfig,
+    RecipeConfig,
     RegionFrom,
     RegionMode,
     Resampling,
@@ -53,7 +54,7 @@ FINE_KEYS = ("region_mode", "region_margin_mm", "region_from", "box_jitter_mm")
 
 
 def check_rules(config: Any) -> None:
-    """Check the rules of a typed configuration; a single checkpoint is replaced by a list of one, in place.
+    """Check the rules of a typed configuration; a single checkpoint or experiment is replaced by a list of one, in place.
 
     Raises:
         UserError: With the sentence of the first rule that does not hold.
@@ -74,6 +75,9 @@ def check_rules(config: Any) -> None:
         for key in ("coarse", "fine"):
             setattr(config, key, _path_list(key, getattr(config, key)))
         _check_by_spacing(config)
+    if isinstance(config, RecipeConfig):
+        for key in ("coarse", "fine"):
+            setattr(config, key, _experiment_list(key, getattr(config, key)))
     if isinstance(config, PrepareConfig):
         for name, spacing in config.spacings.items():
             rules += _spacing_rules(f"spacings.{name}", spacing)
@@ -190,6 +194,14 @@ def _path_list(key: str, value: Any) -> list[str]:
     are_paths = value != [] and all(isinstance(path, str) for path in paths)
     require(are_paths, f"{key}: expected a checkpoint, a list of checkpoints or null, but got {value!r}")
     return paths
+
+
+def _experiment_list(key: str, value: Any) -> list[str]:
+    """Bring one experiment or a list of them to a list."""
+    names = value if isinstance(value, list) else [value]
+    are_names = bool(names) and all(isinstance(name, str) for name in names)
+    require(are_names, f"{key}: expected an experiment or a list of experiments, but got {value!r}")
+    return names
 
 
 def _task_rules(task: TaskConfig) -> Rules:

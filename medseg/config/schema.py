@@ -340,6 +340,9 @@ class AugmentConfig:
     disease_probability: Annotated[
         float, Knob("Probability of disease painted into a labelled lung, whose outline stays.", "[0, 1]")
     ] = 0.0
+    disease_each_lung: Annotated[
+        bool, Knob("Draw for each labelled lung, so that both may be painted; false: one lung of the sample is.")
+    ] = False
     disease_kinds: Annotated[
         list[str],
         Knob("Up to three lesions are painted, each of one of these kinds: consolidation, ground_glass, mass, collapse."),
@@ -877,8 +880,11 @@ class RecipeConfig:
 
     cases: Annotated[str, Knob("Case table (CSV), or folder of a data set in a known layout.")]
     output: Annotated[str, Knob("Folder of the results; the same command with this folder resumes.")]
-    coarse: Annotated[str, Knob("Experiment of the coarse stage (conf/experiment).")]
-    fine: Annotated[str, Knob("Experiment of the fine stage.")]
+    coarse: Annotated[
+        Any,
+        Knob("Experiment of the coarse stage (conf/experiment), or a [list]: each starts from the weights of the one before."),
+    ]
+    fine: Annotated[Any, Knob("Like coarse, for the fine stage.")]
     pretrain_coarse: Annotated[Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")]
     pretrain_fine: Annotated[Text, Knob("Like pretrain_coarse, for the fine stage.")]
 

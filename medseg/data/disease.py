@@ -99,7 +99,7 @@ KINDS: dict[str, Callable[[Place], Lesion]] = {
 
 @dataclass(frozen=True)
 class Disease(Effect):
-    """Up to three lesions painted into one lung: what is less dense than a lesion becomes as dense.
+    """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
 
     The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse. Only the first channel is painted, and
     only a label whose median is below `MAX_LUNG_HU`.
@@ -109,6 +109,7 @@ class Disease(Effect):
         kinds: Keys of `KINDS`, of which each lesion is one.
         window_hu: HU of -1 and 1 in the image.
         ignore_label: Label of voxels that are ignored, and stay; None where there are none.
+        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise one random lung of the sample is.
 
     Raises:
         ValueError: If a kind is unknown, or HU of the image are not known.
@@ -118,6 +119,7 @@ class Disease(Effect):
     kinds: Sequence[str]
     window_hu: tuple[float, float] | None
     ignore_label: int | None = None
+    each_lung: bool = False
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - KINDS.keys():
@@ -132,13 +134,17 @@ class Disease(Effect):
     def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
         """Paint the first channel, in place."""
         # Without disease nothing is drawn: the samples of older configurations stay.
-        if self.probability and rng.random() < self.probability:
-            values = [value for value in labels.unique().tolist() if value not in (0, self.ignore_label)]
-            if values and self.window_hu is not None:
-                low, high = self.window_hu
-                half = (high - low) / 2
+        if not self.probability or self.window_hu is None or not (self.each_lung or rng.random() < self.probability):
+            return image, labels
+        values = [value for value in labels.unique().tolist() if value not in (0, self.ignore_label)]
+        if not self.each_lung:
+            values = [values[int(rng.integers(len(values)))]] if values else []
+        low, high = self.window_hu
+        half = (high - low) / 2
+        for value in values:
+            if not self.each_lung or rng.random() < self.probability:
                 hu = image[0].mul_(half).add_(low + half)
-                paint_disease(hu, labels, values[int(rng.integers(len(values)))], self.kinds, rng, spacing_mm)
+                paint_disease(hu, labels, value, self.kinds, rng, spacing_mm)
                 hu.sub_(low + half).div_(half)
         return image, labels
 

@@ -23,7 +23,16 @@ from medseg.io.atomic import check_writable, replace_text
 from medseg.report.spacings import distance_text
 from medseg.report.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.studies.pieces import cut_partial_scans, oriented_labels, paint_scan
-from medseg.studies.recipes import BOUND, Step, cascade_steps, experiments, label_values_argument, last_checkpoint, run_steps
+from medseg.studies.recipes import (
+    BOUND,
+    Step,
+    cascade_steps,
+    check_experiments,
+    experiments,
+    label_values_argument,
+    last_checkpoint,
+    run_steps,
+)
 
 Row = dict[str, Any]
 # Column of folds.md to its heading.
@@ -46,6 +55,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
         SystemExit: With the exit code of the command that failed.
     """
     output, table = Path(config.output), Path(config.cases).absolute()
+    check_experiments(config)
     cases = read_cases(Path(config.cases), config.data.labels_column)
     check_writable(output)
     task, given = make_task(config.task), file_values(config.data.label_values or {})

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from medseg.cascade.bound import DiceBound
-from medseg.config.check import to_config
+from medseg.config.check import explain, to_config
 from medseg.config.overrides import text_of
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
 from medseg.config.targets import targets_first
@@ -91,8 +92,9 @@ def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phant
     """The commands that train both stages.
 
     Args:
-        config: Names the experiment of each stage, and the experiment on phantoms whose weights it starts from; null = random weights.
-        folder: Folder of the two runs, `coarse` and `fine`.
+        config: Names the experiments of each stage, and the experiment on phantoms whose weights the first one starts from; null = random
+            weights.
+        folder: Folder of the last runs, `coarse` and `fine`, and of those before them, `coarse_1`, `coarse_2` …
         data: Arguments that select the training cases. Trainings on phantoms do not get them: they use no patient data.
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a study.
 
@@ -104,10 +106,25 @@ def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phant
     for stage in ("coarse", "fine"):
         begin = []
         if pretrain := getattr(config, f"pretrain_{stage}"):
-            steps += train_steps(phantom_runs / pretrain, f"experiment={pretrain}", cache)
+            steps += train_steps(phantom_runs / pretrain, f"experiment={text_of(pretrain)}", cache)
             begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
-        steps += train_steps(folder / stage, f"experiment={getattr(config, stage)}", cache, *data, *begin)
+        chain = getattr(config, stage)
+        for number, experiment in enumerate(chain, start=1):
+            run_dir = folder / (stage if number == len(chain) else f"{stage}_{number}")
+            steps += train_steps(run_dir, f"experiment={text_of(experiment)}", cache, *data, *begin)
+            begin = [f"init_from={last_checkpoint(run_dir)}"]
     return steps
+
+
+def check_experiments(config: RecipeConfig) -> None:
+    """Refuse an experiment that `train` would refuse, before hours of training.
+
+    Raises:
+        UserError: With its key.
+    """
+    for key, given in experiments(config).items():
+        for name in [given] if isinstance(given, str) else given or []:
+            compose_train([f"experiment={text_of(name)}", "run_dir=none"], key)
 
 
 def _note_experiments(folder: Path, config: RecipeConfig) -> None:
@@ -142,6 +159,8 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
         config = to_config(hydra.compose("train", targets_first(arguments)), TrainConfig)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+    except HydraException as error:
+        raise UserError(f"{where}: {explain(error)}") from error
     settle(config)
     return config
 
@@ -242,6 +261,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
         SystemExit: With the exit code of a training that failed.
     """
     runs, output = Path(config.runs), Path(config.output)
+    check_experiments(config)
     read_cases(Path(config.cases))  # a damaged table stops the command here
     check_writable(output)
     bound = read_bound(runs / BOUND, config)
@@ -268,7 +288,7 @@ def _in_half(value: Tensor) -> Tensor:
     return half if value.is_floating_point() and bool(half.isfinite().all()) else value
 
 
-def experiments(config: RecipeConfig) -> dict[str, str | None]:
+def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
     """Experiments of both stages, and of their trainings on phantoms."""
     return {key: getattr(config, key) for key in ("coarse", "fine", "pretrain_coarse", "pretrain_fine")}
 

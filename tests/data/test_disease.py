@@ -86,6 +86,17 @@ def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothi
     assert torch.allclose(sample()[0][0] * 700 - 300, expected, atol=0.01)
 
 
+@pytest.mark.parametrize(("each_lung", "one", "both"), [(False, 0.3, 0.0), (True, 0.6, 0.36)])
+def test_one_lung_is_painted_or_each_with_the_probability(each_lung: bool, one: float, both: float) -> None:
+    hu, labels = chest()
+    image, disease = ((hu + 300) / 700)[None], Disease(0.6, ["collapse"], WINDOW_HU, each_lung=each_lung)
+    denser = [disease(image.clone(), labels, sample_rng(2, n), SPACING_MM)[0][0] - image[0] > 0.1 for n in range(200)]
+    left, right = (torch.tensor([bool(voxels[labels == value].any()) for voxels in denser]) for value in (1, 2))
+    # The standard error of a share is 0.035 at most.
+    found = [float(painted.float().mean()) for painted in (left, right, left & right)]
+    assert found == pytest.approx([one, one, both], abs=0.1)
+
+
 @pytest.mark.parametrize("content", ["nothing", "liver", "ignored"])
 def test_what_is_no_lung_stays(content: str) -> None:
     hu, labels = chest()

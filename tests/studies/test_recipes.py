@@ -6,9 +6,11 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 
+from medseg.config.folder import conf_dir
 from medseg.config.schema import MakeWeightsConfig
 from medseg.errors import UserError
 from medseg.studies import recipes
@@ -17,7 +19,7 @@ from medseg.weights.files import METADATA_FORMAT, PREFIX, checksum, read_weights
 
 def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
     config = MakeWeightsConfig(
-        cases="t.csv", output="out", runs="runs", coarse="a", fine="b", pretrain_coarse="p", pretrain_fine=None
+        cases="t.csv", output="out", runs="runs", coarse=["a"], fine=["b"], pretrain_coarse="p", pretrain_fine=None
     )
 
     def steps(folder: str) -> list[recipes.Step]:
@@ -40,15 +42,41 @@ def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: 
     assert not fine[-1].startswith("resume")
 
 
+def test_of_several_experiments_each_starts_from_the_one_before(tmp_path: Path) -> None:
+    config = MakeWeightsConfig(
+        cases="t.csv", output="out", runs="r", coarse=["a", "b", "c"], fine=["d"], pretrain_coarse=None, pretrain_fine=None
+    )
+    steps = recipes.cascade_steps(config, tmp_path, ["data.cases=t.csv"], tmp_path)
+    folders = [tmp_path / name for name in ("coarse_1", "coarse_2", "coarse", "fine")]
+    assert [step[1] for step in steps] == [f"experiment={name}" for name in "abcd"]
+    assert all(
+        f"hydra.run.dir={folder}" in step and "data.cases=t.csv" in step for folder, step in zip(folders, steps, strict=True)
+    )
+    begins = [[argument for argument in step if argument.startswith("init_from")] for step in steps]
+    assert begins == [[], *([f"init_from={recipes.last_checkpoint(folder)}"] for folder in folders[:2]), []]
+
+
+def test_an_experiment_that_cannot_be_trained_is_refused_before_any_training() -> None:
+    good = {"coarse": ["lungs_coarse_4mm", "lungs_coarse_4mm_both"], "fine": ["finetune_fine"]}
+    common = {"cases": "t.csv", "output": "out", "runs": "r", "pretrain_coarse": None, "pretrain_fine": "phantom_fine"}
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        recipes.check_experiments(MakeWeightsConfig(**{**common, **good}))
+        for key, value in (("coarse", ["lungs_coarse_4mm", "typo"]), ("pretrain_fine", "typo"), ("fine", ["3"])):
+            with pytest.raises(UserError, match=f"^{key}: .*experiment/"):
+                recipes.check_experiments(MakeWeightsConfig(**{**common, **good, key: value}))
+
+
 def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
     def plan(coarse: str) -> list[recipes.Step]:
         config = MakeWeightsConfig(
-            cases="t.csv", output="out", runs="r", coarse=coarse, fine="b", pretrain_coarse=None, pretrain_fine=None
+            cases="t.csv", output="out", runs="r", coarse=[coarse], fine=["b"], pretrain_coarse=None, pretrain_fine=None
         )
         return recipes.cascade_steps(config, tmp_path / "fold_0", [], tmp_path)
 
     assert plan("a") == plan("a")
-    with pytest.raises(UserError, match=r'fold_0: its runs come from the experiments \{"coarse": "a",.*not \{"coarse": "c",'):
+    with pytest.raises(
+        UserError, match=r'fold_0: its runs come from the experiments \{"coarse": \["a"\],.*not \{"coarse": \["c"\],'
+    ):
         plan("c")
 
 
@@ -90,8 +118,9 @@ def test_weights_are_written_in_half_precision_with_their_checksums(tmp_path: Pa
         path.parent.mkdir(parents=True)
         torch.save({"medseg": metadata, "state_dict": {PREFIX + name: value for name, value in trained.items()}}, path)
     monkeypatch.setattr(recipes, "run_steps", lambda steps: None)
+    monkeypatch.setattr(recipes, "check_experiments", lambda config: None)
     folders = {"cases": str(tmp_path / "t.csv"), "output": str(tmp_path), "runs": str(tmp_path / "runs")}
-    config = MakeWeightsConfig(**folders, coarse="a", fine="b", pretrain_coarse=None, pretrain_fine=None)
+    config = MakeWeightsConfig(**folders, coarse=["a"], fine=["b"], pretrain_coarse=None, pretrain_fine=None)
     assert recipes.make_weights(config) == 0
     sums = dict(line.split()[::-1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines())
     for stage in ("coarse", "fine"):
