@@ -1,6 +1,6 @@
 """Localisation: the coarse stage finds the regions in the whole volume and puts a tight box around each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,13 +25,16 @@ from medseg.geometry.grid_rule import Crop
 from medseg.inference.postprocess import Rejection, remove_components
 from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut, erase_outside
-from medseg.preprocess.intensity import Intensity, normalise
+from medseg.preprocess.intensity import BODY_HU, Intensity, normalise
 from medseg.preprocess.resample import resample_image
 
 # Below this share of the larger side a component is not mixed: a few voxels beyond the middle cast no doubt on the sides.
 MIXED_SHARE = 0.05
 # A smaller volume that is removed or added causes no warning.
 MIN_REPORTED_ML = 5.0
+# A lateral face of the scan cuts the patient if half of it, beside a region, is denser than air; it lies beyond the skin if next to nothing is.
+# From there the chest wall with an arm or a breast reaches no farther than this.
+CUT_SHARE, OPEN_SHARE, MAX_WALL_MM = 0.5, 0.05, 120.0
 # A component is gas if its median lies below the bound of gas. It is no organ if nearly all of it lies beyond the outline of the patient.
 MAX_GAS_SHARE = 0.5
 MAX_BEYOND_SHARE = 0.9
@@ -136,9 +139,13 @@ def localise(
     coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
     removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
+    turned = turn_lone_sides(labels, found.boxes, coarse_hu, coarse_grid, stage.task) if stage.task.is_ct else []
+    if turned:
+        found = locate_regions(labels, coarse_grid, stage.task, options)
     warnings = [
         *prediction.remarks,
         *removed,
+        *turned,
         *found.warnings,
         *side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
         *(position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task) if stage.task.is_ct else []),
@@ -213,6 +220,50 @@ def remove_impossible(
             if volume_ml >= MIN_REPORTED_ML:
                 warnings.append(f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}")
     return warnings, beyond
+
+
+def turn_lone_sides(
+    labels: np.ndarray, boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid: VoxelGrid, task: Task
+) -> list[str]:
+    """Relabel a lone region of a pair whose side contradicts the cut of the scan, in place.
+
+    A scan of half a chest is cut towards the midline and shows the skin on its other side. The network does not see where a scan ends.
+
+    Args:
+        labels: Label map (D, H, W) on `grid`; array x points to the patient's left.
+        boxes: Tight boxes of the regions that were found.
+        image_hu: Image (D, H, W) in HU.
+        grid: The whole scan on the coarse grid.
+        task: Labels and regions.
+
+    Returns:
+        A warning for each such region.
+    """
+    warnings = []
+    for pair in side_pairs(task):
+        present = [region for region in pair if region.name in boxes]
+        if len(present) != 1:
+            continue
+        lone, left = present[0], pair[0]
+        box = boxes[lone.name]
+        z, y, _ = box.slices()
+        share = (image_hu[z, y] > BODY_HU).mean(axis=(0, 1))
+        body = np.flatnonzero(share > OPEN_SHARE)
+        if lone is left:
+            # A right lung, if the scan is cut at the patient's left and the skin lies to the right of the region.
+            contradicts, wall = share[-1] > CUT_SHARE and share[0] <= OPEN_SHARE, box.start[2] - body[0]
+        else:
+            contradicts, wall = share[0] > CUT_SHARE and share[-1] <= OPEN_SHARE, body[-1] + 1 - box.stop[2]
+        if contradicts and wall * grid.spacing_mm[2] <= MAX_WALL_MM:
+            other = pair[1] if lone is left else left
+            values = [task.region_values(region) for region in (lone, other)]
+            for value, new_value in zip(*values, strict=True):
+                labels[labels == value] = new_value
+            warnings.append(
+                f"what the coarse stage labelled {lone.name} was relabelled {other.name}: the scan is cut on the side where the chest wall of "
+                f"{lone.name} would be, and shows the skin on the other; check the side"
+            )
+    return warnings
 
 
 def _unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:

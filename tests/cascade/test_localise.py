@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracle import OBLIQUE, TASK
 
-from medseg.cascade.localise import Localisation, locate_regions, remove_impossible
+from medseg.cascade.localise import Localisation, locate_regions, remove_impossible, turn_lone_sides
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Channel, Region, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -52,6 +52,39 @@ def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> Non
         "128 ml that the coarse stage called left_lung were removed: they lie beside the patient, as foam of the table and blankets do"
     ]
     assert warnings == (expected if modality == "ct" else [])
+
+
+def half_chest(side: str, *, wall_mm: float = 40.0, skin_mm: float = 20.0) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
+    """Image, mask of its lung, and grid of a half chest; array x runs to the patient's left, the cut lies at the midline."""
+    grid = VoxelGrid((10, 40, 60), (4.0, 4.0, 4.0), (0.0, 0.0, 0.0))
+    image_hu, lung = np.full(grid.shape, -1000.0), np.zeros(grid.shape, dtype=bool)
+    skin, wall = round(skin_mm / 4), round(wall_mm / 4)
+    image_hu[:, 5:35, skin:] = 40.0
+    lung[2:8, 10:30, skin + wall : -4] = True
+    image_hu[lung] = -850.0
+    return (image_hu, lung, grid) if side == "right" else (image_hu[..., ::-1], lung[..., ::-1], grid)
+
+
+@pytest.mark.parametrize("labelled", ["left", "right"])
+@pytest.mark.parametrize("shown", ["left", "right"])
+def test_the_cut_of_a_half_chest_decides_the_side_of_a_lone_lung(shown: str, labelled: str) -> None:
+    image_hu, lung, grid = half_chest(shown)
+    values = {"left": 1, "right": 2}
+    labels = np.where(lung, values[labelled], 0).astype(np.uint8)
+    box = VoxelBox.from_mask(lung)
+    warnings = turn_lone_sides(labels, {f"{labelled}_lung": box}, image_hu, grid, TASK)
+    assert np.array_equal(labels, np.where(lung, values[shown], 0))
+    assert [f"labelled {labelled}_lung was relabelled {shown}_lung" in one for one in warnings] == [True] * (shown != labelled)
+
+
+@pytest.mark.parametrize("reason", ["both sides found", "the skin is not in view", "half a chest lies between skin and lung"])
+def test_without_that_evidence_the_side_stays(reason: str) -> None:
+    is_far, is_cut = reason.startswith("half"), reason.startswith("the skin")
+    image_hu, lung, grid = half_chest("right", wall_mm=124.0 if is_far else 40.0, skin_mm=0.0 if is_cut else 20.0)
+    labels = lung.astype(np.uint8)
+    boxes = dict.fromkeys(["left_lung", "right_lung"][: 1 + reason.startswith("both")], VoxelBox.from_mask(lung))
+    assert turn_lone_sides(labels, boxes, image_hu, grid, TASK) == []
+    assert np.array_equal(labels, lung)
 
 
 def test_crumbs_do_not_move_the_box_and_large_parts_stay() -> None:
