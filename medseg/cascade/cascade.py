@@ -375,15 +375,22 @@ def _remove_contradictions(
     regions = [region for region in task.regions if region.name in result.agreements]
     values = {region.name: task.region_values(region) for region in regions}
     volumes_ml = {region.name: sum(result.volumes_ml[name] for name in region.labels) for region in regions}
+    doubtful = {name for name in volumes_ml if options.min_agreement > 0 and result.agreements[name] < options.usual_agreement}
     contradicted = {
         name
         for name, volume_ml in volumes_ml.items()
-        if (agreed := result.agreements[name]) < options.min_agreement
+        if result.agreements[name] < options.min_agreement
         or (
-            agreed < options.usual_agreement
-            and options.min_agreement > 0
+            name in doubtful
             and (_is_tiny(volume_ml, name, task, options) or _is_gas(labels, image_hu, values[name], task.least_hu))
         )
+    }
+    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows another one.
+    found = {name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted}
+    contradicted |= {
+        name
+        for name in doubtful & found
+        if found == {name} and _is_tiny(volumes_ml[name] - result.added_ml.get(name, 0.0), name, task, options)
     }
     trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
     for region in regions:

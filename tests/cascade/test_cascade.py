@@ -156,6 +156,18 @@ def test_a_region_far_below_the_plausible_volume_on_which_the_stages_agree_littl
     assert Cascade(*stages, CascadeOptions(min_agreement=0.0)).segment(volume).volumes_ml["left_lung"] > 0
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_is_added_does_not_carry_a_tiny_region_that_stands_alone(is_alone: bool) -> None:
+    """The fine stage sees 26 ml of the left block, the coarse stage adds the rest to 43 ml; below 30 ml is tiny."""
+    task = replace(TASK, volume_ml={"left_lung": (1000.0, 5000.0)})
+    coarse, fine = replace(stage(CoarseOracle(), "coarse"), task=task), replace(stage(Upper(), "fine"), task=task)
+    volume, _ = scan(blocks=((LEFT, 1),) if is_alone else ((LEFT, 1), (RIGHT, 2)))
+    result = Cascade(replace(coarse, add_parts_mm=8.0), fine).segment(volume)
+    assert (result.volumes_ml["left_lung"] > 30) == (not is_alone)
+    assert ("left_lung" in result.added_ml) == ("left_lung" in result.boxes) == (not is_alone)
+    assert any("no left_lung found: the 26 ml of the fine stage" in one for one in result.warnings) == is_alone
+
+
 @pytest.mark.parametrize(("gas_planes", "is_kept"), [(2, False), (1, True)])
 def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(gas_planes: int, is_kept: bool) -> None:
     """One or two planes of five of the left block lie below the bound of gas."""
