@@ -19,7 +19,7 @@ from medseg.cascade.plausibility import (
 )
 from medseg.cascade.stage import CascadeOptions, Prediction, TrainedStage
 from medseg.data.audit.position import side_pairs
-from medseg.data.task import Task
+from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.inference.postprocess import Rejection, remove_components
@@ -33,7 +33,7 @@ MIXED_SHARE = 0.05
 # A smaller volume that is removed or added causes no warning.
 MIN_REPORTED_ML = 5.0
 # A lateral face of the scan cuts the patient if half of it, beside a region, is denser than air; it lies beyond the skin if next to nothing is.
-# From there the chest wall with an arm or a breast reaches no farther than this.
+# From the skin to the region lies the wall of the body, with a breast or an arm no thicker than this.
 CUT_SHARE, OPEN_SHARE, MAX_WALL_MM = 0.5, 0.05, 120.0
 # A component is gas if its median lies below the bound of gas. It is no organ if nearly all of it lies beyond the outline of the patient.
 MAX_GAS_SHARE = 0.5
@@ -240,7 +240,7 @@ def turn_lone_sides(
         A warning for each such region.
     """
     warnings = []
-    for pair in side_pairs(task):
+    for pair in _matching_pairs(task):
         present = [region for region in pair if region.name in boxes]
         if len(present) != 1:
             continue
@@ -248,22 +248,26 @@ def turn_lone_sides(
         box = boxes[lone.name]
         z, y, _ = box.slices()
         share = (image_hu[z, y] > BODY_HU).mean(axis=(0, 1))
-        body = np.flatnonzero(share > OPEN_SHARE)
-        if lone is left:
-            # A right lung, if the scan is cut at the patient's left and the skin lies to the right of the region.
-            contradicts, wall = share[-1] > CUT_SHARE and share[0] <= OPEN_SHARE, box.start[2] - body[0]
-        else:
-            contradicts, wall = share[0] > CUT_SHARE and share[-1] <= OPEN_SHARE, body[-1] + 1 - box.stop[2]
-        if contradicts and wall * grid.spacing_mm[2] <= MAX_WALL_MM:
+        # From the side of the wall that the lone region would have.
+        away, start = (share[::-1], grid.shape[2] - box.stop[2]) if lone is left else (share, box.start[2])
+        if away[0] <= CUT_SHARE or away[-1] > OPEN_SHARE:
+            continue
+        skin = int(np.flatnonzero(away > OPEN_SHARE)[-1]) + 1
+        if (skin - start - (box.stop[2] - box.start[2])) * grid.spacing_mm[2] <= MAX_WALL_MM:
             other = pair[1] if lone is left else left
             values = [task.region_values(region) for region in (lone, other)]
             for value, new_value in zip(*values, strict=True):
                 labels[labels == value] = new_value
             warnings.append(
-                f"what the coarse stage labelled {lone.name} was relabelled {other.name}: the scan is cut on the side where the chest wall of "
+                f"what the coarse stage labelled {lone.name} was relabelled {other.name}: the scan is cut on the side where the body wall of "
                 f"{lone.name} would be, and shows the skin on the other; check the side"
             )
     return warnings
+
+
+def _matching_pairs(task: Task) -> list[tuple[Region, Region]]:
+    """List the (left, right) regions whose labels correspond one to one, so that one side can be relabelled as the other; lobes do not."""
+    return [(left, right) for left, right in side_pairs(task) if len(left.labels) == len(right.labels)]
 
 
 def _unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
@@ -276,7 +280,7 @@ def _unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
         Warnings of what was changed.
     """
     warnings = []
-    for pair in side_pairs(task):
+    for pair in _matching_pairs(task):
         values = [task.region_values(region) for region in pair]
         components, _ = ndimage.label(np.isin(labels, (*values[0], *values[1])))
         for number, slices in enumerate(ndimage.find_objects(components), start=1):

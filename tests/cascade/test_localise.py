@@ -87,6 +87,19 @@ def test_without_that_evidence_the_side_stays(reason: str) -> None:
     assert np.array_equal(labels, lung)
 
 
+def test_sides_with_different_labels_stay_as_they_are() -> None:
+    """Two lobes on the left, three on the right: no lobe of one side is one of the other."""
+    names = ("upper_left", "lower_left", "upper_right", "middle_right", "lower_right")
+    regions = (Region("left_lung", names[:2], "left"), Region("right_lung", names[2:], "right"))
+    lobes = replace(TASK, labels=dict(zip(names, range(1, 6), strict=True)), regions=regions, volume_ml={})
+    image_hu, lung, grid = half_chest("right")
+    labels = lung.astype(np.uint8)
+    assert turn_lone_sides(labels, {"left_lung": VoxelBox.from_mask(lung)}, image_hu, grid, lobes) == []
+    mixed = np.where(lung, 1, 0).astype(np.uint8)
+    mixed[:, ::2][lung[:, ::2]] = 3
+    assert set(np.unique(locate_regions(mixed, grid, lobes, CascadeOptions()).labels)) == {0, 1, 3}
+
+
 def test_crumbs_do_not_move_the_box_and_large_parts_stay() -> None:
     crumb = (slice(2, 6), slice(2, 6), slice(80, 84))
     found = locate((LEFT, 1), (RIGHT, 2), (crumb, 1))
