@@ -67,17 +67,13 @@ def check_rules(config: Any) -> None:
             _size_rules(config) + _rank_rules(config) + _device_rules(config) + _optimisation_rules(config) + _stage_rules(config)
         )
     if isinstance(config, PredictConfig):
-        paths = config.input if isinstance(config.input, list) else [config.input]
-        require(
-            bool(paths) and all(isinstance(path, str) for path in paths),
-            f"input: expected a path, or a list of the channels of one case, but got {config.input!r}",
-        )
+        _text_list("input", config.input, "a path, or a list of the channels of one case")
         for key in ("coarse", "fine"):
-            setattr(config, key, _path_list(key, getattr(config, key)))
+            setattr(config, key, _checkpoints(key, getattr(config, key)))
         _check_by_spacing(config)
     if isinstance(config, RecipeConfig):
         for key in ("coarse", "fine"):
-            setattr(config, key, _experiment_list(key, getattr(config, key)))
+            setattr(config, key, _text_list(key, getattr(config, key), "an experiment or a list of experiments"))
     if isinstance(config, PrepareConfig):
         for name, spacing in config.spacings.items():
             rules += _spacing_rules(f"spacings.{name}", spacing)
@@ -185,23 +181,20 @@ def _check_by_spacing(config: PredictConfig) -> None:
         )
         earlier = (name, high_mm)
         for stage in ("coarse", "fine"):
-            setattr(one, stage, _path_list(f"{key}.{stage}", getattr(one, stage)) or getattr(config, stage))
+            setattr(one, stage, _checkpoints(f"{key}.{stage}", getattr(one, stage)) or getattr(config, stage))
 
 
-def _path_list(key: str, value: Any) -> list[str]:
-    """Bring one path or a list of them to a list; null is the empty list."""
-    paths = value if isinstance(value, list) else [] if value is None else [value]
-    are_paths = value != [] and all(isinstance(path, str) for path in paths)
-    require(are_paths, f"{key}: expected a checkpoint, a list of checkpoints or null, but got {value!r}")
-    return paths
+def _checkpoints(key: str, value: Any) -> list[str]:
+    """Bring one checkpoint or a list of them to a list; null is the empty list."""
+    return [] if value is None else _text_list(key, value, "a checkpoint, a list of checkpoints or null")
 
 
-def _experiment_list(key: str, value: Any) -> list[str]:
-    """Bring one experiment or a list of them to a list."""
-    names = value if isinstance(value, list) else [value]
-    are_names = bool(names) and all(isinstance(name, str) for name in names)
-    require(are_names, f"{key}: expected an experiment or a list of experiments, but got {value!r}")
-    return names
+def _text_list(key: str, value: Any, expected: str) -> list[str]:
+    """Bring one text or a list of them to a list."""
+    texts = value if isinstance(value, list) else [value]
+    are_texts = bool(texts) and all(isinstance(text, str) for text in texts)
+    require(are_texts, f"{key}: expected {expected}, but got {value!r}")
+    return texts
 
 
 def _task_rules(task: TaskConfig) -> Rules:

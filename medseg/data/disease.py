@@ -8,7 +8,7 @@ differ by some 30 HU only: with examples of both, networks left both out.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,19 +134,22 @@ class Disease(Effect):
     def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
         """Paint the first channel, in place."""
         # Without disease nothing is drawn: the samples of older configurations stay.
-        if not self.probability or self.window_hu is None or not (self.each_lung or rng.random() < self.probability):
-            return image, labels
-        values = [value for value in labels.unique().tolist() if value not in (0, self.ignore_label)]
-        if not self.each_lung:
-            values = [values[int(rng.integers(len(values)))]] if values else []
-        low, high = self.window_hu
-        half = (high - low) / 2
-        for value in values:
-            if not self.each_lung or rng.random() < self.probability:
+        if self.probability and self.window_hu is not None:
+            low, high = self.window_hu
+            half = (high - low) / 2
+            for value in self._draw_lungs(labels, rng):
                 hu = image[0].mul_(half).add_(low + half)
                 paint_disease(hu, labels, value, self.kinds, rng, spacing_mm)
                 hu.sub_(low + half).div_(half)
         return image, labels
+
+    def _draw_lungs(self, labels: Tensor, rng: np.random.Generator) -> Iterator[int]:
+        """Draw the values of the lungs that are painted, each just before it is painted."""
+        values = [value for value in labels.unique().tolist() if value not in (0, self.ignore_label)]
+        if self.each_lung:
+            yield from (value for value in values if rng.random() < self.probability)
+        elif rng.random() < self.probability and values:
+            yield values[int(rng.integers(len(values)))]
 
 
 def paint_disease(
