@@ -14,7 +14,7 @@ from medseg.build.network import make_network_on_meta
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.build.task import count_classes
 from medseg.config.rules import divisor_rules, stated_divisor
-from medseg.config.schema import UNET, Strategy, TrainConfig
+from medseg.config.schema import UNET, TrainConfig
 from medseg.config.targets import TARGET
 from medseg.errors import UserError, first_line, require
 from medseg.memory.switches import select_blocks
@@ -112,14 +112,9 @@ def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
 def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_norm: bool) -> None:
     """Refuse switches that the network does not allow; `medseg.config.rules` checks those of our UNet."""
     policy = config.memory.checkpointing
-    needs_blocks = (
-        (policy not in ("none", []), "memory.checkpointing"),
-        (config.trainer.strategy is Strategy.fsdp, "trainer=fsdp"),
-    )
-    for is_on, key in needs_blocks:
-        require(
-            not is_on or bool(network.traits.blocks),
-            f"{key}: no block of {config.model[TARGET]} was found; name some in model.blocks, such as [encoder.*]",
+    if policy not in ("none", []) and not network.traits.blocks:
+        raise UserError(
+            f"memory.checkpointing: no block of {config.model[TARGET]} was found; name some in model.blocks, such as [encoder.*]"
         )
     try:
         select_blocks(network.blocks(), policy if isinstance(policy, str) else tuple(policy))
@@ -131,15 +126,4 @@ def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_nor
         has_batch_norm or not config.trainer.sync_batchnorm,
         f"trainer.sync_batchnorm=true works with batch norm only, which {config.model[TARGET]} does not have; choose "
         "trainer.sync_batchnorm=false",
-    )
-    require(
-        not (has_batch_norm and config.trainer.strategy is Strategy.fsdp and not config.trainer.sync_batchnorm),
-        f"{config.model[TARGET]} has batch norm, which cannot be combined with trainer=fsdp (without trainer.sync_batchnorm=true each rank "
-        "would keep separate running statistics); choose trainer=ddp",
-    )
-    # Lightning would save a checkpoint that it cannot load.
-    require(
-        not (network.traits.has_unused and config.trainer.strategy is Strategy.fsdp),
-        f"{config.model[TARGET]} cannot be combined with trainer=fsdp: some of its weights do not influence its outputs, or medseg cannot trace it "
-        "to rule that out. The optimizer has no state for such weights, so the run could not be resumed; choose trainer=ddp",
     )

@@ -152,13 +152,6 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
         from medseg.training.device_map import DeviceMapStrategy
 
         return DeviceMapStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
-    if trainer.strategy is Strategy.fsdp:
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        # One file, as any other checkpoint; the network divides itself, see `SegmentationModule.configure_model`.
-        return ModelParallelStrategy(
-            data_parallel_size=trainer.devices * trainer.num_nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
     if trainer.strategy is Strategy.ddp and (
         config.stage.region_mode is RegionMode.separate
         or 0 in (config.loss.get("output_weights") or ())  # an output that no loss sees

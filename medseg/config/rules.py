@@ -470,7 +470,7 @@ def divisor_rules(config: TrainConfig, divisor: tuple[int, int, int], needs_two_
 
 
 def _rank_rules(config: TrainConfig) -> Rules:
-    """Rules of several ranks, a device map and sharded weights: the keys that they exclude."""
+    """Rules of several ranks and a device map: the keys that they exclude."""
     stage, memory, trainer, device_map = config.stage, config.memory, config.trainer, config.model["device_map"]
     ranks = trainer.devices * trainer.num_nodes
     share = ranks * memory.accumulate
@@ -488,31 +488,6 @@ def _rank_rules(config: TrainConfig) -> Rules:
             "half precision needs devices of one kind, all CPU or all GPU",
         ),
     ]
-    target = str(config.optimizer["_target_"])
-    weights = config.loss.get("output_weights")
-    excluded_by_fsdp = [
-        ("ema_decay", config.ema_decay is not None, "the average would need unsharded weights after each step"),
-        ("memory.precision=fp16", memory.precision is Precision.fp16, "Lightning's FSDP2 has no loss scaling"),
-        ("memory.offload=true", memory.offload, "offloading would move the weights that a block gathers"),
-        ("memory.compile=true", memory.compile, "compiled code bypasses the gathering of weights"),
-        ("memory.channels_last=true", memory.channels_last, "FSDP2 divides contiguous weights only"),
-        (f"optimizer._target_={target}", not target.startswith("torch.optim."), "its update rule may need unsharded weights"),
-        (
-            "model.norm=batch",
-            is_batch and not trainer.sync_batchnorm,
-            "without trainer.sync_batchnorm=true each rank would keep separate running statistics",
-        ),
-        (
-            "stage.region_mode=separate",
-            is_separate,
-            "in one step the ranks may run different networks, whose collective operations would not match",
-        ),
-        (
-            f"loss.output_weights={weights}",
-            0 in (weights or ()),
-            "an output of weight 0 gets no gradient, so the optimizer has no state for its weights and the run could not be resumed",
-        ),
-    ]
     return [
         (
             trainer.gpus is None or (len(set(trainer.gpus)) == trainer.devices and trainer.accelerator is not Accelerator.cpu),
@@ -525,13 +500,6 @@ def _rank_rules(config: TrainConfig) -> Rules:
         *(
             (device_map is None or not clashes, f"{key} cannot be combined with model.device_map ({reason}); change one of them")
             for key, clashes, reason in excluded_by_map
-        ),
-        *(
-            (
-                trainer.strategy is not Strategy.fsdp or not clashes,
-                f"{key} cannot be combined with trainer=fsdp ({reason}); choose trainer=ddp, or leave it out",
-            )
-            for key, clashes, reason in excluded_by_fsdp
         ),
         (
             not trainer.sync_batchnorm or is_batch or config.model[TARGET] != UNET,

@@ -63,7 +63,7 @@ CompileMode = StrEnum("CompileMode", ["default", "reduce_overhead", "max_autotun
 Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
 LrScaling = StrEnum("LrScaling", ["none", "linear", "sqrt"])
 Accelerator = StrEnum("Accelerator", ["auto", "cpu", "gpu"])
-Strategy = StrEnum("Strategy", ["auto", "ddp", "fsdp"])
+Strategy = StrEnum("Strategy", ["auto", "ddp"])
 Profiler = StrEnum("Profiler", ["none", "simple", "torch"])
 ClipBy = StrEnum("ClipBy", ["norm", "value"])
 Metric = StrEnum("Metric", ["val_dice", "val_dice_worst"])  # columns of history.csv
@@ -370,7 +370,7 @@ class NetworkConfig:
     blocks: Annotated[
         list[str] | None,
         Knob(
-            "Names or patterns (encoder.*) of the blocks that can be recomputed or sharded; null: found by the traced pass.",
+            "Names or patterns (encoder.*) of the blocks that can be recomputed; null: found by the traced pass.",
             neutral=True,
         ),
     ] = None

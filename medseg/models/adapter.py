@@ -2,7 +2,7 @@
 
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
 * Divisor of the input size: by the sizes of the features of a traced pass, verified by a second pass.
-* Blocks that can be recomputed, sharded or placed on a device: modules that are called once, take tensors and return one tensor, have
+* Blocks that can be recomputed or placed on a device: modules that are called once, take tensors and return one tensor, have
   parameters, do not change their input, and keep tensors for the backward pass that neither their input nor their output holds.
 * Outputs: one tensor, or several of deep supervision.
 

@@ -11,7 +11,7 @@ from medseg.build.extensions import make_loss
 from medseg.build.network import find_divisor, make_network_on_meta
 from medseg.config.overrides import text_of
 from medseg.config.rules import is_batch_norm
-from medseg.config.schema import UNET, Allow, PlanConfig, Precision, Strategy
+from medseg.config.schema import UNET, Allow, PlanConfig, Precision
 from medseg.config.targets import TARGET
 from medseg.losses.adapter import is_batch_loss
 from medseg.memory.precision import has_fast_bf16
@@ -89,10 +89,8 @@ def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
     is_divisible = not is_batch_norm(config.model) and not is_batch_loss(make_loss(config))
     parts = [one for one in range(1, samples + 1) if samples % one == 0 and (is_divisible or one == config.memory.accumulate)]
     ordered = sorted(dict.fromkeys(precisions), key=list(Precision).index)
-    # `trainer=fsdp` refuses `memory.channels_last` and `memory.offload`.
-    is_sharded = config.trainer.strategy is Strategy.fsdp
-    layouts = (False,) if is_sharded else (False, True)
-    places = (False, True) if is_gpu and not is_sharded else (False,)
+    layouts = (False, True)
+    places = (False, True) if is_gpu else (False,)
     for precision, channels_last, accumulate, offload in itertools.product(ordered, layouts, parts, places):
         memory = replace(
             config.memory,

@@ -9,7 +9,7 @@ from typing import Any
 
 from medseg.build.optimisation import propose_lr
 from medseg.build.spacing import find_spacing
-from medseg.config.schema import PlanConfig, Strategy
+from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, require
 from medseg.io.atomic import replace_text
@@ -132,13 +132,11 @@ def describe(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str]:
     def row(name: str, size: int, note: str = "") -> str:
         return f"{name:52s}{size / 2**20:10.1f} MiB{size / memory.voxels:10.2f}  {note}".rstrip()
 
-    has_ranks, is_fsdp = trainer.devices * trainer.num_nodes > 1, trainer.strategy is Strategy.fsdp
+    has_ranks = trainer.devices * trainer.num_nodes > 1
     remarks = {
         "Live tensors are counted. A device needs some more for the workspaces of its libraries.": not config.measure,
         "memory.compile=true: counted uncompiled; compiled code often keeps less for the backward pass.": switches.compile,
-        "trainer=fsdp: counted before weights, gradients and optimiser state are divided among the ranks.": has_ranks and is_fsdp,
-        f"trainer: counted per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks
-        and not is_fsdp,
+        f"trainer: counted per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks,
         "model.device_map: counted over all of its devices together.": config.model["device_map"] is not None,
     }
     return [

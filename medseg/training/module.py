@@ -14,7 +14,6 @@ from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.profile import release_free_memory
-from medseg.memory.sharding import gathered, shard_network
 from medseg.memory.switches import uncompiled
 from medseg.metrics.adapter import CaseMetric
 from medseg.metrics.scores import dice_per_label
@@ -78,11 +77,6 @@ class SegmentationModule(pl.LightningModule):
         self.val_scores: dict[tuple[str, int, int | str], float] = {}
         self.case_scores = self.val_scores  # of the last validation, from all ranks
 
-    def configure_model(self) -> None:
-        """Shard the network among the ranks where Lightning has made a device mesh (`trainer=fsdp`)."""
-        if self.device_mesh is not None:
-            shard_network(self.network, self.device_mesh["data_parallel"])
-
     def configure_optimizers(self) -> Any:
         """Make optimiser and schedule; the schedule counts optimiser steps, not micro-batches."""
         optimizer = self.make_optimizer(self.network.parameters())
@@ -127,7 +121,7 @@ class SegmentationModule(pl.LightningModule):
 
     def predict_labels(self, image: Tensor, region: Tensor) -> Tensor:
         """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
-        with gathered(self.network), uncompiled(self.network):  # ranks differ in their numbers of tiles
+        with uncompiled(self.network):
             probs = predict_probs(
                 lambda tile: self.network(tile, region),
                 image,

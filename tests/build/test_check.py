@@ -38,12 +38,7 @@ def check(*overrides: str) -> list[str]:
         ([*SEGRESNET, "stage.patch_size=[36,40,40]", "inference.tile_size=[40,40,40]"], r"stage\.patch_size: expected multiples of 8"),
         ([*SEGRESNET, "memory.checkpointing=[encoder]"], "memory: checkpointing names 'encoder', which is no block; the blocks are"),
         ([*SEGRESNET, "trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true", "trainer.accelerator=auto"], "batch norm only"),
-        (["model=attention_unet", "trainer=fsdp", "stage.batch_size=2"], "has batch norm, which cannot be combined with trainer=fsdp"),
-        (
-            ["model=unetr", "trainer=fsdp", "stage=fine", "stage.batch_size=2", "stage.patch_size=[96,96,96]", "inference.tile_size=[96,96,96]"],
-            "cannot be combined with trainer=fsdp: some of its weights do not influence its outputs",
-        ),
-        (["model._target_=torch.nn.Conv3d", "model.kernel_size=1", "trainer=fsdp", "stage.batch_size=2"], r"trainer=fsdp: no block of"),
+        (["model._target_=torch.nn.Conv3d", "model.kernel_size=1", "memory.checkpointing=all"], r"memory\.checkpointing: no block of"),
         (["model._target_=torch.nn.Linear"], "model: the constructor of Linear has no argument for the number of channels of the image"),
         (UNETR, r"stage\.patch_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
         ([*UNETR, "stage.patch_size=[32,32,32]"], r"inference\.tile_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),

@@ -24,7 +24,6 @@ ALSO = {
     ("data", "phantom_organs"): ["data.labels_column=labels"],
     ("inference", "tiles"): ["stage=fine", "inference.tile_size=[32,32,32]"],
     ("trainer", "ddp"): ["trainer.devices=1", "trainer.strategy=auto"],  # two ranks: tests/integration
-    ("trainer", "fsdp"): ["trainer.devices=1", "trainer.strategy=auto"],
     ("trainer", "gpu"): ["trainer.accelerator=cpu"],
     ("loss", "batch_dice_ce"): ["stage.batch_size=2"],
     ("loss", "sum"): ["loss.terms=[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}]"],

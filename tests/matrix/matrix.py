@@ -86,7 +86,7 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
     "schedule": {"one_cycle": ["schedule=one_cycle"], "constant": ["schedule=constant"]},
 }
 # Several ranks are processes of their own, and belong to the full array only.
-RANKS = {"ddp": ["trainer=ddp"], "fsdp": ["trainer=fsdp"]}
+RANKS = {"ddp": ["trainer=ddp"]}
 INTRODUCTION = """# Networks, stages, losses and switches together
 
 Written by `make matrix`. The rows hold every pair of values of two columns at least once; the last rows do so with several ranks. Each row is a
@@ -100,13 +100,6 @@ REFUSED: list[tuple[Row, str]] = [
         ({"network": "unetr", "stage": stage}, "the network accepts inputs of [32, 32, 32] voxels only")
         for stage in ("coarse", "fine")
     ),
-    ({"ranks": "fsdp", "network": "unetr"}, "some of its weights do not influence its outputs"),
-    *(
-        ({"ranks": "fsdp", "network": network}, "has batch norm, which cannot be combined with trainer=fsdp")
-        for network in ("attention_unet", "vnet")
-    ),
-    ({"ranks": "fsdp", "channels_last": "true"}, "memory.channels_last=true cannot be combined with trainer=fsdp"),
-    ({"ranks": "fsdp", "average": "ema"}, "ema_decay cannot be combined with trainer=fsdp"),
 ]
 
 
