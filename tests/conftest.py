@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 # Tests are imported by path, not as packages: makers of volumes and networks with known answers are found here.
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "cascade", "data", "io", "matrix")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "cascade", "data", "io", "matrix", "prediction")]
 
 # A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     "plan": (PlanConfig, "medseg.planning.plan", "count the memory of a training step before anything runs"),
     "predict": (PredictConfig, "medseg.commands.predict", "segment scans with trained checkpoints"),
     "evaluate": (EvaluateConfig, "medseg.commands.evaluate", "score label maps against a reference"),
-    "export": (ExportConfig, "medseg.commands.export", "write the network of a checkpoint for ONNX, OpenVINO or MONAI"),
+    "export": (ExportConfig, "medseg.commands.export", "write the network of a checkpoint for ONNX or OpenVINO"),
     "report": (ReportConfig, "medseg.commands.report", "compare runs on one page"),
     "watch": (WatchConfig, "medseg.commands.watch", "show the losses and the memory of a run in the terminal while it trains"),
     "cross_validate": (CrossValidateConfig, "medseg.studies.cross_validate", "train and score fold by fold, by patient"),

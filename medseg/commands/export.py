@@ -1,13 +1,11 @@
-"""The `export` command: writes the network of a checkpoint as ONNX, OpenVINO IR or MONAI bundle."""
+"""The `export` command: writes the network of a checkpoint as ONNX or OpenVINO IR."""
 
-import shlex
 from pathlib import Path
 
 import torch
 
 from medseg.build.stages import load_stage
 from medseg.config.schema import ExportConfig
-from medseg.prediction.bundle import COMMAND
 from medseg.prediction.export import export_stage
 
 
@@ -27,6 +25,4 @@ def export(config: ExportConfig) -> int:
     )
     print(f"{output}: {exported.form}; input of {size}; logits within {exported.difference:.1e} of torch")
     print("the preprocessing is in its metadata, see docs/export.md")
-    if not output.is_file():
-        print(f"next: cd {shlex.quote(str(output))} && {COMMAND}")
     return 0

@@ -74,7 +74,7 @@ ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "lu
 Engine = StrEnum("Engine", ["local", "ray"])  # see `medseg.prediction.ray_engine`
 SegKind = StrEnum("SegKind", ["binary", "labelmap"])  # see `medseg.io.dicom.segmentation`
 Save = StrEnum(  # see `medseg.prediction.results`
-    "Save", ["labels", "preview", "viewer", "dicom_seg", "rtstruct", "masks", "probabilities", "itksnap"]
+    "Save", ["labels", "preview", "viewer", "dicom_seg", "rtstruct", "masks", "probabilities"]
 )
 
 Text = str | None
@@ -799,7 +799,7 @@ class ExportConfig:
     """Keys of `export`."""
 
     checkpoint: Annotated[str, Knob("Checkpoint or .safetensors of one stage.")]
-    output: Annotated[str, Knob("model.onnx, model.xml (OpenVINO), or the folder of a MONAI bundle.")]
+    output: Annotated[str, Knob("model.onnx, or model.xml (OpenVINO).")]
     region: Annotated[Text, Knob("Region that the network is for; with stage.region_mode=separate or side_input only.")]
     trusted_targets: Annotated[
         list[str], Knob("Prefixes of classes beyond the white list that the checkpoint may name ([my_package.]).")

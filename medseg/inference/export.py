@@ -1,9 +1,8 @@
-"""Export of a network to ONNX, OpenVINO and TorchScript: conversion, comparison with torch, and files with metadata."""
+"""Export of a network to ONNX and OpenVINO: conversion, comparison with torch, and files with metadata."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import logging
 import math
@@ -120,8 +119,8 @@ def export_network(
         reason = reason or found[:300]
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
-        f"{name} cannot be converted to {form.name} for a variable input size{tiles} ({reason}); choose another format: "
-        "model.onnx, model.xml, or a folder for a MONAI bundle"
+        f"{name} cannot be converted to {form.name} for a variable input size{tiles} ({reason}); choose the other format: "
+        "model.onnx or model.xml"
     )
 
 
@@ -195,24 +194,7 @@ def _describe_openvino(_: Any) -> str:
     return f"OpenVINO IR of {openvino.__version__.split('-')[0]}"
 
 
-def _to_torchscript(network: Logits, example: Tensor, _: bool) -> Any:
-    with torch.no_grad(), warnings.catch_warnings():
-        # Checks of the input size become constants; TorchScript is what MONAI bundles hold.
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.trace(network, example, check_trace=False)
-
-
-def _write_torchscript(model: Any, metadata: str) -> dict[str, bytes]:
-    content = io.BytesIO()
-    torch.jit.save(model, content, _extra_files={f"{METADATA_KEY}.json": metadata})
-    return {".ts": content.getvalue()}
-
-
 FORMATS = {
     ".onnx": Format("ONNX", "export", ("onnx", "onnxscript", "onnxruntime"), _to_onnx, _load_onnx, _describe_onnx, _write_onnx),
     ".xml": Format("OpenVINO", "openvino", ("openvino",), _to_openvino, _load_openvino, _describe_openvino, _write_openvino),
-    ".ts": Format(
-        "TorchScript", "", (), _to_torchscript, lambda model: model, lambda _: "MONAI bundle with TorchScript", _write_torchscript
-    ),
 }

@@ -81,12 +81,3 @@ def slicer_fields(structures: Sequence[Structure], labels: np.ndarray) -> dict[s
             f"Segment{number}_Tags": "Segmentation.Status:completed|",
         }
     return fields
-
-
-def itk_snap_text(structures: Sequence[Structure]) -> str:
-    """Make the label description file of ITK-SNAP: value, red, green, blue, opacity, visibility in slices and in 3D, name."""
-    lines = ["# ITK-SnAP Label Description File", '    0    0    0    0  0  0  0  "Clear Label"']
-    for one in structures:
-        name = one.name.replace("_", " ").replace('"', "'")
-        lines.append(f'{one.value:5d}{"".join(f"{channel:5d}" for channel in one.rgb)}  1  1  1  "{name}"')
-    return "\n".join(lines) + "\n"

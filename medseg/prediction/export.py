@@ -1,4 +1,4 @@
-"""Export of a trained stage for other programs: ONNX, OpenVINO or a MONAI bundle, with its preprocessing as metadata."""
+"""Export of a trained stage for other programs: ONNX or OpenVINO, with its preprocessing as metadata."""
 
 from dataclasses import asdict
 from functools import partial
@@ -7,12 +7,11 @@ from typing import Any
 
 from medseg import __version__
 from medseg.cascade.stage import CascadeOptions, TrainedStage
-from medseg.errors import require
-from medseg.inference.export import INPUT, OUTPUT, Exported, export_network
+from medseg.errors import UserError, require
+from medseg.inference.export import FORMATS, INPUT, OUTPUT, Exported, export_network
 from medseg.inference.tiles import round_up
 from medseg.io.atomic import check_writable, replace_bytes
 from medseg.models.regional import RegionalNetwork
-from medseg.prediction.bundle import check_bundle, write_bundle
 from medseg.preprocess.crop import BODY_MARGIN_MM
 from medseg.preprocess.intensity import AIR
 
@@ -21,25 +20,20 @@ MODES_BY_REGION = ("separate", "side_input")
 
 
 def export_stage(stage: TrainedStage, output: Path, region: str | None) -> Exported:
-    """Write the network of a stage in the format of a suffix, `.onnx` or `.xml`, or as a MONAI bundle into a folder.
+    """Write the network of a stage in the format of a suffix, `.onnx` or `.xml`.
 
     Args:
         stage: The stage, on the CPU in fp32.
-        output: File, or folder of a bundle.
+        output: File.
         region: Name of the region, for a network that computes something else for each.
 
     Raises:
         UserError: If the output is no place for it, the region does not fit, or the network cannot be converted.
     """
     suffix = output.suffix.lower()
-    is_bundle = suffix == "" and not output.is_file()
-    require(
-        is_bundle or (suffix in (".onnx", ".xml") and not output.is_dir()),
-        f"output={output}: expected a file that ends in .onnx or .xml, or a folder without a dot in its name for a MONAI bundle",
-    )
-    if is_bundle:
-        check_bundle(stage, output)
-    check_writable(output if output.is_dir() else output.parent)
+    if suffix not in FORMATS or output.is_dir():
+        raise UserError(f"output={output}: expected a file that ends in .onnx or .xml")
+    check_writable(output.parent)
     network: RegionalNetwork = stage.network  # type: ignore[assignment]
     describe = partial(describe_stage, stage, region)
     exported = export_network(
@@ -48,14 +42,11 @@ def export_stage(stage: TrainedStage, output: Path, region: str | None) -> Expor
         stage.divisor,
         network.traits.small_size,
         round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
-        ".ts" if is_bundle else suffix,
+        suffix,
         describe,
     )
-    if is_bundle:
-        write_bundle(output, describe(exported.fixed_size), exported.files[".ts"])
-    else:
-        for part, content in sorted(exported.files.items()):  # weights before the file that needs them
-            replace_bytes(output.with_suffix(part), content)
+    for part, content in sorted(exported.files.items()):  # weights before the file that needs them
+        replace_bytes(output.with_suffix(part), content)
     return exported
 
 

@@ -23,9 +23,8 @@ from medseg.evaluation.case_viewer import (
     written_figures,
 )
 from medseg.evaluation.matching import check_grid, task_values
-from medseg.io.atomic import replace_text
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
-from medseg.io.label_table import Structure, itk_snap_text
+from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
@@ -41,7 +40,6 @@ ENDINGS = {
     "viewer": SUFFIX,
     "dicom_seg": DICOM_SEG_SUFFIX,
     "rtstruct": RTSTRUCT_SUFFIX,
-    "itksnap": ".itksnap.txt",
 }
 # The same for kinds with a file for each label.
 LABEL_ENDINGS = {"masks": ".nii.gz", "probabilities": ".probability.nii.gz"}
@@ -200,8 +198,6 @@ def write_results(
                 result.status, result.warnings, result.agreements, result.most_disputed_xyz_mm, result.dice_at_least
             )
             write_case_viewer(path, views.packed, result.statistics, report, task)
-        elif kind == "itksnap":
-            replace_text(path, itk_snap_text(structures))
         else:
             # highdicom and pydicom take 60 MiB.
             from medseg.io.dicom.read import open_slices

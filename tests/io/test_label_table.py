@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +12,7 @@ import SimpleITK
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import case_name, list_inputs
-from medseg.io.label_table import Structure, itk_snap_text, nifti_extension
+from medseg.io.label_table import Structure, nifti_extension
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
 
@@ -95,16 +94,6 @@ def test_a_segmentation_of_slicer_is_no_scan_of_its_folder(tmp_path: Path, label
     write_labels(tmp_path / "ct.seg.nrrd", labels, GRID, structures=TABLE)
     assert list_inputs(tmp_path) == [("ct", tmp_path / "ct.nrrd")]
     assert case_name(tmp_path / "ct.seg.nrrd") == "ct"
-
-
-def test_itk_snap_reads_eight_columns_a_line() -> None:
-    lines = [line for line in itk_snap_text([*TABLE, Structure('a "b"', 12, "#ffffff")]).splitlines() if not line.startswith("#")]
-    pattern = re.compile(r'\s*(\d+)\s+(\d+)\s+(\d+)\s+(\d+)\s+([01])\s+([01])\s+([01])\s+"([^"]*)"')
-    rows = [match.groups() for line in lines if (match := pattern.fullmatch(line))]
-    assert len(rows) == len(lines) == 5
-    assert rows[0][:1] == ("0",)
-    assert rows[1] == ("1", "56", "189", "248", "1", "1", "1", "left lung")
-    assert rows[4][7] == "a 'b'"
 
 
 def test_the_extension_is_xml_in_utf_8() -> None:

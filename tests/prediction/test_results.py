@@ -51,8 +51,8 @@ def scans(tmp_path: Path) -> Path:
 
 def test_every_kind_has_its_name_and_its_content(scans: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert predict(scans / "a.nii.gz", out / "lungs.nii.gz", "save=[labels,preview,viewer,masks,probabilities,itksnap]") == 0
-    kinds = [".preview.png", ".html", ".itksnap.txt", ".nii.gz", ".json"]
+    assert predict(scans / "a.nii.gz", out / "lungs.nii.gz", "save=[labels,preview,viewer,masks,probabilities]") == 0
+    kinds = [".preview.png", ".html", ".nii.gz", ".json"]
     kinds += [f".{label}{ending}" for label in LABELS for ending in (".nii.gz", ".probability.nii.gz")]
     assert {path.name for path in out.iterdir()} == {f"lungs{kind}" for kind in kinds}
     labels = read_labels(out / "lungs.nii.gz").array

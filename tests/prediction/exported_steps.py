@@ -1,4 +1,4 @@
-"""Transforms and inferer of a stage of medseg for MONAI bundles: a script without imports of medseg, copied into each bundle.
+"""The steps around an exported network, by its metadata alone: MONAI transforms and an inferer without imports of medseg.
 
 Images are arrays (C, z, y, x) with axes towards superior, posterior and left. The filters are those of medseg.
 """
@@ -72,7 +72,7 @@ class Prepared(MapTransform):
         least_size: Sequence[int] | None,
         is_flipped: bool,
     ) -> None:
-        """Take what the metadata of the bundle state.
+        """Take what the metadata of the export state.
 
         Args:
             keys: Key of the image.
