@@ -139,14 +139,11 @@ def localise(
     coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
     removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task, options)
-    turned = turn_lone_sides(labels, found.boxes, coarse_hu, coarse_grid, stage.task) if stage.task.is_ct else []
-    if turned:
-        found = locate_regions(labels, coarse_grid, stage.task, options)
     warnings = [
         *prediction.remarks,
         *removed,
-        *turned,
         *found.warnings,
+        *(lone_side_warnings(found.boxes, coarse_hu, coarse_grid, stage.task) if stage.task.is_ct else []),
         *side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
         *(position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task) if stage.task.is_ct else []),
     ]
@@ -222,17 +219,15 @@ def remove_impossible(
     return warnings, beyond
 
 
-def turn_lone_sides(
-    labels: np.ndarray, boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid: VoxelGrid, task: Task
-) -> list[str]:
-    """Relabel a lone region of a pair whose side contradicts the cut of the scan, in place.
+def lone_side_warnings(boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
+    """Warn of a lone region of a pair whose side contradicts the cut of the scan.
 
-    A scan of half a chest is cut towards the midline and shows the skin on its other side. The network does not see where a scan ends.
+    A scan of half a chest is cut towards the midline and shows the skin on its other side. The network does not
+    see where a scan ends.
 
     Args:
-        labels: Label map (D, H, W) on `grid`; array x points to the patient's left.
         boxes: Tight boxes of the regions that were found.
-        image_hu: Image (D, H, W) in HU.
+        image_hu: Image (D, H, W) in HU; array x points to the patient's left.
         grid: The whole scan on the coarse grid.
         task: Labels and regions.
 
@@ -240,27 +235,30 @@ def turn_lone_sides(
         A warning for each such region.
     """
     warnings = []
-    for pair in _matching_pairs(task):
-        present = [region for region in pair if region.name in boxes]
+    for left, right in side_pairs(task):
+        present = [region for region in (left, right) if region.name in boxes]
         if len(present) != 1:
             continue
-        lone, left = present[0], pair[0]
+        lone = present[0]
+        other = right if lone is left else left
         box = boxes[lone.name]
         z, y, _ = box.slices()
         share = (image_hu[z, y] > BODY_HU).mean(axis=(0, 1))
-        # From the side of the wall that the lone region would have.
-        away, start = (share[::-1], grid.shape[2] - box.stop[2]) if lone is left else (share, box.start[2])
-        if away[0] <= CUT_SHARE or away[-1] > OPEN_SHARE:
+        # Both run from the side of the body wall that the lone region would have.
+        if lone is left:
+            body_share, start = share[::-1], grid.shape[2] - box.stop[2]
+        else:
+            body_share, start = share, box.start[2]
+        is_cut_at_wall = body_share[0] > CUT_SHARE
+        shows_other_skin = body_share[-1] <= OPEN_SHARE
+        if not (is_cut_at_wall and shows_other_skin):
             continue
-        skin = int(np.flatnonzero(away > OPEN_SHARE)[-1]) + 1
-        if (skin - start - (box.stop[2] - box.start[2])) * grid.spacing_mm[2] <= MAX_WALL_MM:
-            other = pair[1] if lone is left else left
-            values = [task.region_values(region) for region in (lone, other)]
-            for value, new_value in zip(*values, strict=True):
-                labels[labels == value] = new_value
+        skin = int(np.flatnonzero(body_share > OPEN_SHARE)[-1]) + 1
+        wall_mm = (skin - start - (box.stop[2] - box.start[2])) * grid.spacing_mm[2]
+        if wall_mm <= MAX_WALL_MM:
             warnings.append(
-                f"what the coarse stage labelled {lone.name} was relabelled {other.name}: the scan is cut on the side where the body wall of "
-                f"{lone.name} would be, and shows the skin on the other; check the side"
+                f"{lone.name} may be {other.name}: the scan is cut on the side where the body wall of {lone.name} "
+                "would be, and shows the skin on the other; check the side"
             )
     return warnings
 

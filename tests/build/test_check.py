@@ -65,7 +65,7 @@ def test_what_fits_is_accepted(overrides: list[str]) -> None:
     check(*overrides)
 
 
-@pytest.mark.parametrize("model", [["model=vnet"], ["model=attention_unet"], ["model=dynunet", "model.norm_name=batch"]])
+@pytest.mark.parametrize("model", [["model._target_=monai.networks.nets.VNet"], ["model=dynunet", "model.norm_name=batch"]])
 def test_batch_norm_over_micro_batches_is_noted_whatever_the_network_calls_it(model: list[str]) -> None:
     settings = [*model, "stage.batch_size=2", "stage.patch_size=[64,64,64]", "inference.tile_size=[64,64,64]"]
     (note,) = check(*settings, "memory.accumulate=2")
