@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from medseg.data.samples import filled
 from medseg.inference import tiles as tiles_module
-from medseg.inference.tiles import most_probable, predict_probs
+from medseg.inference.tiles import most_probable, predict_probs, round_up
 
 ROUNDING = 2.0**-12  # of float16 below one
 SHAPES = [(9, 20, 31), (16, 24, 8), (1, 5, 40)]
@@ -140,6 +141,33 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
     torch.testing.assert_close(probs.float().sum(0), torch.ones(8, 8, 32), rtol=0, atol=2 * ROUNDING)
     # Nothing but air: one tile says how many classes there are.
     assert predict_probs(always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options).shape == (2, 8, 8, 32)  # type: ignore[arg-type]
+
+
+def test_every_tile_goes_through_the_network_where_air_is_a_value_of_the_body() -> None:
+    """In an MR the lowest value is no air: `skips_air=False`."""
+    image, num_seen = torch.full((1, 1, 8, 8, 32), -1.0), []
+
+    def always_foreground(tiles: Tensor) -> Tensor:
+        num_seen.append(len(tiles))
+        return torch.cat([torch.zeros_like(tiles), torch.full_like(tiles, 20.0)], dim=1)
+
+    options: dict[str, Any] = {"tile_size": (8, 8, 8), "overlap": 0.0, "divisor": (1, 1, 1)}
+    probs = predict_probs(always_foreground, image, **options, skips_air=False)
+    assert sum(num_seen) == 4
+    assert (probs[1] > 0.99).all()
+
+
+@pytest.mark.parametrize("divisor", [(8, 8, 8), (4, 16, 8), (1, 1, 1)])
+def test_inputs_of_training_and_prediction_grow_to_the_same_size(divisor: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [tuple(shape) for shape in torch.randint(1, 40, (200, 3), generator=generator).tolist()]
+    for shape in (*shapes, divisor, (1, 1, 1)):
+        rounded = round_up(shape, divisor)
+        assert rounded == filled(shape, divisor)  # type: ignore[arg-type]
+        assert all(size % step == 0 for size, step in zip(rounded, divisor, strict=True))
+        is_single = all(size <= step for size, step in zip(shape, divisor, strict=True))
+        least = tuple(2 * step if is_single else -(-size // step) * step for size, step in zip(shape, divisor, strict=True))
+        assert rounded == least, "a single voxel at the deepest level has no variance"
 
 
 def test_the_number_of_tiles_does_not_change_how_often_values_are_read() -> None:

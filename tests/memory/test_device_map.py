@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from medseg.memory.device_map import apply_device_map, plan_device_map
 from medseg.memory.switches import checkpoint_blocks
 from medseg.models.unet import UNet
+from medseg.training.device_map import DeviceMapStrategy
 
 
 def make(refine: int) -> UNet:
@@ -56,6 +59,48 @@ def test_two_devices_compute_what_one_does(places: dict[str, str], home: str) ->
     torch.testing.assert_close(logits, other_logits, rtol=1e-3, atol=1e-4)
     for name in gradients:
         torch.testing.assert_close(gradients[name], other_gradients[name], rtol=1e-2, atol=1e-5)
+
+
+class Copies(TorchFunctionMode):
+    """Notes the tensors that `Tensor.to` is asked to move to another device, and whether the host waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.to and result.device != args[0].device:
+            self.non_blocking.append((kwargs or {}).get("non_blocking", False))
+        return result
+
+
+def test_parts_move_to_their_devices_and_inputs_follow_without_a_wait() -> None:
+    """The device `meta`, which every machine has, stands for a GPU."""
+    meta = torch.device("meta")
+    network = make(0)
+    apply_device_map(network, {"encoder": "meta"}, torch.device("cpu"))
+    devices = {name: weight.device.type for name, weight in network.named_parameters()}
+    assert {device for name, device in devices.items() if name.startswith("encoder")} == {"meta"}
+    assert {device for name, device in devices.items() if not name.startswith("encoder")} == {"cpu"}
+    network = make(0)
+    apply_device_map(network, {"decoder": "meta"}, meta)
+    with Copies() as copies:
+        logits = network(torch.zeros(1, 1, 16, 24, 32))
+    assert logits.device == meta
+    assert copies.non_blocking
+    assert all(copies.non_blocking)
+
+
+def test_the_strategy_of_a_device_map_moves_the_parts_and_keeps_the_rest_at_home() -> None:
+    module = nn.Module()
+    module.network = make(0)
+    strategy = DeviceMapStrategy(torch.device("cpu"), {"encoder": "meta"})
+    strategy._lightning_module = strategy.model = module  # type: ignore[assignment]
+    strategy.model_to_device()
+    on_meta = [name for name, weight in module.network.named_parameters() if weight.is_meta]
+    assert on_meta == [name for name, _ in module.network.named_parameters() if name.startswith("encoder")]
+    assert on_meta
 
 
 def test_a_name_that_fits_no_part_is_refused() -> None:

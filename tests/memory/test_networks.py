@@ -19,7 +19,7 @@ from medseg.data.task import Channel, Task
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, _copied_bytes, count_step
 from medseg.memory.device_map import apply_device_map
-from medseg.memory.switches import apply_switches, select_blocks
+from medseg.memory.switches import apply_switches, checkpoint_blocks, select_blocks
 from medseg.memory.tracker import MemoryTracker
 from medseg.models.adapter import build_on_meta
 from medseg.models.regional import RegionalNetwork
@@ -218,3 +218,20 @@ def test_one_step_of_training_on_real_losses(name: str) -> None:
         DiceCrossEntropyLoss()(output, target).backward(retain_graph=True)
     network.eval()
     assert isinstance(network(image, REGION), Tensor)
+
+
+@pytest.mark.parametrize("rates", [{"attn_drop": 0.5}, {"drop": 0.5}, {"drop_path": 0.5}], ids=str)
+def test_recomputed_windows_of_swin_unetr_draw_the_same_random_numbers(rates: dict[str, float]) -> None:
+    """Dropout of the attention, of the features and of whole paths."""
+    from monai.networks.nets.swin_unetr import BasicLayer
+
+    torch.manual_seed(0)
+    plain = BasicLayer(8, 2, 2, (4, 4, 4), **{"drop_path": [0.0, 0.0], **rates})  # type: ignore[arg-type]
+    lean = copy.deepcopy(plain)
+    checkpoint_blocks({"layer": lean}, "all")
+    grads = []
+    for layer in (plain, lean):
+        torch.manual_seed(3)
+        layer(torch.randn(2, 8, 4, 8, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        grads.append({name: weight.grad for name, weight in layer.named_parameters()})
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.memory import switches
@@ -97,6 +99,30 @@ def test_checkpointing_repeats_random_numbers(random: nn.Module) -> None:
         checkpoint_blocks({"noise": block}, policy)
         torch.manual_seed(3)
         grads.append(step(block, inputs)[1])
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+class SelfAttention(nn.Module):
+    """Torch's attention of one layer over the voxels of an image, whose dropout is no module of its own."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, image: Tensor) -> Tensor:
+        voxels = image[..., ::4, ::4, ::4].flatten(2).transpose(1, 2)
+        return self.attention(voxels, voxels, voxels)[0].transpose(1, 2)
+
+
+def test_checkpointing_repeats_the_dropout_of_attention() -> None:
+    plain = nn.Sequential(nn.Conv3d(1, 4, 1), SelfAttention(0.5))
+    lean = copy.deepcopy(plain)
+    checkpoint_blocks({"attention": lean}, "all")
+    grads = []
+    for network in (plain, lean):
+        torch.manual_seed(3)
+        grads.append(step(network)[1])
+    assert len(grads[0]) == len(list(plain.parameters()))
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
 
 
@@ -218,6 +244,49 @@ def test_tf32_is_allowed_only_where_asked() -> None:
 def test_offload_is_refused_on_cpu() -> None:
     with pytest.raises(ValueError, match="turn it off"):
         offload_activations(make(), "cpu")
+
+
+class PretendedGpu(TorchFunctionMode):
+    """Lets every tensor say that it is on a GPU, and notes how the copies to and from the host are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[str, dict[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if func is torch.empty_like:
+            self.copies.append(("memory", {"pin_memory": options.pop("pin_memory", False)}))
+        elif func in (Tensor.copy_, Tensor.to):
+            self.copies.append((func.__name__, {"non_blocking": options.get("non_blocking", False)}))
+        return func(*args, **options)
+
+
+def test_offload_copies_to_pinned_memory_and_back_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From memory that is not pinned, or blocking, the GPU would stand still during each copy."""
+    hooks: list[tuple[Any, Any]] = []
+
+    def keep_hooks(pack: Any, unpack: Any) -> Any:
+        hooks.append((pack, unpack))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(switches, "saved_tensors_hooks", keep_hooks)
+    network = make()
+    switches.save_to_host(network)
+    network(image())
+    ((pack, unpack),) = hooks
+    values, weight = torch.arange(4.0), nn.Parameter(torch.ones(3))
+    with PretendedGpu() as gpu:
+        packed = pack(values)
+        to_host = list(gpu.copies)
+        restored = unpack(packed)
+        assert unpack(pack(weight)) is weight, "parameters stay where they are"
+    from_host = gpu.copies[len(to_host) :]
+    assert to_host == [("memory", {"pin_memory": True}), ("copy_", {"non_blocking": True})]
+    assert from_host == [("to", {"non_blocking": True})]
+    assert torch.equal(restored, values)
 
 
 @pytest.mark.gpu

@@ -234,6 +234,16 @@ def test_reversing_an_axis_commutes(axis: int) -> None:
         )
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_voxel_that_is_half_label_and_half_background_is_background(axis: int, is_first: bool) -> None:
+    """On either side, or a label would grow to one side at each resampling."""
+    source = VoxelGrid((2, 2, 2), (1.0, 1.0, 1.0))
+    labels = np.zeros(source.shape, dtype=np.uint8)
+    np.moveaxis(labels, axis, 0)[0 if is_first else 1] = 1
+    assert resample_labels(labels, source, source.resampled((2.0, 2.0, 2.0)), 2).item() == 0
+
+
 def noise_labels(shape: tuple[int, int, int]) -> np.ndarray:
     """Blobs of four classes."""
     blocks = np.random.default_rng(5).integers(0, 4, [-(-size // 6) for size in shape])

@@ -70,6 +70,52 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Pa
     assert len(set_up(first, first, tmp_path).val_cases) == 1, "a case may be watched while it is learnt"
 
 
+@pytest.mark.parametrize(
+    ("pin_memory", "has_gpu", "is_pinned"),
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+def test_both_loaders_pin_memory_where_a_gpu_reads_it_or_as_they_are_told(
+    pin_memory: bool | None, has_gpu: bool, is_pinned: bool, tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    data = set_up(first, second, tmp_path)
+    data.pin_memory = pin_memory
+    data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0)  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert data.train_dataloader().pin_memory is is_pinned
+    assert data.val_dataloader().pin_memory is is_pinned
+
+
+@pytest.mark.parametrize(("num_cases", "num_ranks"), [(4, 2), (3, 2), (1, 3)])
+def test_the_ranks_share_the_validation_cases_and_take_equally_many(
+    num_cases: int, num_ranks: int, tiny_table: Path, tmp_path: Path
+) -> None:
+    first, *_ = read_case_table(tiny_table)
+    data = set_up(first, first, tmp_path)
+    data.val_cases = [replace(data.val_cases[0], name=f"case {number}") for number in range(num_cases)]
+    shares = []
+    for rank in range(num_ranks):
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks)  # type: ignore[assignment]
+        shares.append(list(data.val_dataloader().sampler))
+    assert {number for share in shares for number in share} == set(range(num_cases)), "each case is validated"
+    # Ranks wait for each other at the end of a validation, so each takes as many; only the rest is taken twice.
+    assert {len(share) for share in shares} == {-(-num_cases // num_ranks)}
+    assert all(len(set(share)) == len(share) for share in shares)
+
+
+def test_a_resumed_rank_takes_its_own_samples_from_the_step_of_the_trainer(tiny_table: Path, tmp_path: Path) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    data = set_up(first, second, tmp_path)
+    data.steps, data.batch_size = 3, 4
+    numbers = {}
+    for rank in range(2):
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=2, global_step=1)  # type: ignore[assignment]
+        batches = list(data.train_dataloader())  # a stack for each of the two samples
+        numbers[rank] = [first["number"] + second["number"] for first, second in batches]
+    together = [sorted(own + other) for own, other in zip(numbers[0], numbers[1], strict=True)]
+    assert together == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
 @pytest.mark.parametrize(("is_coarse", "method"), [(True, "forkserver"), (False, "spawn")])
 def test_loader_workers_make_the_same_batches_however_they_start(
     is_coarse: bool, method: str, tiny_table: Path, tmp_path: Path

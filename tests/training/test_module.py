@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,37 @@ def test_validation_ignores_what_lies_beyond_the_scan() -> None:
     assert score(module, batch) == 1
     image[..., 3, :, :] = 1  # inside: it counts
     assert score(module, batch) < 1
+
+
+SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
+
+
+def test_a_step_neither_empties_the_cache_of_the_gpu_nor_waits_for_it(
+    fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would cost a step its overlap with the GPU; memory that is given back is asked for again in the next step."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
+    batch = {
+        "image": torch.zeros(1, 1, 8, 8, 12),
+        "target": torch.zeros(1, 8, 8, 12, dtype=torch.int64),
+        "region": torch.zeros(1, dtype=torch.int64),
+        "number": [0],
+    }
+    during: list[str] = []
+
+    class Steps(pl.Callback):
+        """Looks at the steps alone: Lightning empties the cache before the first one and after a run."""
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            calls.clear()
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            during.extend(["the end was reached", *calls])
+
+    fit([*SMALL, "steps=2"], [batch, batch], callbacks=[Steps()])
+    assert during == ["the end was reached"]
 
 
 def test_whole_cases_of_a_validation_are_not_compiled() -> None:

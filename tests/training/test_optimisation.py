@@ -101,6 +101,17 @@ def test_a_step_by_trust_ratio_does_not_see_the_scale_of_a_gradient(optimizer: s
     assert steps[0].norm() > 0
 
 
+@pytest.mark.parametrize(("overrides", "trust"), [([], 0.02), (["optimizer.trust_coefficient=0.05"], 0.05)])
+def test_the_first_step_of_lars_is_the_trusted_share_of_the_weights(overrides: list[str], trust: float) -> None:
+    weight = nn.Parameter(torch.arange(1.0, 7).view(2, 3))
+    weight.grad = torch.tensor([[1.0, -2, 3], [-4, 5, -6]])
+    before = weight.detach().clone()
+    settings = ["optimizer=lars", "optimizer.weight_decay=0", "optimizer.lr=0.5", *overrides]
+    build.make_optimizer(compose(*settings).optimizer, 1.0)([weight]).step()
+    share = float((weight.detach() - before).norm() / before.norm())
+    assert share == pytest.approx(0.5 * trust, rel=1e-4)
+
+
 def test_a_misspelled_argument_of_an_optimizer_is_refused_where_the_class_takes_any() -> None:
     with pytest.raises(UserError, match=r"optimizer: Lamb does not take these arguments .*wieght_decay.*Its arguments are lr"):
         build.make_optimizer(compose("optimizer=lamb", "+optimizer.wieght_decay=1").optimizer, 1.0)

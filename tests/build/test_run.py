@@ -1,0 +1,105 @@
+"""Objects of a run: what the configuration says reaches the optimiser, the schedule and Lightning's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from medseg.build.network import make_network
+from medseg.build.run import make_module, make_trainer
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
+from medseg.training.device_map import DeviceMapStrategy
+
+SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "logger=none", "trainer.accelerator=cpu"]
+
+
+@pytest.fixture
+def compose(tmp_path: Path) -> Callable[..., TrainConfig]:
+    """A function that composes the configuration of a small run."""
+
+    def make(*overrides: str) -> TrainConfig:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = hydra.compose("train", [*SMALL, f"run_dir='{tmp_path}'", *overrides])
+        return to_config(composed, TrainConfig)
+
+    return make
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "poly"])
+@pytest.mark.parametrize(("optimizer", "lr_scaling", "factor"), [("sgd", "linear", 4.0), ("adamw", "sqrt", 2.0)])
+def test_the_rates_of_a_run_grow_with_its_batch(
+    schedule: str, optimizer: str, lr_scaling: str, factor: float, compose: Callable[..., TrainConfig]
+) -> None:
+    def rates(*overrides: str) -> list[float]:
+        config = compose(f"optimizer={optimizer}", f"schedule={schedule}", "steps=6", *overrides)
+        parts = make_module(config, make_network(config), {}).configure_optimizers()
+        used = []
+        for _ in range(6):
+            used.append(parts["optimizer"].param_groups[0]["lr"])
+            parts["optimizer"].step()
+            parts["lr_scheduler"]["scheduler"].step()
+        return used
+
+    plain = rates("stage.batch_size=4")
+    scaled = rates("stage.batch_size=4", f"lr_scaling={lr_scaling}")
+    assert scaled == pytest.approx([factor * rate for rate in plain])
+    assert max(plain) > 0
+
+
+@pytest.mark.parametrize("is_searched", [False, True])
+def test_the_kernel_search_is_on_only_where_it_is_asked_for(
+    is_searched: bool, compose: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not is_searched)
+    config = compose()
+    config.memory.cudnn_benchmark = is_searched  # refused by the rules on a CPU
+    make_trainer(config, [])
+    assert torch.backends.cudnn.benchmark is is_searched
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_searched"),
+    [
+        (["stage=fine"], False),
+        (["stage=fine", "stage.region_mode=separate"], True),  # a rank may see one region only
+        (["model=dynunet", "loss.output_weights=[1,0.5,0]"], True),
+    ],
+)
+def test_unused_parameters_are_searched_only_where_a_step_may_leave_some_out(
+    overrides: list[str], is_searched: bool, compose: Callable[..., TrainConfig]
+) -> None:
+    """Without the search such a step waits for gradients for ever; with it every step walks through the graph."""
+    config = compose("trainer=ddp", "trainer.devices=2", "stage.batch_size=2", *overrides)
+    strategy = make_trainer(config, []).strategy
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy._ddp_kwargs.get("find_unused_parameters", False) is is_searched
+
+
+def test_a_device_map_of_the_configuration_reaches_the_trainer(compose: Callable[..., TrainConfig]) -> None:
+    strategy = make_trainer(compose("model.device_map={encoder: cpu}"), []).strategy
+    assert isinstance(strategy, DeviceMapStrategy)
+    assert strategy.root_device == torch.device("cpu")
+    assert set(strategy.device_map.values()) == {"cpu"}
+    assert all(name.startswith("encoder") for name in strategy.device_map)
+
+
+def test_the_trainer_counts_as_the_configuration_says(compose: Callable[..., TrainConfig]) -> None:
+    """Lightning counts validations in micro-batches, the configuration in optimiser steps."""
+    settings = ["steps=40", "stage.batch_size=6", "memory.accumulate=3", "stage.validate_every=10"]
+    trainer = make_trainer(compose(*settings, "trainer.gradient_clip=0.5", "trainer.clip_by=value"), [pl.Callback()])
+    assert trainer.max_steps == 40
+    assert trainer.accumulate_grad_batches == 3
+    assert trainer.val_check_interval == 30
+    assert trainer.check_val_every_n_epoch is None
+    assert trainer.num_sanity_val_steps == 0
+    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "value")
+    shorter = make_trainer(compose("steps=4", "stage.validate_every=10"), [])
+    assert shorter.val_check_interval == 4, "a run shorter than the interval validates at its end"
