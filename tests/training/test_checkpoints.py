@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -252,3 +253,31 @@ def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", half_written)
     fit(tmp_path, 12, 4, kill=("on_fit_end", -1))
     assert weight(tmp_path / "last.ckpt")[0] == 4
+
+
+@pytest.mark.parametrize(("own", "other"), [(False, True), (True, False), (False, False)])
+def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
+    own: bool, other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or those that go on would wait for ever for the one that left."""
+
+    def join(asked: Tensor, operation: Any) -> None:
+        assert operation == torch.distributed.ReduceOp.MAX
+        asked.fill_(max(int(asked), int(other)))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", join)
+    stop = StopRequest()
+    stop.is_asked = own
+    checkpoints = Checkpoints(tmp_path, validate_every=100, checkpoint_every=None, patience=None, stop=stop)
+    saved: list[Path] = []
+    trainer: Any = SimpleNamespace(
+        global_step=3, max_steps=9, accumulate_grad_batches=1, world_size=2, num_val_batches=[1], should_stop=False,
+        is_global_zero=False, loggers=[], save_checkpoint=lambda path, weights_only: saved.append(path),
+    )  # fmt: skip
+    checkpoints.on_train_batch_end(trainer, pl.LightningModule(), None, None, 2)
+    assert len(saved) == (own or other)
+    if own or other:
+        with pytest.raises(Preempted):
+            checkpoints.on_train_batch_start(trainer, pl.LightningModule(), None, 3)
+    else:
+        checkpoints.on_train_batch_start(trainer, pl.LightningModule(), None, 3)

@@ -128,6 +128,31 @@ def test_a_case_that_is_scored_twice_counts_once() -> None:
     assert set(module.case_scores) == {("a", 0, 1), ("b", 0, 1), ("b", 1, 1)}
 
 
+def test_the_scores_of_all_ranks_are_averaged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank sees its share of the cases; one that two ranks score counts once."""
+    module = make_module(Threshold())
+    module.val_scores = {("a", 0, 1): 0.2, ("b", 0, 1): 0.6}
+    others = {("b", 0, 1): 0.6, ("c", 0, 1): 1.0}
+
+    def gather(parts: list[Any], own: Any) -> None:
+        parts[:] = [own, others]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    logged: dict[str, float] = {}
+    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
+    module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+    module.on_validation_epoch_end()
+    assert logged == {"val/dice": pytest.approx(0.6), "val/dice_worst": 0.2}
+
+
+def test_a_fused_optimizer_leaves_the_loss_scale_to_lightning() -> None:
+    """It would divide the scale out of the gradients inside its step, after they have been clipped."""
+    module = make_module(nn.Conv3d(1, 2, 1))
+    module.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, fused=True)
+    optimizer = module.configure_optimizers()["optimizer"]
+    assert optimizer._step_supports_amp_scaling is False
+
+
 @pytest.mark.parametrize(("scores", "mean"), [((2.0, 4.0, math.nan), 3.0), ((2.0, math.inf), math.nan), ((math.nan,), math.nan)])
 def test_a_distance_to_a_label_that_was_not_found_leaves_no_mean(scores: tuple[float, ...], mean: float) -> None:
     module = make_module(Threshold())
@@ -224,3 +249,47 @@ def test_the_history_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> 
 def test_the_history_names_the_learning_rate_that_made_the_step(tmp_path: Path) -> None:
     Run(tmp_path / "history.csv", every=1, steps=4).step_to(4)
     assert [(step, float(lr)) for step, _, lr in lines(tmp_path / "history.csv")] == [(str(n), n) for n in range(1, 5)]
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_the_seconds_of_a_step_are_without_those_of_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("medseg.training.history.time", clock)
+    run = Run(tmp_path / "history.csv", every=4, steps=8)
+    run.trainer.sanity_checking, run.trainer.callback_metrics = False, {}
+    begin = run.history.on_train_batch_start
+
+    def begin_and_compute(*arguments: Any) -> None:
+        begin(*arguments)
+        clock.now_s += 2.0
+
+    run.history.on_train_batch_start = begin_and_compute  # type: ignore[method-assign]
+    for step in range(1, 9):
+        run.step_to(step)
+        if step in (2, 4):
+            run.history.on_validation_start(run.trainer, run.module)
+            clock.now_s += 50.0
+            run.history.on_validation_end(run.trainer, run.module)
+    with (tmp_path / "history.csv").open() as file:
+        assert [float(row["seconds_per_step"]) for row in csv.DictReader(file)] == [2.0, 2.0]
+    assert run.history.train_s() == 116.0, "with validations"
+
+
+def test_a_line_of_the_history_has_the_mean_loss_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_the_other_rank(losses: Tensor) -> None:
+        losses += 3.0
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", add_the_other_rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    Run(tmp_path / "history.csv", every=1, steps=1).step_to(1)  # its own loss is 1
+    assert [loss for _, loss, _ in lines(tmp_path / "history.csv")] == ["2.0"]
