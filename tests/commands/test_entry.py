@@ -11,8 +11,9 @@ import forked
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from medseg.commands import entry
 from medseg.config.overrides import quote_paths
-from medseg.errors import EXIT_UNREAD
+from medseg.errors import EXIT_FAILED, EXIT_UNREAD
 
 MEDSEG = [sys.executable, "-m", "medseg.commands.cli"]
 ENVIRONMENT = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -173,3 +174,34 @@ def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: P
         )
         assert result.returncode == 0, result.stderr
         assert ":" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_multirun", "exit_code", "said"),
+    [
+        ([0], False, 0, ""),
+        ([5], False, 5, ""),
+        ([0, 0], True, 0, ""),
+        ([3, 0], True, EXIT_FAILED, "medseg: 1 of 2 jobs failed\n"),
+    ],
+)
+def test_a_command_exits_with_the_code_of_its_job_and_a_multirun_says_how_many_failed(
+    codes: list[int],
+    is_multirun: bool,
+    exit_code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seeds = ",".join(map(str, range(len(codes))))
+    options = ["-m", f"hydra.sweep.dir={tmp_path}"] if is_multirun else []
+    monkeypatch.setattr(sys, "argv", ["medseg", *options, f"seed={seeds}"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
+    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(SystemExit) as ended:
+        entry.run("phantom", lambda config: codes[config.seed])
+    assert ended.value.code == exit_code
+    assert capsys.readouterr().err == said

@@ -67,6 +67,20 @@ def test_a_hole_is_filled_and_a_bay_is_not() -> None:
     assert not labels[4:8, 5, 5].any()
 
 
+@pytest.mark.usefixtures("at_once")
+def test_another_label_in_a_cavity_stays() -> None:
+    """A tumour within an organ: what is empty about it belongs to the organ."""
+    labels = np.zeros((9, 9, 9), dtype=np.uint8)
+    labels[1:8, 1:8, 1:8] = 1
+    labels[2:7, 2:7, 2:7] = 0
+    labels[3:6, 4, 4] = 2
+    fill_holes(labels, 1)
+    expected = np.zeros_like(labels)
+    expected[1:8, 1:8, 1:8] = 1
+    expected[3:6, 4, 4] = 2
+    np.testing.assert_array_equal(labels, expected)
+
+
 def test_the_box_of_a_label_is_that_of_its_mask() -> None:
     labels = np.random.default_rng(3).integers(0, 3, (5, 6, 7)).astype(np.uint8)
     labels[:2] = labels[:, :, 6] = 0
