@@ -103,3 +103,11 @@ def test_what_the_fine_stage_gives_to_another_region_stays_there() -> None:
     added = add_coarse_parts(located(labels), [(TASK.regions[0], mine, GRID), (TASK.regions[1], others, GRID)], TASK, 8.0, [])
     assert not any(mask.any() for mask in added.values())
     assert torch.equal(mine, before)
+
+
+@pytest.mark.parametrize(("num_planes", "is_thick"), [(3, False), (5, True)])
+def test_a_layer_is_thick_if_a_ball_of_the_diameter_fits(num_planes: int, is_thick: bool) -> None:
+    """Distances count to centres of voxels outside: three planes of 1 mm have room for less than 4 mm."""
+    mask = np.zeros((15, 30, 30), dtype=bool)
+    mask[5 : 5 + num_planes, 3:27, 3:27] = True
+    assert thick_parts(mask, (1.0, 1.0, 1.0), 4.0).any() == is_thick

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medseg.cascade.bound import calibrate, count_covered
+from medseg.cascade.bound import DiceBound, calibrate, count_covered
 
 
 def patients(count: int, rng: np.random.Generator) -> dict[str, list[tuple[float, float]]]:
@@ -56,3 +56,12 @@ def test_each_group_is_judged_by_the_others() -> None:
     assert count_covered([group(0, 0.05), group(10, 0.1)], 0.9) == 10
     assert count_covered([group(0, 0.05), group(10, 0.0545)], 0.9) == 10 + 5
     assert count_covered([group(0, 0.05), group(10, 0.05, count=8)], 0.9) is None
+
+
+def test_a_bound_has_the_offset_of_its_calibration() -> None:
+    """Of full agreement 1 - factor · offset is left; each hundredth of disagreement costs a hundredth of the factor."""
+    for offset in (0.02, 0.1):
+        bound = DiceBound(factor=2.0, level=0.9, num_patients=26, offset=offset)
+        assert bound.at(1.0) == pytest.approx(1 - 2 * offset)
+        assert bound.at(0.99) == pytest.approx(bound.at(1.0) - 0.02)
+    assert DiceBound(factor=10.0, level=0.9, num_patients=26).at(0.5) == 0.0

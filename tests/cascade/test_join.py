@@ -8,7 +8,7 @@ import torch
 from oracle import OBLIQUE
 
 from medseg.cascade import join as joining
-from medseg.cascade.join import join, merge
+from medseg.cascade.join import join, merge, paste_percent
 from medseg.cascade.localise import Localisation
 from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -143,3 +143,27 @@ def test_a_fine_ball_returns_to_an_anisotropic_grid() -> None:
     target = ball(native)
     overlap = 2 * ((result == 1) & target).sum() / ((result == 1).sum() + target.sum())
     assert overlap > 0.98
+
+
+def test_a_task_without_regions_loses_its_gas_and_keeps_small_parts() -> None:
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    labels[2:12, 12:20, 14:24] = 1  # gas
+    labels[2:8, 4:8, 5:10] = 1
+    labels[15, 3, 3] = 1
+    image_hu = np.where(labels, -900, 40).astype(np.int16)
+    image_hu[:, 12:20, 14:24] = -1000
+    task = Task("lesions", {"lesion": 1}, (), (Channel(window_hu=(-1000.0, 400.0)),), -980.0)
+    result = join([(Region("all", ("lesion",)), one_hot(labels, (1,)), GRID)], GRID, task, image_hu=image_hu)
+    np.testing.assert_array_equal(result, labels * (image_hu > -980))
+
+
+@pytest.mark.parametrize("slab_voxels", [1, 10**9])
+def test_percent_of_crops_that_overlap_is_the_larger_one(slab_voxels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "SLAB_VOXELS", slab_voxels)
+    boxes = [VoxelBox((2, 2, 10), (18, 28, 40)), VoxelBox((4, 1, 1), (19, 25, 30))]
+    shares = [(torch.full(box.shape, share), GRID.crop(box)) for box, share in zip(boxes, (0.7, 0.31), strict=True)]
+    expected = np.zeros(GRID.shape, dtype=np.uint8)
+    expected[boxes[1].slices()] = 31
+    expected[boxes[0].slices()] = 70
+    for order in (shares, shares[::-1]):
+        np.testing.assert_array_equal(paste_percent(order, GRID), expected)

@@ -99,3 +99,11 @@ def test_weights_hold_in_the_mean_and_nearly_in_each_pass() -> None:
         assert all(abs(one[item] - 6 * weights[item]) < 1 for item in range(6))
         total += one
     assert np.allclose([total[item] / 1800 for item in range(6)], weights, atol=0.02)
+
+
+def test_the_order_of_a_pass_shares_no_numbers_with_its_samples() -> None:
+    """Sample 0 would repeat the numbers that chose the order, so its crop would depend on which case it is."""
+    for seed in range(5):
+        order = [draw_from_pass(seed, n, 20) for n in range(20)]
+        assert sorted(order) == list(range(20))
+        assert order != sample_rng(seed, 0).permutation(20).tolist()

@@ -16,6 +16,8 @@ from medseg.losses.adapter import (
     default_arguments,
     find_target_form,
     in_form,
+    mean_of_samples,
+    sample_losses,
 )
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 
@@ -171,3 +173,39 @@ class Vector(nn.Module):
 def test_what_is_no_loss_of_logits_and_labels_is_refused(loss: nn.Module) -> None:
     with pytest.raises(ValueError, match="cannot be computed from logits"):
         check_loss(loss, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_of_other_libraries_get_logits_of_fp32_from_half_precision(dtype: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+
+    class Watched(nn.CrossEntropyLoss):
+        def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+            seen.append(logits.dtype)
+            return super().forward(logits, target)
+
+    logits, target = sample()
+    for ignore_value in (None, 2):
+        TrainingLoss([Term(1.0, Watched(), "indices")], ignore_value=ignore_value)(logits.detach().to(dtype), target)
+    assert set(seen) == {torch.float32}
+
+
+def test_the_loss_of_a_micro_batch_counts_each_sample_once() -> None:
+    """A batch loss of three samples and one of a single sample."""
+    losses = [(torch.tensor(1.0), 3), (torch.tensor(5.0), 1)]
+    assert float(mean_of_samples(losses)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "numbers"),
+    [
+        (DiceCrossEntropyLoss(), [1, 1]),
+        (DiceCrossEntropyLoss(batch_dice=True), [2]),
+        (monai.losses.DiceLoss(softmax=True, to_onehot_y=True, batch=True), [2]),
+        (nn.CrossEntropyLoss(), [1, 1]),
+    ],
+)
+def test_a_loss_of_the_whole_batch_is_computed_once_for_it(loss: nn.Module, numbers: list[int]) -> None:
+    term = Term(1.0, loss, "channel" if isinstance(loss, monai.losses.DiceLoss) else "indices")
+    logits, target = sample()
+    assert [count for _, count in sample_losses(TrainingLoss([term]), logits, target)] == numbers

@@ -177,3 +177,9 @@ def test_scores_equal_those_of_surface_distance(
     for percent in (50, 95, 100):
         robust_mm = reference.compute_robust_hausdorff(expected, percent)
         assert hausdorff_mm(distances, percent / 100) == pytest.approx(robust_mm, abs=1e-6)
+
+
+def test_a_quantile_that_is_reached_exactly_is_the_distance_there() -> None:
+    half = np.array([1.0, 3.0]), np.array([2.0, 2.0])  # half of the surface lies within 1 mm
+    assert hausdorff_mm((half, half), quantile=0.5) == 1.0
+    assert hausdorff_mm((half, half), quantile=0.51) == 3.0
