@@ -221,14 +221,18 @@ def test_a_pair_of_files_is_replaced_as_one(tmp_path: Path) -> None:
     assert (tmp_path / "a.zraw").read_bytes() == b"of another program"
 
 
-def test_a_scan_that_is_too_long_for_nifti_1(tmp_path: Path) -> None:
-    labels = np.zeros((2, 2, 40000), np.uint8)
-    labels[1, 1, 39999] = 1
+@pytest.mark.parametrize(("length", "version"), [(2**15 - 1, 1), (2**15, 2), (40000, 2)])
+def test_a_scan_that_is_too_long_for_nifti_1(length: int, version: int, tmp_path: Path) -> None:
+    """Which counts voxels with 16 bits and a sign."""
+    labels = np.zeros((2, 2, length), np.uint8)
+    labels[1, 1, length - 1] = 1
     grid = make_grid(np.eye(3), labels.shape)
     write_labels(tmp_path / "a.nii.gz", labels, grid)
     image = nib.load(tmp_path / "a.nii.gz")
+    assert type(image) is {1: nib.Nifti1Image, 2: nib.Nifti2Image}[version]
     assert np.array_equal(np.asarray(image.dataobj).T, labels)
-    assert np.allclose((image.affine @ [39999, 1, 1, 1])[:3] * [-1, -1, 1], grid.index_to_world_xyz_mm((1, 1, 39999)), atol=0.01)
+    last_ras = (image.affine @ [length - 1, 1, 1, 1])[:3]
+    assert np.allclose(last_ras * [-1, -1, 1], grid.index_to_world_xyz_mm((1, 1, length - 1)), atol=0.01)
 
 
 def test_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

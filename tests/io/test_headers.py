@@ -217,3 +217,13 @@ def test_rounded_decimals_in_a_header_move_no_corner(tmp_path: Path) -> None:
     write_labels(tmp_path / "out.nrrd", make_labels(), scan.grid, scan.header)
     for grid in (scan.grid, read_labels(tmp_path / "out.nrrd").grid):
         assert np.allclose(grid.index_to_world_xyz_mm((4, 6, 8)), want, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float64])
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_each_volume_of_a_4d_file_is_read_by_its_number(dtype: type, suffix: str, tmp_path: Path) -> None:
+    volumes = np.random.default_rng(0).integers(0, 200, (3, 4, 5, 6)).astype(dtype)  # channel, z, y, x
+    nib.save(nib.Nifti1Image(volumes.transpose(3, 2, 1, 0), FLIPPED), tmp_path / f"scan{suffix}")
+    for channel, expected in enumerate(volumes):
+        volume = read_image(tmp_path / f"scan{suffix}", modality="mr", channel=channel, num_channels=3)
+        np.testing.assert_array_equal(volume.array, expected)
