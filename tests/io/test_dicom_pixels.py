@@ -122,6 +122,31 @@ def test_overlays_in_unused_bits_are_cleared(tmp_path: Path) -> None:
     assert np.array_equal(volume.array, make_hu())
 
 
+MR: dict[str, Any] = {
+    "Modality": "MR", "SOPClassUID": "1.2.840.10008.5.1.4.1.1.4", "RescaleSlope": None, "RescaleIntercept": None
+}  # fmt: skip
+
+
+def test_overlays_of_an_mr_are_cleared_and_its_large_values_stay(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 4096, (5, 7, 9)).astype(np.uint16)
+    with_overlay = values.copy()
+    with_overlay[:, 2:4] |= 0x4000
+    volume = read_image(save_stored(tmp_path / "d", with_overlay, BitsStored=12, **MR), modality="mr")
+    assert np.array_equal(volume.array, values)
+    # Of 16 bits, where none is left for an overlay: no value of an MR is meant as negative.
+    large = (values * 16).astype(np.uint16)
+    assert np.array_equal(read_image(save_stored(tmp_path / "e", large, **MR), modality="mr").array, large)
+
+
+def test_padding_of_an_mr_is_its_background_whatever_its_value(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(100, 900, (5, 7, 9)).astype(np.int16)
+    padded = values.copy()
+    padded[:, :2] = -2000
+    volume = read_image(save_stored(tmp_path / "d", padded, PixelPaddingValue=-2000, **MR), modality="mr")
+    assert (volume.array[:, :2] == 0).all()
+    assert np.array_equal(volume.array[:, 2:], values[:, 2:])
+
+
 def test_signed_values_without_their_sign_bits(tmp_path: Path) -> None:
     image_hu = make_hu().clip(-1024, 2000)
     cut = (image_hu.astype(np.uint16) & 0x0FFF).astype(np.int16)
