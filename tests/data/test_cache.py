@@ -264,6 +264,32 @@ def test_other_configurations_have_other_entries(case: Case, tmp_path: Path, tas
     assert prepare_case(case, tmp_path, SPACING_MM, other_window, NAMES).folder == entry.folder
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ignore_label": 9},
+        {"channels": (Channel("mr", None, "zscore"),)},
+        {"channels": (Channel("ct", None, "percentile"),)},
+        {"regions": (Region("lungs", ("left_lung", "right_lung")),)},
+        {"regions": (Region("left_lung", ("left_lung",)), Region("right_lung", ("right_lung",), "right"))},
+    ],
+    ids=str,
+)
+def test_what_changes_an_entry_is_in_its_name(change: dict[str, Any], case: Case, tmp_path: Path, task: Task) -> None:
+    prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert is_current(case, tmp_path, SPACING_MM, task, NAMES)
+    assert not is_current(case, tmp_path, SPACING_MM, replace(task, **change), NAMES)
+
+
+@pytest.mark.parametrize("label_values", [{1: "right_lung", 2: "left_lung"}, {**NAMES, 3: "left_lung"}, {**NAMES, 3: "air"}])
+def test_other_values_of_the_labels_have_an_entry_of_their_own(
+    label_values: dict[int | str, str], case: Case, tmp_path: Path, task: Task
+) -> None:
+    prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
+    assert not is_current(case, tmp_path, SPACING_MM, task, label_values)
+    assert not is_current(replace(case, series="2"), tmp_path, SPACING_MM, task, NAMES), "another series of the folder"
+
+
 def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(case: Case, tmp_path: Path, task: Task) -> None:
     # No fork of this process: where torch threads have run, it may wait for them for ever.
     with forked.served(), multiprocessing.get_context("forkserver").Pool(3) as pool:

@@ -167,3 +167,13 @@ def test_a_single_nifti_file_stands_for_all_channels(tmp_path: Path) -> None:
     assert Case("a", tmp_path / "a.nii.gz", None, "a").images(3) == [tmp_path / "a.nii.gz"] * 3
     with pytest.raises(UserError, match=r"The case 'a' has no image_1 and no image_2, but"):
         Case("a", tmp_path / "a.nrrd", None, "a").images(3)
+
+
+def test_a_written_table_is_read_as_the_same_cases(tmp_path: Path) -> None:
+    full = Case(
+        "a", tmp_path / "a.nii.gz", tmp_path / "a_l.nii.gz", "somebody", "val",
+        trust={"left_lung": "reference", "right_lung": "absent"}, series="1.2.3", hu=HuScale(2.5, -1024.0),
+        more_images=(tmp_path / "a1.nii.gz", None, tmp_path / "a3.nii.gz"), fold=2,
+    )  # fmt: skip
+    plain = Case("b", tmp_path / "b.nii.gz", None, "b", more_images=(None, tmp_path / "b2.nii.gz", None))
+    assert read_case_table(write_case_table(tmp_path / "table.csv", [full, plain])) == [full, plain]

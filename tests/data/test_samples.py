@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import StepBatchSampler
-from medseg.data.samples import Sample, Samples, collate, init_worker
+from medseg.data.samples import Sample, Samples, collate, init_worker, one_thread
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
@@ -458,3 +458,14 @@ def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], tas
     )
     with pytest.raises(UserError, match=r"data\.train_trust=sure or certain: no training case has a region with this trust"):
         fine(cases, task, train_trust=["sure", "certain"])
+
+
+def test_samples_are_made_on_one_thread_whatever_the_process_has() -> None:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(num_threads)

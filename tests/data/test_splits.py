@@ -118,3 +118,11 @@ def test_fold_all_trains_on_everybody_but_the_test_patients() -> None:
     assert patients(split.test) == {"tested", "p3"}
     with pytest.raises(UserError, match=r"data\.fold=all trains on everybody, but data\.val_patients"):
         split_cases(marked, fold="all", val_patients=["p1"])
+
+
+def test_names_in_turns_do_not_end_in_one_fold() -> None:
+    """Every fifth patient is of one hospital, and the names are sorted by patient."""
+    in_turns = [case(f"c{n}", f"p{n:02d} of hospital {n % 5}") for n in range(40)]
+    for fold in range(5):
+        hospitals = {patient[-1] for patient in patients(split_cases(in_turns, fold=fold, num_folds=5).val)}
+        assert len(hospitals) > 1
