@@ -212,6 +212,20 @@ def test_patience_counts_on_in_a_run_that_goes_on(tmp_path: Path) -> None:
     assert fit(tmp_path, 16, 1, patience=3).validated == [7]
 
 
+def test_a_score_that_is_reached_again_is_no_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in SCORES:
+        monkeypatch.setitem(SCORES, step, 0.5)
+    assert fit(tmp_path, 16, 1, patience=3).validated == [1, 2, 3, 4]
+    assert weight(tmp_path / "best.ckpt")[0] == 1
+
+
+def test_only_the_last_checkpoint_holds_what_a_run_resumes_from(tmp_path: Path) -> None:
+    fit(tmp_path, 4, 2)
+    last, best = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("last", "best"))
+    assert last["optimizer_states"]
+    assert "optimizer_states" not in best, "the state of Adam is twice as large as the weights"
+
+
 def test_a_finished_run_takes_more_steps(tmp_path: Path) -> None:
     fit(tmp_path / "whole", 16, 4)
     fit(tmp_path / "run", 8, 4)
@@ -281,3 +295,24 @@ def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
             checkpoints.on_train_batch_start(trainer, pl.LightningModule(), None, 3)
     else:
         checkpoints.on_train_batch_start(trainer, pl.LightningModule(), None, 3)
+
+
+def test_loggers_write_their_lines_with_each_checkpoint(tmp_path: Path) -> None:
+    """A run that resumes has all lines up to its checkpoint; that of the saved step itself follows before the next one."""
+    events: list[str] = []
+
+    def save_checkpoint(path: Path, weights_only: bool) -> None:
+        path.write_bytes(b"weights")
+        events.append(f"checkpoint of step {trainer.global_step}")
+
+    logger = SimpleNamespace(save=lambda: events.append("lines"))
+    trainer: Any = SimpleNamespace(
+        global_step=2, max_steps=9, accumulate_grad_batches=1, world_size=1, num_val_batches=[1], should_stop=False,
+        is_global_zero=True, loggers=[logger], save_checkpoint=save_checkpoint,
+    )  # fmt: skip
+    checkpoints = Checkpoints(tmp_path, validate_every=100, checkpoint_every=2, patience=None, stop=StopRequest())
+    for step in (2, 3):
+        trainer.global_step = step
+        checkpoints.on_train_batch_end(trainer, pl.LightningModule(), None, None, step - 1)
+        checkpoints.on_train_batch_start(trainer, pl.LightningModule(), None, step)
+    assert events == ["checkpoint of step 2", "lines", "lines"]
