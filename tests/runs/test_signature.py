@@ -43,6 +43,16 @@ def test_ranks_and_accumulation_count_by_the_batch_that_they_leave() -> None:
     assert signature(composed(batch, "trainer=ddp")) == one_rank
     assert signature(composed(batch)) != one_rank
     assert signature(composed(batch, "memory.accumulate=4")) != one_rank
+    two_machines = ["trainer=ddp", "trainer.devices=1", "trainer.num_nodes=2"]
+    assert signature(composed(batch, *two_machines)) == one_rank
+
+
+def test_norms_that_look_at_all_ranks_tell_ranks_from_accumulation() -> None:
+    """They see the samples of all ranks, but not those of other micro-batches."""
+    batch = ["stage.batch_size=4", "model.norm=batch", "trainer=ddp", "trainer.sync_batchnorm=true"]
+    two_ranks = signature(composed(*batch))
+    in_two_parts = signature(composed(*batch, "trainer.devices=1", "trainer.num_nodes=1", "memory.accumulate=2"))
+    assert in_two_parts != two_ranks
 
 
 def test_it_survives_the_file_of_the_run_folder() -> None:
