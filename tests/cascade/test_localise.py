@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracle import OBLIQUE, TASK
+from oracle import OBLIQUE, TASK, CoarseOracle, stage
 
-from medseg.cascade.localise import Localisation, locate_regions, lone_side_warnings, remove_impossible
+from medseg.cascade.localise import Localisation, localise, locate_regions, lone_side_warnings, remove_impossible
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.task import Channel, Region, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -56,7 +56,7 @@ def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> Non
 
 def half_chest(side: str, *, wall_mm: float = 40.0, skin_mm: float = 20.0) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
     """Image, mask of its lung, and grid of a half chest; array x runs to the patient's left, the cut lies at the midline."""
-    grid = VoxelGrid((10, 40, 60), (4.0, 4.0, 4.0), (0.0, 0.0, 0.0))
+    grid = VoxelGrid((10, 40, 60), (2.0, 5.0, 4.0), (0.0, 0.0, 0.0))
     image_hu, lung = np.full(grid.shape, -1000.0), np.zeros(grid.shape, dtype=bool)
     skin, wall = round(skin_mm / 4), round(wall_mm / 4)
     image_hu[:, 5:35, skin:] = 40.0
@@ -199,3 +199,20 @@ def test_a_part_in_which_the_sides_mix_goes_to_the_side_that_has_most_of_it() ->
     found = locate((LEFT, 1), (touching, 2))
     assert set(found.boxes) == {"left_lung", "right_lung"}
     assert found.warnings == []
+
+
+def test_voxels_beside_the_patient_keep_their_place_on_the_coarse_grid() -> None:
+    grid = VoxelGrid((12, 100, 120), (4.0, 4.0, 4.0))
+    body, foam, table = np.s_[:, 20:70, 20:100], np.s_[:, 80:90, 30:50], np.s_[:, 94:96, 20:100]
+    image_hu = np.full(grid.shape, -1000, dtype=np.int16)
+    image_hu[body], image_hu[foam], image_hu[table] = 40, -900, 200
+    found = localise([image_hu], grid, stage(CoarseOracle(), "coarse", spacing_mm=grid.spacing_mm))
+    assert found.beyond is not None
+    assert found.beyond.shape == found.labels.shape == found.grid.shape
+    z, y, x = np.indices(found.grid.shape).reshape(3, -1)
+    there = np.rint(grid.world_to_index_zyx(found.grid.index_to_world_xyz_mm(np.stack([z, y, x], axis=1)))).astype(int)
+    is_in_body = (there[:, 1] >= 22) & (there[:, 1] < 68) & (there[:, 2] >= 22) & (there[:, 2] < 98)
+    assert is_in_body.any()
+    assert not found.beyond.reshape(-1)[is_in_body].any()
+    is_foam = (there[:, 1] >= 82) & (there[:, 1] < 88) & (there[:, 2] >= 32) & (there[:, 2] < 48)
+    assert found.beyond.reshape(-1)[is_foam].all()

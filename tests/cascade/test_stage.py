@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from medseg.inference.tiles import TilingPlan
 from medseg.models.adapter import Traits
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
+from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import Orientation
 
 SHAPE = (96, 128, 80)
@@ -302,3 +304,8 @@ def test_networks_of_two_stages_run_one_after_the_other() -> None:
     for thread in threads:
         thread.join()
     assert most == [1]
+
+
+def test_only_a_ct_is_clipped_to_hu_while_it_is_resampled() -> None:
+    channels = (Channel(window_hu=(-1000.0, 400.0)), Channel("mr", None, "zscore"))
+    assert stage(FineOracle(), "fine", replace(TASK, channels=channels)).limits == [HU_LIMITS, None]

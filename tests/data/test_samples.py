@@ -469,3 +469,17 @@ def test_samples_are_made_on_one_thread_whatever_the_process_has() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(num_threads)
+
+
+def test_a_window_that_the_augmentation_moves_is_that_of_the_sample(
+    cached_cases: list[CachedCase], task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved_hu = (-700.0, 250.0)
+    never = {key: 0.0 for key in CT if key.endswith("_probability")}
+    augmentation = effects(**never, window_shift_hu=30.0)
+    monkeypatch.setattr(type(augmentation), "draw_window", lambda *_: moved_hu)
+    sample = coarse(cached_cases[:1], task, augmentation=augmentation)[0]
+    moved = replace(task, channels=(replace(task.channels[0], window_hu=moved_hu),))
+    expected = coarse(cached_cases[:1], moved, augmentation=None)[0]
+    torch.testing.assert_close(sample["image"], expected["image"], rtol=0, atol=1e-6)
+    assert not torch.equal(sample["image"], coarse(cached_cases[:1], task, augmentation=None)[0]["image"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.phantom.scan import Phantom, make_phantom
+from medseg.phantom.scan import Phantom, _drop_crumbs, make_phantom
 from medseg.phantom.spec import VIEWS, PhantomSpec, draw_spec
 
 PLAIN = PhantomSpec(
@@ -224,3 +224,16 @@ def test_unknown_choices_are_refused() -> None:
         PhantomSpec(0, 0, view="chest")
     with pytest.raises(ValueError, match="detail must be one of"):
         draw_spec(0, 0, "large")
+
+
+@pytest.mark.parametrize("voxel_mm3", [1.0, 8.0])
+def test_pieces_of_a_lung_below_a_millilitre_are_dropped_at_any_spacing(voxel_mm3: float) -> None:
+    labels = np.zeros((30, 40, 50), dtype=np.uint8)
+    labels[:20] = 1
+    large, small = int(1200 / voxel_mm3), int(800 / voxel_mm3)
+    labels[25].flat[:large] = 1
+    labels[28].flat[:small] = 1
+    expected = labels.copy()
+    expected[28] = 0
+    _drop_crumbs(labels, voxel_mm3)
+    np.testing.assert_array_equal(labels, expected)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from medseg.planning import fit
+from medseg.planning.choose import Option
 from medseg.planning.estimate import STEP
 
 from .test_choose import compose
@@ -49,3 +50,38 @@ def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
     assert resident(1, tuple(patch)) <= budget
     grown = [fit.grown(SHAPE, 1 + eighths / 8, (16, 16, 16)) for eighths in range(65)]
     assert budget < min(resident(1, shape) for shape in grown if math.prod(shape) > math.prod(patch))
+
+
+class ChosenForError(Exception):
+    """Ends `fit` once it has said what its switches are chosen for."""
+
+
+def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[int] = []
+
+    def note(found: Any, budget: int, *_: Any) -> None:
+        budgets.append(budget)
+        raise ChosenForError
+
+    monkeypatch.setattr(fit, "make_candidates", lambda *_: [])
+    monkeypatch.setattr(fit, "verified", note)
+    with pytest.raises(ChosenForError):
+        fit.fit(compose("fit_gib=8"), SHAPE)
+    assert budgets[0] * (1 + fit.MARGIN) == pytest.approx(8 * 2**30, rel=1e-6)
+
+
+def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By as much as the count lies above the model."""
+    config, within = compose("fit_gib=8"), []
+
+    def fastest(found: Any, budget: int, max_seconds: float) -> tuple[Any, Option]:
+        within.append(budget)
+        return SimpleNamespace(config=config), Option({"memory.checkpointing": "none"}, budget, 1.0)
+
+    counts = iter([1300, 990])
+    monkeypatch.setattr(fit, "fastest_option", fastest)
+    monkeypatch.setattr(fit, "estimate", lambda *_: SimpleNamespace(peak_resident=next(counts)))
+    chosen = fit.verified([], 1000, math.inf, SHAPE, None)  # type: ignore[arg-type]
+    assert chosen is not None
+    assert chosen[1].peak == 990, "the count, not the model"
+    assert within == [1000, 1000 - 300 - 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import hydra
 import nibabel
@@ -22,6 +23,7 @@ from medseg.io.dicom.read import open_slices
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
 from medseg.metrics.intensity import HU_FIGURES
+from medseg.preprocess.orient import Orientation
 from medseg.report.tables import read_csv
 
 LABELS = {"left_lung": 1, "right_lung": 2}
@@ -74,6 +76,23 @@ def test_every_kind_has_its_name_and_its_content(scans: Path, tmp_path: Path) ->
     # The blocks are water at 0 HU; the clean-up and the edges take no other voxels in.
     assert abs(report["statistics"]["left_lung"]["p50_hu"]) <= 1
     assert report["statistics"]["left_lung"]["ml"] == report["volume_ml"]["left_lung"]
+
+
+def test_files_of_single_labels_lie_as_the_scan_is_stored(tmp_path: Path) -> None:
+    volume, _ = scan(Orientation((2, 0, 1), (False, True, False)))
+    write_image(tmp_path / "ct.nii.gz", volume.array, volume.grid)
+    assert predict(tmp_path / "ct.nii.gz", tmp_path / "lungs.nii.gz", "save=[labels,masks,probabilities]") == 0
+    labels = read_labels(tmp_path / "lungs.nii.gz").array
+    for name, value in LABELS.items():
+        mask = read_labels(tmp_path / f"lungs.{name}.nii.gz").array
+        assert np.array_equal(mask, labels == value)
+        percent = read_labels(tmp_path / f"lungs.{name}.probability.nii.gz").array
+        assert percent[labels == value].min() >= 50
+        assert percent[labels != value].mean() < 5
+        # The mask has the value 1, whatever the value of the label in the label map.
+        table = nibabel.load(tmp_path / f"lungs.{name}.nii.gz").header.extensions[0].get_content()
+        entries = ElementTree.fromstring(bytes(table).rstrip(b"\0")).iter("Label")
+        assert [(entry.get("Key"), entry.text) for entry in entries] == [("1", name)]
 
 
 def test_labels_are_left_out_where_they_are_not_asked_for(
