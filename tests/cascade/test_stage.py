@@ -309,3 +309,24 @@ def test_networks_of_two_stages_run_one_after_the_other() -> None:
 def test_only_a_ct_is_clipped_to_hu_while_it_is_resampled() -> None:
     channels = (Channel(window_hu=(-1000.0, 400.0)), Channel("mr", None, "zscore"))
     assert stage(FineOracle(), "fine", replace(TASK, channels=channels)).limits == [HU_LIMITS, None]
+
+
+class Everything(nn.Module):
+    """Foreground everywhere."""
+
+    divisor = (8, 8, 8)
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(image), torch.full_like(image, 20.0)], 1)
+
+
+@pytest.mark.parametrize(
+    ("channel", "is_seen"), [(Channel(window_hu=(-1000.0, 400.0)), False), (Channel("mr", None, "zscore"), True)]
+)
+def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_seen: bool) -> None:
+    tiled = stage(Everything(), "fine", replace(TASK, channels=(channel,)), tile_size=(16, 16, 16))
+    image = torch.full((1, 16, 16, 48), -1.0)
+    image[..., :16] = 0.5
+    probs = tiled.predict_probs(image, 0, CascadeOptions(overlap=0.0)).probs
+    assert (probs[1, ..., :16] > 0.9).all()
+    assert (probs[1, ..., 16:] > 0.9).all() == is_seen

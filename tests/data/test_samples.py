@@ -483,3 +483,13 @@ def test_a_window_that_the_augmentation_moves_is_that_of_the_sample(
     expected = coarse(cached_cases[:1], moved, augmentation=None)[0]
     torch.testing.assert_close(sample["image"], expected["image"], rtol=0, atol=1e-6)
     assert not torch.equal(sample["image"], coarse(cached_cases[:1], task, augmentation=None)[0]["image"])
+
+
+def test_the_spacing_of_a_validation_case_is_not_drawn(cached_cases: list[CachedCase], task: Task) -> None:
+    crops = StageCrops(GridRule(range_mm=(1.0, 6.0)), divisor=(8, 8, 8))
+    drawn, fixed = (
+        {coarse(cached_cases[:1], task, crops=crops, augmentation=None, jitter=jitter)[n]["spacing_mm"] for n in range(6)}
+        for jitter in (True, False)
+    )
+    assert len(drawn) > 1
+    assert len(fixed) == 1

@@ -85,3 +85,8 @@ def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(monke
     assert chosen is not None
     assert chosen[1].peak == 990, "the count, not the model"
     assert within == [1000, 1000 - 300 - 1]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1, (32, 32, 48)), (1.01, (48, 48, 64)), (2, (64, 64, 96))])
+def test_a_patch_grows_by_whole_divisors_and_by_one_at_least(factor: float, expected: tuple[int, int, int]) -> None:
+    assert fit.grown(SHAPE, factor, (16, 16, 16)) == expected

@@ -53,6 +53,16 @@ def test_the_average_follows_its_formula() -> None:
     assert all(torch.equal(average.values()[name], value) for name, value in averaged.items())
 
 
+def test_an_average_that_is_loaded_leaves_the_checkpoint_alone() -> None:
+    network = nn.Conv3d(1, 2, 1)
+    values = {name: torch.zeros_like(weight) for name, weight in network.state_dict().items()}
+    average = WeightAverage(network, DECAY)
+    average.load(values)
+    average.update()
+    assert not any(value.any() for value in values.values())
+    assert all(value.any() for value in average.values().values())
+
+
 class Killed(BaseException):
     """Ends a run as a kill does."""
 

@@ -111,6 +111,28 @@ def test_whole_cases_of_a_validation_are_not_compiled() -> None:
     assert len(graphs) == 1
 
 
+class Always(nn.Module):
+    """Class 1 everywhere."""
+
+    divisor = (1, 1, 1)
+
+    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(image[:, :1]), torch.ones_like(image[:, :1])], dim=1)
+
+
+@pytest.mark.parametrize(("second_window", "num_foreground"), [([-100, 200], 64), (None, 256)])
+def test_a_validation_skips_tiles_of_air_only_where_all_channels_have_a_window(
+    second_window: list[int] | None, num_foreground: int
+) -> None:
+    """Of other channels the lowest value may lie in the body."""
+    module = make_module(Always())
+    module.tile_size, module.overlap = (4, 4, 4), 0.0
+    module.metadata["task"] = {"channels": [{"window_hu": [-1000, 400]}, {"window_hu": second_window}]}
+    image = torch.full((1, 2, 4, 4, 16), -1.0)
+    image[..., :4] = 0.5
+    assert int(module.predict_labels(image, torch.tensor([0])).sum()) == num_foreground
+
+
 def test_a_case_that_is_scored_twice_counts_once() -> None:
     module = make_module(Threshold())
     image = torch.ones(1, 1, 2, 2, 2)
