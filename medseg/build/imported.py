@@ -72,11 +72,14 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
     if is_table and file.is_file():
         return _read_task(file)
     if may_import and not is_table and (path.is_dir() or path.suffix.lower() == ".json"):
-        from medseg.data.importers.formats import import_dataset  # here, so that other commands import no reader
+        # Here, so that other commands import no reader.
+        from medseg.data.importers.account import left_out_sentences
+        from medseg.data.importers.formats import import_dataset
 
         data = import_dataset(path)
-        for note in data.notes:
-            say(note)
+        data.require_structures()
+        for sentence in (*data.notes, *left_out_sentences(data.closing_items())):
+            say(sentence)
         return data.task()
     return {}
 

@@ -22,7 +22,7 @@ from medseg.build.imported import with_task
 from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.help import help_text
-from medseg.config.overrides import OPTIONS, check_arguments, expand_options, quote_paths
+from medseg.config.overrides import OPTIONS, check_arguments, expand_options, options_first, quote_paths
 from medseg.config.schema import (
     CompareSpacingConfig,
     CrossValidateConfig,
@@ -163,7 +163,7 @@ def run(
     try:
         sys.argv[1:] = expand_options(command, sys.argv[1:])
         check_arguments(sys.argv[1:])
-        sys.argv[1:] = targets_first(quote_paths(with_task(sys.argv[1:], schema)))
+        sys.argv[1:] = options_first(targets_first(quote_paths(with_task(sys.argv[1:], schema))))
         if {"--help", "-h"} & set(sys.argv[1:]):
             overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
             print(f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values.")

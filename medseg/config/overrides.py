@@ -107,6 +107,30 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
     return expanded
 
 
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """Move the options of Hydra before the keys: its parser takes keys in one piece only, without an option among them.
+
+    Example:
+        >>> options_first(["task=imported", "-m", "seed=1,2", "--config-dir", "mine", "stage=coarse"])
+        ['-m', '--config-dir', 'mine', 'task=imported', 'seed=1,2', 'stage=coarse']
+    """
+    options, keys = list[str](), list[str]()
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("-"):
+            keys.append(argument)
+            continue
+        options.append(argument)
+        if argument in HYDRA_OPTIONS and waiting:
+            options.append(waiting.pop(0))
+        elif argument in INFO_OPTIONS:
+            # Without a kind it would take the first key for one.
+            has_kind = bool(waiting) and waiting[0] in INFO_KINDS
+            options.append(waiting.pop(0) if has_kind else "all")
+    return [*options, *keys]
+
+
 def check_arguments(arguments: Sequence[str]) -> None:
     """Refuse arguments on which Hydra ends with an error of its own, or takes minutes.
 

@@ -71,6 +71,7 @@ Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])  # se
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
 ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"])  # see docs/import.md
+MissingStructure = StrEnum("MissingStructure", ["refuse", "absent"])
 Engine = StrEnum("Engine", ["local", "ray"])  # see `medseg.prediction.ray_engine`
 SegKind = StrEnum("SegKind", ["binary", "labelmap"])  # see `medseg.io.dicom.segmentation`
 Save = StrEnum(  # see `medseg.prediction.results`
@@ -277,7 +278,7 @@ class DataConfig(LabelsConfig):
     ]
     cache: Annotated[str, Knob("Folder of the resampled cases.", neutral=True)]
     fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
-    num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
+    num_folds: Annotated[int, Knob("Folds, by patient; 1 only for a table that names its folds.", "[1, inf)")]
     val_patients: Annotated[list[str], Knob("Patients for validation, whatever the split is.")]
     test_patients: Annotated[list[str], Knob("Test patients, excluded from training and validation.")]
     phantoms: PhantomConfig
@@ -712,6 +713,10 @@ class ImportConfig:
     format: Annotated[ImportFormat | None, Knob("Layout of the data set; null: detected from the folder.")]
     labels: Annotated[
         Any, Knob("Labels to keep, [a,b], or new labels merged from them, {lungs: [left_lung,right_lung]}; null: all.")
+    ]
+    missing: Annotated[
+        MissingStructure,
+        Knob("A structure that some cases lack: refuse stops, absent states that these patients do not have it."),
     ]
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,8 @@ TABLE_NAME = "cases.csv"
 SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
+FOLD_PREFIX = "fold_"
+FOLD_SIDES = ("train", "val")
 # File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary folder.
 MAX_NAME_BYTES = 180
 MAX_COLUMNS = 1000
@@ -64,6 +66,8 @@ class Case:
         ignore_findings: Codes of the findings of the audit that were checked by a person and are accepted.
         more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an empty cell is None.
         fold: Number of the fold in which the case is validated; None where the table gives none.
+        fold_sides: Side of the case in each fold, the columns `fold_0`, `fold_1`, …: `train`, `val`, or None where the
+            fold does not use it; empty where the table has no such columns.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Case:
     ignore_findings: frozenset[str] = frozenset()
     more_images: tuple[Path | None, ...] = ()
     fold: int | None = None
+    fold_sides: tuple[str | None, ...] = ()
 
     def images(self, num_channels: int) -> list[Path]:
         """List the image of each channel of a task; a single image is a 4D file and is repeated for all channels.
@@ -101,7 +106,7 @@ def read_case_table(
     ignore_findings: frozenset[str] = frozenset(),
     needs_labels: bool = True,
 ) -> list[Case]:
-    """Read a case table `case,image[,image_1,image_2,…],labels[,patient,split,fold,series,trust_<region>,hu_slope,hu_offset,…]`.
+    """Read a case table `case,image[,image_1,…],labels[,patient,split,fold,fold_0,…,series,trust_<region>,hu_slope,…]`.
 
     The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths are relative to its
     folder. Unknown columns are ignored and blank lines skipped. An empty cell means that there is no value; `patient`
@@ -139,6 +144,9 @@ def read_case_table(
         )
     if doubled := sorted(column for column, count in Counter(columns).items() if column and count > 1):
         raise UserError(f"{path}, line 1: the column {doubled[0]!r} appears twice; keep one of them.")
+
+    if {"fold", f"{FOLD_PREFIX}0"} <= set(columns):
+        raise UserError(f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind.")
 
     cases: list[Case] = []
     line_of: dict[str, int] = {}
@@ -216,6 +224,10 @@ def _case(
     )
     labels = cells[labels_column] if labels_column else ""
     more = list(itertools.takewhile(cells.__contains__, (f"{CHANNEL_PREFIX}{number}" for number in itertools.count(1))))
+    folds = list(itertools.takewhile(cells.__contains__, (f"{FOLD_PREFIX}{number}" for number in itertools.count())))
+    for column in folds:
+        if cells[column] not in ("", *FOLD_SIDES):
+            raise UserError(f"{where}: {column} is {cells[column]!r}, expected {', '.join(FOLD_SIDES)} or nothing.")
     return Case(
         name=name,
         image=table.parent / image,
@@ -224,6 +236,7 @@ def _case(
         patient=unicodedata.normalize("NFC", cells.get("patient") or name),
         split=split,
         fold=None if fold is None else int(fold),
+        fold_sides=tuple(cells[column] or None for column in folds),
         trust={
             column.removeprefix(TRUST_PREFIX): value
             for column, value in cells.items()
@@ -278,6 +291,7 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
             "patient": case.patient,
             "split": case.split,
             "fold": case.fold,
+            **{f"{FOLD_PREFIX}{number}": side for number, side in enumerate(case.fold_sides)},
             "series": case.series,
             **({} if case.hu == AS_STORED else {"hu_slope": case.hu.slope, "hu_offset": case.hu.offset}),
             **{f"{CHANNEL_PREFIX}{number}": path and path.absolute() for number, path in enumerate(case.more_images, start=1)},
@@ -327,7 +341,9 @@ def split_cases(
 
     Test patients are those of `test_patients` and those that the table marks as `test`; they are never used for training or
     validation. Of the others, the validation patients are the first of these that applies: `val_patients`; the patients that the
-    table marks as `val`; those whose column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. If no fold is given and the
+    table marks as `val`; those whose column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. Columns `fold_0`, `fold_1`, …
+    name both sides of each fold instead: a case with an empty cell is on no side of that fold, and one without any mark is on none
+    at all, also with `all` or `val_patients`. If no fold is given and the
     patients are fewer than the folds, there are as many folds as patients, and a single patient is trained on without validation.
     A row without a mark has the split of the other rows of its patient. Fold `all` validates no patient and trains on all but the
     test patients. Folds depend on the names of the patients alone, and differ by at most one patient in size.
@@ -355,18 +371,22 @@ def split_cases(
     side, folds = _marks_of_table(cases, "split"), _marks_of_table(cases, "fold")
     test = set(test_patients) | ({p for p in patients if side.get(p) == "test"} - set(val_patients))
     rest = [patient for patient in patients if patient not in test]
+    is_listed = any(case.fold_sides for case in cases)
+    source = "the column split"
     if fold == "all":
         if val_patients:
             raise UserError("data.fold=all trains on everybody, but data.val_patients is given; keep one of them.")
         val = set[str]()
     elif val_patients:
         _refuse_fold(fold, "data.val_patients is given")
-        val = set(val_patients)
+        val, source = set(val_patients), "data.val_patients"
     elif "val" in side.values():
         _refuse_fold(fold, "the case table marks its validation cases in the column split")
         val = {patient for patient in rest if side.get(patient) == "val"}
+    elif is_listed:
+        return _listed_split(cases, test, fold or 0)
     elif folds:
-        val = {patient for patient in rest if folds.get(patient) == (fold or 0)}
+        val, source = {patient for patient in rest if folds.get(patient) == (fold or 0)}, "the column fold"
         known = ", ".join(map(str, sorted(set(folds.values()))))
         require(bool(val), f"data.fold={fold or 0}: the column fold of the case table has no such fold; choose one of {known}.")
     elif isinstance(fold, int):
@@ -374,13 +394,51 @@ def split_cases(
     else:
         # No fold was given: few patients make fewer folds, and a single one is trained on without validation.
         val = _fold(rest, 0, min(num_folds, len(rest))) if len(rest) > 1 else set()
-    train = set(rest) - val
+    # A case that its table names in no fold is kept away from all of them.
+    usable = [case for case in cases if not is_listed or any(case.fold_sides) or case.patient in {*test, *val}]
+    train = {case.patient for case in usable} - val - test
     if not train:
+        cure = f"name fewer in {source}" if val else "name fewer in data.test_patients or the column split"
         raise UserError(
             f"No case is left for training: of {len(patients)} patients, {len(test)} are for testing and {len(val)} "
-            "for validation; name fewer in data.val_patients, data.test_patients or the column split."
+            f"for validation; {cure}{', or give another data.fold' if source == 'the column fold' else ''}."
         )
-    return Split(*(tuple(case for case in cases if case.patient in chosen) for chosen in (train, val, test)))
+    return Split(*(tuple(case for case in usable if case.patient in chosen) for chosen in (train, val, test)))
+
+
+def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str) -> Split:
+    """Divide the cases by the column `fold_<fold>`, which names both sides.
+
+    Raises:
+        UserError: If there is no such column, a patient is on both sides, or no case is left for training.
+    """
+    num_folds = max(len(case.fold_sides) for case in cases)
+    if not isinstance(fold, int) or not 0 <= fold < num_folds:
+        raise UserError(f"data.fold={fold}: the case table has the columns fold_0 to fold_{num_folds - 1}; choose one of these.")
+    sides: dict[str, list[Case]] = {side: [] for side in FOLD_SIDES}
+    marks: dict[str, str] = {}
+    for case in cases:
+        side = case.fold_sides[fold] if case.fold_sides else None
+        if side is None or case.patient in test:
+            continue
+        if marks.setdefault(case.patient, side) != side:
+            raise UserError(
+                f"The patient {case.patient!r} is marked train and val in the column fold_{fold} of the case table; give all "
+                "scans of one patient the same side."
+            )
+        sides[side].append(case)
+    if not sides["train"]:
+        raise UserError(f"No case is left for training: the column fold_{fold} marks none as train; give another data.fold.")
+    tested = tuple(case for case in cases if case.patient in test)
+    return Split(tuple(sides["train"]), tuple(sides["val"]), tested)
+
+
+def count_folds(cases: Sequence[Case]) -> int | None:
+    """Count the folds that a case table names in its columns; None where it names none."""
+    if listed := max((len(case.fold_sides) for case in cases), default=0):
+        return listed
+    numbers = [case.fold for case in cases if case.fold is not None]
+    return max(numbers) + 1 if numbers else None
 
 
 def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Reference labels of a case: a label map, a folder of binary masks, or a DICOM SEG or RTSTRUCT."""
+"""Reference labels of a case: a label map, binary masks, segments of 3D Slicer, or a DICOM SEG or RTSTRUCT."""
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -10,9 +12,20 @@ from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.importers.dataset import plain_name
 from medseg.data.task import LabelValues
 from medseg.errors import UserError, require
-from medseg.io.inputs import case_name, dicom_files, input_format, is_dicom_file, volume_files, volume_suffix
-from medseg.io.read import read_labels
+from medseg.io.inputs import (
+    SEGMENTATION_SUFFIX,
+    case_name,
+    dicom_files,
+    input_format,
+    is_dicom_file,
+    volume_files,
+    volume_suffix,
+)
+from medseg.io.read import read_labels, read_layer
 from medseg.io.volume import Volume
+
+if TYPE_CHECKING:
+    from medseg.io.simpleitk import Segment
 
 MAX_LISTED = 20
 
@@ -32,29 +45,43 @@ class Chosen(NamedTuple):
 
 
 def read_reference(
-    path: Path, label_values: LabelValues, image: Path | None = None, series: str | None = None, modality: str = "ct"
+    path: Path,
+    label_values: LabelValues,
+    image: Path | None = None,
+    series: str | None = None,
+    modality: str = "ct",
+    *,
+    kept: Collection[str] | None = None,
 ) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
     A label that `label_values` gives no structure has the one of its own name. Names are compared by `plain_name`. A label without a
-    structure is absent. Where structures overlap, the later label of `label_values` counts.
+    structure is absent. Where structures overlap, the later label of `label_values` counts; structures of labels that are not kept
+    are not read, so that they take no voxel from the others.
 
     Args:
-        path: Label map; folder of binary masks, one file for each structure; or a SEG or RTSTRUCT file.
+        path: Label map; folder of binary masks, one file for each structure; segmentation of 3D Slicer; or a SEG or RTSTRUCT file.
         label_values: Value, or name of a structure, to label name.
         image: Image of the case, on whose slices a SEG or RTSTRUCT is read.
         series: DICOM series of the image.
         modality: Modality of the image, as for `read_image`.
+        kept: Labels of the task; None = all of `label_values`.
 
     Returns:
         Label values (D, H, W) with remarks, and value to label name.
 
     Raises:
-        UserError: If a file cannot be read, no label has a structure, or a mask is not binary or on another grid than the first.
+        UserError: If a file cannot be read, no label has a structure, two masks have one name, or a mask is not binary or on another grid
+            than the first.
     """
-    masks = {case_name(file): file for file in volume_files(path)} if path.is_dir() else {}
+    named = label_values
+    if kept is not None:
+        named = {value: label for value, label in label_values.items() if label in kept} or label_values
+    masks = _masks_of(path) if path.is_dir() else {}
     if masks:
-        return _read_masks(path, masks, label_values)
+        return _read_masks(path, masks, named)
+    if volume_suffix(path) == SEGMENTATION_SUFFIX and (segments := _segments_of(path, label_values)):
+        return _read_segments(path, segments, named)
     files = [path] if is_dicom_file(path) else list(dicom_files(path)) if path.is_dir() else []
     if len(files) != 1 or volume_suffix(path) is not None:  # several files are the slices of a label map
         return read_labels(path), {value: label for value, label in label_values.items() if isinstance(value, int)}
@@ -66,7 +93,7 @@ def read_reference(
         raise UserError(
             f"{path}: a DICOM {file.kind} is read on the slices of its series, but the image of the case is not DICOM; give the series."
         )
-    chosen = _choose(path, file.names.values(), label_values)
+    chosen = _choose(path, file.names.values(), named)
     numbers = {name: [number for number, one in file.names.items() if one == name] for name, _ in chosen.structures}
     volume = read_label_file(
         file,
@@ -74,6 +101,32 @@ def read_reference(
         {number: value for name, value in chosen.structures for number in numbers[name]},
     )
     return Volume(volume.array, volume.grid, None, (*volume.remarks, *chosen.remarks)), chosen.values
+
+
+def _masks_of(folder: Path) -> dict[str, Path]:
+    """Find the masks of a folder by the names of their structures.
+
+    Raises:
+        UserError: If two files have one name: which counts would be chance.
+    """
+    masks: dict[str, Path] = {}
+    for file in volume_files(folder):
+        other = masks.setdefault(case_name(file), file)
+        if other != file:
+            raise UserError(f"{folder}: {other.name} and {file.name} are masks of one structure; keep one of them.")
+    return masks
+
+
+def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
+    """Read the segments of a file of 3D Slicer that are chosen by name; none where label values choose them.
+
+    Values are enough in a file of one layer. In several layers one value may stand for several segments.
+    """
+    from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
+
+    segments = read_segments(path)
+    has_layers = any(segment.num_layers > 1 for segment in segments)
+    return segments if has_layers or any(isinstance(value, str) for value in label_values) else []
 
 
 def is_named(path: Path) -> bool:
@@ -117,24 +170,63 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
 def _read_masks(path: Path, masks: dict[str, Path], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
     """Merge binary masks to a label map, one at a time."""
     chosen = _choose(path, masks, label_values)
+    parts = ((f"the mask of {name}", _read_mask(path, name, masks[name]), value) for name, value in chosen.structures)
+    return _merge(path, parts, chosen)
+
+
+def _read_mask(path: Path, name: str, file: Path) -> Volume:
+    """Read a binary mask, as booleans.
+
+    Raises:
+        UserError: If it holds several values beside 0.
+    """
+    mask = read_labels(file)
+    is_inside = mask.array != 0
+    require(
+        bool((mask.array[is_inside] == mask.array.max()).all()),
+        f"{path}: expected a mask of one value, but that of {name} holds several; give its file as a label map instead.",
+    )
+    return Volume(is_inside, mask.grid, mask.header, mask.remarks)
+
+
+def _read_segments(path: Path, segments: Sequence[Segment], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
+    """Merge segments of 3D Slicer to a label map, which may lie in several layers."""
+    chosen = _choose(path, [segment.name for segment in segments], label_values)
+
+    def parts() -> Iterator[tuple[str, Volume, int]]:
+        layers: dict[int, Volume] = {}
+        for name, value in chosen.structures:
+            for segment in segments:
+                if segment.name != name:
+                    continue
+                if segment.layer not in layers:
+                    layers[segment.layer] = read_layer(path, segment.layer)
+                layer = layers[segment.layer]
+                yield name, Volume(layer.array == segment.value, layer.grid, layer.header, layer.remarks), value
+
+    return _merge(path, parts(), chosen)
+
+
+def _merge(path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen) -> tuple[Volume, dict[int, str]]:
+    """Merge structures to a label map; where labels overlap, the later one counts, and a remark says so.
+
+    Args:
+        path: For messages.
+        parts: Name for messages, voxels (D, H, W) as booleans, and the value that they get.
+        chosen: The structures.
+    """
     labels: np.ndarray | None = None
     num_shared = 0
-    for name, value in chosen.structures:
-        mask = read_labels(masks[name])
+    for name, part, value in parts:
         if labels is None:
-            first, labels = mask, np.zeros(mask.grid.shape, np.min_scalar_type(len(chosen.values)))
+            first, labels = part, np.zeros(part.grid.shape, np.min_scalar_type(len(chosen.values)))
         require(
-            mask.grid.is_close(first.grid, GRID_TOLERANCE_MM),
-            f"{path}: the mask of {name} has another grid than the first; resample it.",
+            part.grid.is_close(first.grid, GRID_TOLERANCE_MM),
+            f"{path}: {name} has another grid than the first; resample it.",
         )
-        is_inside = mask.array != 0
-        require(
-            bool((mask.array[is_inside] == mask.array.max()).all()),
-            f"{path}: expected a mask of one value, but that of {name} holds several; give its file as a label map instead.",
-        )
-        before = labels[is_inside]
+        before = labels[part.array]
         num_shared += int(np.count_nonzero((before != 0) & (before != value)))
-        labels[is_inside] = value
+        labels[part.array] = value
     assert labels is not None, "one structure at least was found"
     remarks = [*first.remarks, *chosen.remarks]
     if num_shared:

@@ -83,7 +83,14 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     findings += [find("reading", remark=remark) for remark in volume.remarks]
     labels = None
     if case.labels is not None:
-        label_volume, values = read_reference(case.labels, label_values, paths[0], case.series, modalities[0])
+        label_volume, values = read_reference(
+            case.labels,
+            label_values,
+            paths[0],
+            case.series,
+            modalities[0],
+            kept=task.values,
+        )
         findings += [find("reading", remark=f"label map: {remark}") for remark in label_volume.remarks]
         stored, label_grid, _ = orient(label_volume.array, label_volume.grid)
         misfits = audit_grids(grid, label_grid, (volume.array.shape, label_volume.array.shape))

@@ -18,7 +18,7 @@ def sources_of(case: Case, task: Task) -> dict[str, Path]:
     return {"image": first} | channels | ({} if case.labels is None else {"labels": case.labels})
 
 
-def _source_files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     """List all files that an image consists of, the given one first.
 
     Raises:
@@ -42,13 +42,13 @@ def _source_files(path: Path) -> list[Path]:
 
 def _stamp(path: Path) -> list[list[int]]:
     """Size and modification time of each file of a source, which are compared without reading it."""
-    stats = [file.stat() for file in _source_files(path)]
+    stats = [file.stat() for file in files_of(path)]
     return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
 
 def _content_hash(path: Path) -> str:
     total = hashlib.sha256()
-    for file in _source_files(path):
+    for file in files_of(path):
         with file.open("rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
     return total.hexdigest()

@@ -94,7 +94,8 @@ def read_pair(
         raise UserError("the case has no reference; give its label map")
     case = reference.case
     given = (case.image, case.series, task.channels[0].modality) if case else ()
-    pred_volume, (target_volume, values) = read_labels(pred_files[0]), read_reference(reference.labels, label_values, *given)
+    pred_volume = read_labels(pred_files[0])
+    target_volume, values = read_reference(reference.labels, label_values, *given, kept=task.values)
     # Both are oriented first: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)

@@ -97,3 +97,18 @@ def read_labels(path: Path) -> Volume:
         UserError: If it cannot be read, or a value is not a whole number.
     """
     return _explained(path, lambda known: load_labels(_open(known)))
+
+
+def read_layer(path: Path, layer: int) -> Volume:
+    """Read one layer of a segmentation of 3D Slicer as `read_labels` reads a label map.
+
+    Args:
+        path: NRRD file.
+        layer: Layer, from 0.
+
+    Raises:
+        UserError: If it cannot be read, or a value is not a whole number.
+    """
+    from medseg.io.simpleitk import open_layer
+
+    return _explained(path, lambda known: load_labels(open_layer(known, layer)))

@@ -9,10 +9,11 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import SimpleITK
@@ -215,7 +216,7 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
     return values
 
 
-def _geometry(path: Path, values: dict[str, str]) -> tuple[VoxelGrid, str]:
+def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[VoxelGrid, str]:
     """Read the grid and NumPy's code of the voxel type by SimpleITK, from a copy of the checked fields.
 
     Raises:
@@ -245,7 +246,9 @@ def _geometry(path: Path, values: dict[str, str]) -> tuple[VoxelGrid, str]:
             plain = "".join(letter if letter.isprintable() else "?" for letter in reason[:160])
             raise UserError(f"{path}: the header cannot be read ({plain}); repair it or export the scan again.") from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
-    return grid_of(path, reader, reader.GetNumberOfComponents()), NUMPY_CODES[type_name]
+    num_components = reader.GetNumberOfComponents()
+    # The layers of a segmentation are expected; any other number of components is refused by `grid_of`.
+    return grid_of(path, reader, 1 if num_components == num_layers else num_components), NUMPY_CODES[type_name]
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
@@ -263,15 +266,21 @@ def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
     return (f"the header gives {lacking}; taken instead: {taken}; check size, sides and place",)
 
 
-def open_text_volume(path: Path) -> LazyVolume:
+def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
     """Read the header of a NRRD or MetaImage file and check that its files can hold the voxels.
+
+    Args:
+        path: The file.
+        num_layers: Numbers of each voxel; with several, the volume is that many times wider and holds them side by side.
 
     Raises:
         UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too short or too long.
     """
     fields, offset, files = read_header(path)
     values = _checked(path, fields)
-    grid, code = _geometry(path, values)
+    grid, code = _geometry(path, values, num_layers)
+    depth, height, width = grid.shape
+    stored = replace(grid, shape=(depth, height, width * num_layers))
     true = {key for key, value in values.items() if value.lower() in ("true", "1")}
     if is_nrrd(path):
         is_big, encoding = values.get("endian", "").lower() == "big", NRRD_ENCODINGS[values["encoding"].lower()]
@@ -280,7 +289,7 @@ def open_text_volume(path: Path) -> LazyVolume:
         encoding = "deflate" if "CompressedData" in true else "text" if is_text else "raw"
     return lazy_volume(
         path,
-        grid,
+        stored,
         np.dtype((">" if is_big else "<") + code),
         files,
         encoding,
@@ -291,28 +300,94 @@ def open_text_volume(path: Path) -> LazyVolume:
     )
 
 
-def segment_names(path: Path) -> dict[int, str]:
-    """Read the names of the segments that 3D Slicer writes into a NRRD label map.
+class Segment(NamedTuple):
+    """One segment of a segmentation of 3D Slicer.
+
+    Attributes:
+        name: Its name.
+        value: Value of its voxels in its layer.
+        layer: Layer that holds it, from 0; segments of different layers may overlap.
+        num_layers: Layers of the file.
+    """
+
+    name: str
+    value: int
+    layer: int
+    num_layers: int
+
+
+def read_segments(path: Path) -> list[Segment]:
+    """Read the segments that 3D Slicer describes in the header of a NRRD label map.
 
     Returns:
-        Value in the label map to name; empty for a file of another program.
+        The segments in their order; none for a file of another program.
 
     Raises:
-        UserError: If the header cannot be read.
+        UserError: If the header cannot be read, or a segment has no value or that of another one.
     """
-    reader = SimpleITK.ImageFileReader()
-    reader.SetFileName(str(path))
-    try:
-        reader.ReadImageInformation()
-    except RuntimeError:
-        raise UserError(f"{path}: the header cannot be read; repair it or export the labels again.") from None
-    names = {}
-    for key in reader.GetMetaDataKeys():
-        if match := re.fullmatch(r"(Segment\d+_)Name", key):
-            value = f"{match[1]}LabelValue"
-            if value in reader.GetMetaDataKeys() and reader.GetMetaData(value).isdecimal():
-                names[int(reader.GetMetaData(value))] = reader.GetMetaData(key)
-    return names
+    num_layers = _num_layers(read_header(path)[0])
+    pairs = _read_pairs(path)
+    numbers = {int(match[1]) for key in pairs if (match := re.fullmatch(r"Segment(\d{1,6})_Name", key, re.ASCII))}
+    segments: list[Segment] = []
+    owners: dict[tuple[int, int], str] = {}
+    for number in sorted(numbers):
+        name = pairs[f"Segment{number}_Name"]
+        value, layer = pairs.get(f"Segment{number}_LabelValue", ""), pairs.get(f"Segment{number}_Layer", "0")
+        if not (re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII) and re.fullmatch(r"\d{1,6}", layer, re.ASCII)):
+            raise UserError(
+                f"{path}: expected a value from 1 and a layer of the segment {shown(name)}, got {shown(value)} and "
+                f"{shown(layer)}; save the segmentation again."
+            )
+        segment = Segment(name, int(value), int(layer), num_layers)
+        if segment.layer >= num_layers:
+            raise UserError(f"{path}: {shown(name)} is in layer {layer}, but the file has {num_layers}; save it again.")
+        place = segment.layer, segment.value
+        if place in owners:
+            raise UserError(
+                f"{path}: the segments {shown(owners[place])} and {shown(name)} share the value {value}; save it again."
+            )
+        owners[place] = name
+        segments.append(segment)
+    return segments
+
+
+def _read_pairs(path: Path) -> dict[str, str]:
+    """Read the lines `key:=value` of a NRRD header, in which programs keep what the format does not define."""
+    pairs = {}
+    with path.open("rb") as file:
+        while line := file.readline(MAX_HEADER_BYTES).rstrip(b"\r\n"):
+            key, separator, value = line.decode("utf-8", "surrogateescape").partition(":=")
+            if separator:
+                pairs[key] = value
+    return pairs
+
+
+def _num_layers(fields: Mapping[str, str]) -> int:
+    """Count the layers of a segmentation of 3D Slicer, which are its first axis where it has four."""
+    sizes = fields.get("sizes", "").split()
+    return int(sizes[0]) if len(sizes) == 4 and sizes[0].isdecimal() else 1
+
+
+def open_layer(path: Path, layer: int) -> LazyVolume:
+    """Open one layer of a segmentation of 3D Slicer, whose voxels lie beside those of the other layers.
+
+    Raises:
+        UserError: As for `open_text_volume`.
+    """
+    num_layers = _num_layers(read_header(path)[0])
+    volume = open_text_volume(path, num_layers)
+    if num_layers == 1:
+        return volume
+    depth, height, width = volume.grid.shape
+    grid = replace(volume.grid, shape=(depth, height, width // num_layers))
+
+    def runs() -> Iterator[np.ndarray]:
+        num_read = 0
+        for values in volume.runs():
+            yield values[(layer - num_read) % num_layers :: num_layers]
+            num_read += len(values)
+
+    return replace(volume, grid=grid, runs=runs)
 
 
 def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:

@@ -40,15 +40,28 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, unique_keys: bool = False) -> Any:
     """Read a JSON file.
+
+    Args:
+        path: The file.
+        unique_keys: Refuse a key that a mapping holds twice; otherwise the last one counts.
 
     Raises:
         UserError: If it cannot be read, or is damaged.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in mapping:
+                raise UserError(f"{path}: the key {key!r} appears twice in one mapping; keep one of them.")
+            mapping[key] = value
+        return mapping
+
     text = read_text(path)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique if unique_keys else None)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected JSON, but the file is damaged ({first_line(error)}); restore or remove it.") from error
 

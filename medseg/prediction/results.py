@@ -143,7 +143,8 @@ def _read_reference(scan: Scan, path: Path, volume: Volume, task: Task, label_va
         UserError: If it cannot be read, lies on another grid, or has a value without a meaning.
     """
     given = label_values or {value: name for name, value in task.values.items()}
-    reference, values = read_reference(path, given, scan.path, scan.series, task.channels[0].modality)
+    modality = task.channels[0].modality
+    reference, values = read_reference(path, given, scan.path, scan.series, modality, kept=task.values)
     labels, grid, _ = orient(reference.array, reference.grid)
     check_grid("reference's", grid, "scan's", oriented_grid(volume.grid))
     target = task_values(labels, path, task, values)

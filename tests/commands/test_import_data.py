@@ -19,6 +19,7 @@ from medseg.config.schema import ImportConfig
 from medseg.data.case_table import read_case_table
 from medseg.data.importers.formats import import_dataset
 from medseg.errors import UserError
+from medseg.report.tables import read_csv
 
 
 def run(*overrides: str) -> int:
@@ -35,7 +36,12 @@ def test_the_table_and_the_task_say_what_the_data_set_holds(tmp_path: Path, caps
     printed = capsys.readouterr()
     assert "nnunet: 3 cases to train and validate, 1 cases test" in printed.out
     assert f"next: medseg train stage=coarse data.cases={tmp_path / 'out'}" in printed.out
-    assert "medseg: 1 of 4 cases have no labels: they are not trained on" in printed.err
+    lines = [line.split() for line in printed.out.splitlines()]
+    assert ["what", "number", "became", "why", "names"] in lines
+    assert ["case", "1", "used", "test,", "without", "labels", "chest_003"] in lines
+    assert ["file", "8", "used", "read", "for", "the", "cases"] in lines
+    account = read_csv(tmp_path / "out" / "account.csv")
+    assert {row["name"] for row in account if row["kind"] == "case"} == {f"chest_{number:03d}" for number in range(4)}
 
 
 def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:

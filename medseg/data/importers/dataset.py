@@ -1,14 +1,18 @@
 """Imported data set: the cases, labels and channels in a folder of another program, and the task that is made from them."""
 
+import functools
 import os
 import re
-import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from medseg.data.audit.labels import ABSENT
 from medseg.data.case_table import Case, check_case_name
+from medseg.data.importers.account import Account, Fate, Item, Kind
+from medseg.data.importers.splits import nfc
+from medseg.data.source_files import files_of
 from medseg.data.task import IGNORE, Channel
 from medseg.errors import UserError, require
 from medseg.io.inputs import CONTROL_CHARACTERS
@@ -25,6 +29,12 @@ MR_WORDS = frozenset(
 FileValues = dict[str, list[int | str]]
 """Label name to its values, or names of structures, in the files."""
 
+Structures = Mapping[str, Sequence[int | str]]
+"""Case name to the structures in its file, as `FileValues` names them; a name may repeat."""
+
+MAX_CASES = 3
+DICOM = "dicom"
+
 
 @dataclass(frozen=True)
 class DataSet:
@@ -39,6 +49,8 @@ class DataSet:
         background: Further names in the files, which become background.
         ignore: Value of ignored voxels; None where there are none.
         notes: Sentences for the user.
+        structures: Structures of each case with labels; None where label maps hold values that only their voxels tell.
+        account: What the reader has found, apart from labels and structures.
     """
 
     format: str
@@ -49,6 +61,8 @@ class DataSet:
     background: FileValues
     ignore: int | None = None
     notes: tuple[str, ...] = ()
+    structures: Structures | None = None
+    account: Account = field(default_factory=Account)
 
     def keep(self, wanted: Sequence[str] | Mapping[str, Any] | None) -> "DataSet":
         """Choose the labels of the task; the others become background.
@@ -57,7 +71,7 @@ class DataSet:
             wanted: Names of labels, or new labels with the names or values that they consist of; None = all.
 
         Raises:
-            UserError: If a name is unknown.
+            UserError: If a name is unknown, or a value would have two labels.
         """
         if wanted is None:
             return self
@@ -71,9 +85,112 @@ class DataSet:
             f"labels: {', '.join(map(str, unknown)) or 'no label'} is not in the data set, which has {', '.join(known)}; give some of these names.",
         )
         chosen = {name: [value for one in several for value in known.get(str(one), [one])] for name, several in members.items()}
-        taken = {value for several in chosen.values() for value in several}
-        rest = {name: left for name, several in known.items() if (left := [one for one in several if one not in taken])}
+        owners: dict[int | str, str] = {}
+        for name, several in chosen.items():
+            for value in several:
+                owner = owners.setdefault(value, name)
+                if owner != name:
+                    raise UserError(f"labels: {value} would be {owner} and {name}; name it in one of them.")
+        rest = {name: left for name, several in known.items() if (left := [one for one in several if one not in owners])}
         return replace(self, labels=chosen, background={name: left for name, left in rest.items() if name not in chosen})
+
+    def require_structures(self) -> None:
+        """Refuse labels of which a case lacks a structure: its voxels would be trained on as background.
+
+        Raises:
+            UserError: With the structure, the cases and the cure.
+        """
+        for label, members in self.labels.items():
+            for member in members:
+                lacking = self._cases_without(member)
+                if not lacking:
+                    continue
+                shown = ", ".join(lacking[:MAX_CASES]) + (", …" if len(lacking) > MAX_CASES else "")
+                part = f" (a part of {label})" if len(members) > 1 else ""
+                others = [name for name in self.labels if name != label]
+                choice = f"labels=[{','.join(others)}]" if others else "labels=[…]"
+                raise UserError(
+                    f"{shown} ({len(lacking)} of {len(self.structures or ())} cases): the structure {member}{part} is "
+                    "missing, and would be trained on as background; add it, leave the label out with medseg import … "
+                    f"{choice}, or state with missing=absent that these patients do not have it."
+                )
+
+    def state_absence(self) -> "DataSet":
+        """Mark labels of which a case has no structure as absent there, in the columns `trust_<label>`."""
+        cases = []
+        for case in self.cases:
+            absent = {
+                label: ABSENT
+                for label, members in self.labels.items()
+                if case.name in self._keys and self._keys[case.name].isdisjoint(map(_key, members))
+            }
+            cases.append(replace(case, trust={**case.trust, **absent}))
+        return replace(self, cases=tuple(cases))
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, frozenset[int | str]]:
+        """Structures of each case in the form in which names are compared; empty where label maps hold values."""
+        return {case: frozenset(map(_key, names)) for case, names in (self.structures or {}).items()}
+
+    def _cases_without(self, member: int | str) -> list[str]:
+        """List the cases whose files lack a structure; none where label maps hold values."""
+        return [case for case, keys in self._keys.items() if _key(member) not in keys]
+
+    def closing_items(self) -> list[Item]:
+        """List everything that was found, with what became of it: the closing table of an import."""
+        has_folds = any(case.fold is not None for case in self.cases)
+        items = [*self.account.items, *(_case_item(case, has_folds=has_folds) for case in self.cases)]
+        items += [
+            Item(Kind.channel, str(number), Fate.used, f"{one.modality} {one.window_hu or one.normalise}")
+            for number, one in enumerate(self.channels)
+        ]
+        for label, members in self.labels.items():
+            items.append(Item(Kind.label, label, Fate.used, _origin(members)))
+            if self.structures is not None:
+                items += [self._structure_item(member, label, len(members)) for member in members]
+        for name, members in self.background.items():
+            items.append(Item(Kind.label, name, Fate.left_out, "no label of the task: background"))
+            if self.structures is not None:
+                why = "no label of the task: background"
+                items += [Item(Kind.structure, str(member), Fate.left_out, why) for member in members]
+        if self.ignore is not None:
+            items.append(Item(Kind.label, IGNORE, Fate.used, f"value {self.ignore}: its voxels count nowhere"))
+        if self.structures is None:
+            why = "prepare reads the voxels and refuses a value that is not named here"
+            items.append(Item(Kind.label, "", Fate.used, why, 0))
+        return [*items, *self._spelling_items(), *self._overlap_items()]
+
+    def _structure_item(self, member: int | str, label: str, num_members: int) -> Item:
+        """Say what became of a structure that belongs to a label."""
+        num_cases = len(self.structures or ())
+        num_present = num_cases - len(self._cases_without(member))
+        where = f"in {num_present} of {num_cases} cases"
+        if num_present < num_cases:
+            where += ", stated as absent in the others"
+        if num_members > 1:
+            return Item(Kind.structure, str(member), Fate.merged, f"into {label}, {where}")
+        return Item(Kind.structure, str(member), Fate.used, where)
+
+    def _spelling_items(self) -> list[Item]:
+        """List the structures of one file that become one: those of equal names, or of names that differ in signs."""
+        items = []
+        for case, names in (self.structures or {}).items():
+            groups: dict[int | str, list[str]] = {}
+            for name in names:
+                groups.setdefault(_key(name), []).append(str(name))
+            for several in groups.values():
+                if len(several) > 1:
+                    name = f"{' = '.join(several)} of {case}"
+                    items.append(Item(Kind.structure, name, Fate.merged, "several of one name in a file are one structure"))
+        return items
+
+    def _overlap_items(self) -> list[Item]:
+        """Say what counts where structures overlap, which only their voxels tell."""
+        names = [member for members in self.labels.values() for member in members if isinstance(member, str)]
+        if self.structures is None or len(self.labels) < 2 or not names:
+            return []
+        why = f"where labels overlap, the last of {', '.join(self.labels)} counts; prepare counts these voxels"
+        return [Item(Kind.structure, "", Fate.merged, why, 0)]
 
     def task(self) -> dict[str, Any]:
         """Make the groups `task` and `data` of the configuration, in plain types.
@@ -108,42 +225,115 @@ class DataSet:
 
 
 def check_dataset(data: DataSet, folder: Path) -> DataSet:
-    """Refuse a data set that cannot be trained on, and add notes on what may surprise.
+    """Refuse a data set that cannot be trained on, and close its account.
 
     Raises:
-        UserError: If there is no case, a name clashes or cannot name a file, or a file is missing.
+        UserError: If there is no case, two cases are the same, a name cannot name a file, or a file is missing.
     """
     require(bool(data.cases), f"{folder}: the {data.format} data set has no case; check the folder.")
+    # As a case table is read: programs write ü in two ways.
+    data = replace(data, cases=tuple(replace(case, patient=nfc(case.patient)) for case in data.cases))
+    _check_names(data, folder)
+    files = [path for case in data.cases for path in (case.image, *case.more_images, case.labels) if path is not None]
+    if missing := [path for path in files if not path.exists()]:
+        raise UserError(f"{first_of(missing)} does not exist, but the data set names it; copy the data set completely.")
+    if all(case.labels is None for case in data.cases):
+        raise UserError(f"{folder}: none of the {len(data.cases)} cases has labels, so nothing can be trained; add them.")
+    _check_images(data.cases, folder)
+    _account_files(data, files, folder)
+    return data
+
+
+def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
+    """Enter the files of the cases, and all others at the same place."""
+    root = Path(os.path.realpath(folder if folder.is_dir() else folder.parent))
+    for path in files:
+        for file in _data_files(path):
+            require(file.exists(), f"{file} does not exist, but {path} holds its header; copy both files.")
+        # The importer of DICOM claims the files of each series itself: several may share a folder.
+        if data.format != DICOM or not path.is_dir():
+            for file in files_of(path):
+                data.account.claim(file)
+        real = os.path.realpath(path)
+        if not Path(real).is_relative_to(root):
+            data.account.use(Kind.file, real, f"outside of {root}, and read there")
+    if folder.is_dir():
+        data.account.close(folder)
+        return
+    # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and labels are searched.
+    data.account.claim(folder)
+    for place in sorted({path.parent for path in files}):
+        data.account.close(place, is_deep=False)
+
+
+def _check_names(data: DataSet, folder: Path) -> None:
+    """Refuse names that clash, or that cannot name a file."""
     seen: dict[str, Case] = {}
-    notes = list(data.notes)
     for case in data.cases:
         check_case_name(case.name, str(case.image))
         other = seen.get(case.name.casefold())
         if other is not None and other.name == case.name:
             raise UserError(f"{folder}: {other.image} and {case.image} would both be the case {case.name!r}; rename one of them.")
         if other is not None:
-            notes.append(
-                f"the cases {other.name!r} and {case.name!r} differ in upper and lower case only: some systems take their files for one"
-            )
+            why = "the names differ in upper and lower case only: some systems take their files for one"
+            data.account.use(Kind.case, f"{other.name} and {case.name}", why)
         seen[case.name.casefold()] = case
-    files = [path for case in data.cases for path in (case.image, *case.more_images, case.labels) if path is not None]
-    if missing := [path for path in files if not path.exists()]:
-        raise UserError(f"{first_of(missing)} does not exist, but the data set names it; copy the data set completely.")
-    root = Path(os.path.realpath(folder if folder.is_dir() else folder.parent))
-    outside = [path for path in files if not Path(os.path.realpath(path)).is_relative_to(root)]
-    if outside:
-        notes.append(f"{len(outside)} of {len(files)} files lie outside of {root}, such as {os.path.realpath(outside[0])}")
-    unlabelled = sum(case.labels is None for case in data.cases)
-    if unlabelled:
-        notes.append(f"{unlabelled} of {len(data.cases)} cases have no labels: they are not trained on")
-    # As a case table is read: programs write ü in two ways.
-    cases = tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
-    return replace(data, cases=cases, notes=tuple(notes))
 
 
-def nfc(name: str) -> str:
-    """Write letters with marks as one character; file systems may store them as two."""
-    return unicodedata.normalize("NFC", name)
+def _check_images(cases: Sequence[Case], folder: Path) -> None:
+    """Refuse one scan as two cases: it would count twice, or be trained on and validated."""
+    owners: dict[tuple[str, str | None], Case] = {}
+    for case in cases:
+        key = os.path.realpath(case.image), case.series
+        owner = owners.setdefault(key, case)
+        if owner is not case:
+            raise UserError(
+                f"{folder}: {case.image} is the image of the case {owner.name!r} and of {case.name!r}; keep one of the two."
+            )
+
+
+def _data_files(path: Path) -> tuple[Path, ...]:
+    """Find the files with the voxels of a header that is a file of its own."""
+    if path.is_dir() or path.suffix.lower() not in (".mhd", ".nhdr"):
+        return ()
+    from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
+
+    try:
+        return read_header(path)[2]
+    except UserError:  # a damaged header stops its case alone, in `prepare`
+        return ()
+
+
+def _case_item(case: Case, *, has_folds: bool) -> Item:
+    """Say what a case is used for; `has_folds`: whether the column `fold` divides the cases."""
+    labels = "" if case.labels is not None else ", without labels"
+    if case.fold_sides and case.split is None:
+        places = [f"fold {number}: {side}" for number, side in enumerate(case.fold_sides) if side is not None]
+        if not places:
+            return Item(Kind.case, case.name, Fate.left_out, "in no list of any fold: neither trained on nor validated")
+        return Item(Kind.case, case.name, Fate.used, f"{'; '.join(places)}{labels}")
+    if case.split is not None:
+        uses = {"train": "training", "val": "validation", "test": "test"}
+        return Item(Kind.case, case.name, Fate.used, uses[case.split] + labels)
+    if case.labels is None:
+        return Item(Kind.case, case.name, Fate.left_out, "no labels: not trained on")
+    if case.fold is not None:
+        return Item(Kind.case, case.name, Fate.used, f"validated in fold {case.fold}, trained on in the others")
+    if has_folds:
+        return Item(Kind.case, case.name, Fate.used, "trained on in every fold")
+    return Item(Kind.case, case.name, Fate.used, "training and validation")
+
+
+@functools.cache
+def _key(member: int | str) -> int | str:
+    """Reduce the name of a structure to the form in which names are compared; a value stays."""
+    return plain_name(member) if isinstance(member, str) else member
+
+
+def _origin(members: Sequence[int | str]) -> str:
+    """Say of which values or structures a label consists."""
+    kind = "value" if all(isinstance(one, int) for one in members) else "structure"
+    return f"{kind}{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
 
 
 def first_of(paths: Sequence[Any]) -> str:

@@ -7,9 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 from medseg.data.case_table import Case
-from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first_of, label_names, plain_name
+from medseg.data.importers.account import Account, Kind
+from medseg.data.importers.dataset import DICOM, DataSet, FileValues, channel_of, first_of, label_names, plain_name
 from medseg.errors import UserError, require
-from medseg.io.dicom.catalogue import ImageSeries, LabelEntry, read_catalogue
+from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS
 
 
@@ -19,48 +20,100 @@ def import_dicom(folder: Path) -> DataSet:
     Structures whose names agree by `plain_name` are one label.
 
     Raises:
-        UserError: If there are no labels, none of them has its series, or the series are of several modalities.
+        UserError: If there are no labels, none of them has its series, two label one series, or the series are of several modalities.
     """
-    series, files, unreadable = read_catalogue(folder)
+    catalogue, account = read_catalogue(folder), Account()
+    series = catalogue.series
     require(
-        bool(files),
+        bool(catalogue.labels),
         f"{folder}: expected DICOM labels (SEG or RTSTRUCT) beside {len(series)} image series, but found none; add them.",
     )
-    notes = [f"{first_of(unreadable)} cannot be read and was left out"] if unreadable else []
-    chosen: dict[str, LabelEntry] = {}
-    lost: list[Path] = []
-    for file in files:
-        one = _series_of(file, series)
-        if one is None:
-            lost.append(file.path)
-        elif one.uid in chosen:
-            notes.append(f"{file.path} labels the same series as {chosen[one.uid].path}, which is used")
-        else:
-            chosen[one.uid] = file
-    if lost and not chosen:
-        raise UserError(f"{first_of(lost)}: the series that it labels is not below {folder}; copy it there.")
-    if lost:
-        notes.append(f"{first_of(lost)} labels a series that is not below {folder} and was left out")
-    if len(chosen) < len(series):
-        notes.append(f"{len(series) - len(chosen)} of {len(series)} image series have no labels and were left out")
+    chosen = _choose_labels(catalogue, folder, account)
     kinds = sorted({series[uid].modality for uid in chosen})
     require(len(kinds) == 1, f"{folder}: expected series of one modality, got {' and '.join(kinds)}; import a folder of each.")
-    counts = Counter(_patient(series[uid], folder) for uid in chosen)
+    _account_series(catalogue, chosen, account)
+    patients = {uid: _patient(series[uid], folder) for uid in chosen}
+    _check_patients(patients, series)
+    counts = Counter(patients.values())
     numbers: Counter[str] = Counter()
-    cases = []
+    cases, structures = [], dict[str, tuple[str, ...]]()
     for uid, file in chosen.items():
-        patient = _patient(series[uid], folder)
+        patient = patients[uid]
         numbers[patient] += 1
         name = f"{patient}_{numbers[patient]}" if counts[patient] > 1 else patient
         cases.append(Case(name, series[uid].folder, file.path, patient, series=uid))
-    labels = _labels(list(chosen.values()), notes)
-    return DataSet("dicom", folder.name, tuple(cases), labels, (channel_of(kinds[0]),), {}, notes=tuple(notes))
+        structures[name] = file.names
+        for empty in file.empty:
+            account.use(Kind.structure, f"{empty} of {name}", "empty there, which states its absence")
+    labels = _labels(list(chosen.values()), account)
+    channels = (channel_of(kinds[0]),)
+    return DataSet(DICOM, folder.name, tuple(cases), labels, channels, {}, structures=structures, account=account)
+
+
+def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict[str, LabelEntry]:
+    """Find the file that labels each series.
+
+    Raises:
+        UserError: If no file has its series, or a series has the labels of two files.
+    """
+    chosen: dict[str, LabelEntry] = {}
+    lost: list[Path] = []
+    for file in catalogue.labels:
+        image = _series_of(file, catalogue.series)
+        if image is None:
+            lost.append(file.path)
+            account.explain(file.path, "labels a series that is not below the folder")
+            continue
+        other = chosen.setdefault(image.uid, file)
+        if other is file:
+            continue
+        if file.uid and file.uid == other.uid:
+            account.explain(file.path, f"a copy of {other.path.relative_to(folder)}")
+            continue
+        raise UserError(
+            f"{file.path} and {other.path} label the same series of {_patient(image, folder)}; which one counts is not said: "
+            "move the other one to another folder."
+        )
+    if lost and not chosen:
+        raise UserError(f"{first_of(lost)}: the series that it labels is not below {folder}; copy it there.")
+    return chosen
+
+
+def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account: Account) -> None:
+    """Enter the files of the series, and those that are neither images nor labels."""
+    for image in catalogue.series.values():
+        if image.uid in chosen:
+            for path in image.files:
+                account.claim(path)
+            folders = {path.parent for path in image.files}
+            why = (
+                "labelled" if len(folders) == 1 else f"labelled; its files lie in {len(folders)} folders, equal slices count once"
+            )
+            account.use(Kind.series, image.uid, why)
+            continue
+        account.leave_out(Kind.series, image.uid, "no labels refer to it")
+        for path in image.files:
+            account.explain(path, "of a series without labels")
+    for path in catalogue.unreadable:
+        account.explain(path, "damaged DICOM, cannot be read")
+    for path, modality in catalogue.others.items():
+        account.explain(path, f"DICOM without an image ({modality})")
 
 
 def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries | None:
-    """Find the series that a file labels: that which it names, else the only one of its patient."""
-    if file.series_uid:
-        return series.get(file.series_uid)
+    """Find the series that a file labels: that which it names, else the only one of its patient.
+
+    Raises:
+        UserError: If it names several that are there.
+    """
+    if file.series_uids:
+        named = [series[uid] for uid in file.series_uids if uid in series]
+        if len(named) > 1:
+            raise UserError(
+                f"{file.path}: it refers to {len(named)} series below the folder ({named[0].folder}, {named[1].folder}); move all but "
+                "one to another folder."
+            )
+        return named[0] if named else None
     own = [one for one in series.values() if one.patient == file.patient]
     return own[0] if len(own) == 1 else None
 
@@ -71,16 +124,23 @@ def _patient(series: ImageSeries, folder: Path) -> str:
     return CONTROL_CHARACTERS.sub("_", name).replace("/", "_").replace("\\", "_").lstrip(".") or "patient"
 
 
-def _labels(files: list[LabelEntry], notes: list[str]) -> FileValues:
-    """Make labels of the names of structures; those that some files lack are noted."""
+def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) -> None:
+    """Refuse two patients whose IDs become one name."""
+    identities: dict[str, str] = {}
+    for uid, patient in patients.items():
+        identity = series[uid].patient
+        other = identities.setdefault(patient, identity)
+        if other != identity:
+            raise UserError(f"the patients {other!r} and {identity!r} would both be called {patient!r}; import a folder of each.")
+
+
+def _labels(files: list[LabelEntry], account: Account) -> FileValues:
+    """Make labels of the names of structures; spellings that differ in case or signs are one label."""
     first: dict[str, str] = {}
-    counts: Counter[str] = Counter()
     for file in files:
-        names = {plain_name(name): name for name in reversed(file.names)}
-        counts.update(list(names))
-        first = {**names, **first}
-    if some := [f"{name} in {counts[plain]}" for plain, name in sorted(first.items()) if counts[plain] < len(files)]:
-        found = ", ".join(some)
-        notes.append(f"some structures are only in a part of the {len(files)} files ({found}) and count as absent in the others")
+        for name in file.names:
+            known = first.setdefault(plain_name(name), name)
+            if known != name:
+                account.merge(Kind.structure, name, f"another spelling of {known}")
     written = label_names(first.values())
     return {written[name]: [name] for _, name in sorted(first.items())}

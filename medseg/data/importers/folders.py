@@ -6,10 +6,20 @@ Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentat
 import csv
 import io
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from medseg.data.case_table import SPLITS, Case
-from medseg.data.importers.dataset import DataSet, FileValues, channel_of, first_of, label_names, require_pairs
+from medseg.data.importers.account import Account, Kind
+from medseg.data.importers.dataset import (
+    DataSet,
+    FileValues,
+    Structures,
+    channel_of,
+    first_of,
+    label_names,
+    require_pairs,
+)
 from medseg.data.importers.json_lists import guess_modality, values_in
 from medseg.data.task import Channel
 from medseg.errors import UserError, require
@@ -34,63 +44,148 @@ def import_totalsegmentator(folder: Path) -> DataSet:
     Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left` are `left_lung`.
 
     Raises:
-        UserError: If a case has no image or no masks, or `meta.csv` is damaged.
+        UserError: If a case has no image or no masks, or `meta.csv` is damaged or lacks a case.
     """
-    splits = _read_meta(folder / "meta.csv")
-    cases, structures = [], set[str]()
-    for one in sorted(path.parent for path in folder.glob(f"*/{MASK_FOLDER}") if path.is_dir()):
-        image = image_in(one)
-        require(
-            image is not None,
-            f"{one}: expected an image {' or '.join(CASE_IMAGES)} (.nii.gz) beside {MASK_FOLDER}; copy it there.",
-        )
-        assert image is not None
-        masks = {case_name(mask) for mask in volume_files(one / MASK_FOLDER)}
+    account = Account()
+    splits = _read_meta(folder / "meta.csv", account)
+    cases, structures = [], dict[str, list[str]]()
+    for one in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not _is_case(one):
+            continue
+        image = _image_of(one)
+        masks = _masks_in(one / MASK_FOLDER)
         require(
             bool(masks), f"{one / MASK_FOLDER}: expected masks such as liver.nii.gz, but the folder holds none; copy them there."
         )
-        structures |= masks
+        if splits and one.name not in splits:
+            raise UserError(
+                f"{folder / 'meta.csv'}: expected the split of {one.name}, but found no row; add it, or remove the table."
+            )
+        structures[one.name] = list(masks)
         cases.append(Case(one.name, image, one / MASK_FOLDER, one.name, splits.get(one.name)))
-    lobes = {name: f"{match[2]}_{match[1]}" for name in structures if (match := LOBE.fullmatch(name))}
-    written = label_names(sorted(structures - lobes.keys()))
+    for name in sorted(splits.keys() - structures.keys()):
+        account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
+    names = {name for several in structures.values() for name in several}
+    lobes = {name: f"{match[2]}_{match[1]}" for name in names if (match := LOBE.fullmatch(name))}
+    written = label_names(sorted(names - lobes.keys()))
     labels: dict[str, list[int | str]] = {}
-    for name in sorted(structures):
+    for name in sorted(names):
         labels.setdefault(lobes.get(name) or written[name], []).append(name)
-    is_mr = bool(cases) and case_name(cases[0].image) == "mri"
-    return DataSet(TOTALSEGMENTATOR, folder.name, tuple(cases), labels, (channel_of("mr" if is_mr else "ct"),), {})
+    modalities = {case_name(case.image): case for case in cases}
+    if len(modalities) > 1:
+        raise UserError(
+            f"{folder}: expected CT or MR, but found both ({', '.join(sorted(modalities))}); import a folder of each."
+        )
+    channel = channel_of("mr" if "mri" in modalities else "ct")
+    return DataSet(
+        TOTALSEGMENTATOR,
+        folder.name,
+        tuple(cases),
+        labels,
+        (channel,),
+        {},
+        structures=structures,
+        account=account,
+    )
+
+
+def _is_case(folder: Path) -> bool:
+    """Whether a folder is a case of TotalSegmentator: it has masks, or an image that lacks them."""
+    has_image = any(case_name(path) in CASE_IMAGES for path in volume_files(folder))
+    return has_image or (folder / MASK_FOLDER).is_dir()
+
+
+def _image_of(folder: Path) -> Path:
+    """Find the image of a case.
+
+    Raises:
+        UserError: If there is none, or more than one.
+    """
+    images = [path.name for path in volume_files(folder) if case_name(path) in CASE_IMAGES]
+    image = image_in(folder)
+    if image is not None:
+        return image
+    if images:
+        raise UserError(f"{folder}: expected one image, but found {' and '.join(images)}; keep one of them.")
+    raise UserError(f"{folder}: expected an image {' or '.join(CASE_IMAGES)} (.nii.gz) beside {MASK_FOLDER}; copy it there.")
+
+
+def _masks_in(folder: Path) -> dict[str, Path]:
+    """Find the masks of a case by the names of their structures; none where there is no folder.
+
+    Raises:
+        UserError: If two files have the name of one structure.
+    """
+    masks: dict[str, Path] = {}
+    for path in volume_files(folder) if folder.is_dir() else []:
+        other = masks.setdefault(case_name(path), path)
+        if other != path:
+            raise UserError(f"{folder}: {other.name} and {path.name} are masks of one structure; keep one of them.")
+    return masks
 
 
 def import_luna16(folder: Path) -> DataSet:
     """Read LUNA16: `subset<n>/<series>.mhd` and the lung masks `seg-lungs-LUNA16/<series>.mhd`; the subsets are the folds.
 
     Raises:
-        UserError: If the masks are missing, or that of a scan.
+        UserError: If the masks are missing, or that of a scan, or a scan or a mask is there twice.
     """
-    images = {path.stem: path for path in sorted(folder.glob("subset*/**/*.mhd"))}
-    masks = {path.stem: path for path in sorted((folder / LUNA16_MASKS).rglob("*.mhd"))}
+    account = Account()
+    images = _by_stem(folder.glob("subset*/**/*.mhd"))
+    masks = _by_stem((folder / LUNA16_MASKS).rglob("*.mhd"))
     require(
         bool(masks),
         f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of its own; download and unpack it there.",
     )
     if alone := sorted(set(images) - set(masks)):
         raise UserError(f"{folder / LUNA16_MASKS}: no mask of the scan {first_of(alone)}; unpack the masks completely.")
-    subsets = {
-        name: int(match[0]) for name, path in images.items() if (match := re.search(r"\d+", path.relative_to(folder).parts[0]))
-    }
+    account.explain(folder / LUNA16_MASKS, "its scan is in none of the subsets")
+    subsets: dict[str, int] = {}
+    for name, path in images.items():
+        place = path.relative_to(folder).parts[0]
+        if not (match := re.fullmatch(r"subset(\d+)", place, re.ASCII)):
+            raise UserError(f"{folder / place}: expected folders subset0, subset1, …, which are the folds; rename the folder.")
+        subsets[name] = int(match[1])
     has_folds = len(set(subsets.values())) > 1
     trust = dict.fromkeys(LUNA16_LABELS, "approximate")
     cases = [
-        Case(name, path, masks[name], name, None, trust, fold=subsets.get(name) if has_folds else None)
+        Case(name, path, masks[name], name, None, trust, fold=subsets[name] if has_folds else None)
         for name, path in images.items()
     ]
     notes = ["the masks are those of an algorithm: the columns trust_left_lung and trust_right_lung say approximate"]
+    for subset in sorted(set(subsets.values())):
+        why = "is a fold" if has_folds else "is the only one: no fold"
+        account.use(Kind.list, f"subset{subset}", why)
     if has_folds:
         notes.append(
             f"each subset is a fold: data.fold=0 validates on subset0; give data.num_folds={1 + max(subsets.values())} to choose among all of them"
         )
     return DataSet(
-        LUNA16, LUNA16, tuple(cases), LUNA16_LABELS, (Channel("ct", LUNA16_WINDOW_HU),), LUNA16_BACKGROUND, notes=tuple(notes)
+        LUNA16,
+        LUNA16,
+        tuple(cases),
+        LUNA16_LABELS,
+        (Channel("ct", LUNA16_WINDOW_HU),),
+        LUNA16_BACKGROUND,
+        notes=tuple(notes),
+        account=account,
     )
+
+
+def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
+    """Index scans or masks of LUNA16 by the UID of their series.
+
+    Raises:
+        UserError: If one is there twice.
+    """
+    files: dict[str, Path] = {}
+    for path in sorted(paths):
+        if path.name.startswith("."):
+            continue
+        other = files.setdefault(path.stem, path)
+        if other != path:
+            raise UserError(f"{other} and {path} have the same name; keep one of them.")
+    return files
 
 
 def import_pairs(folder: Path) -> DataSet:
@@ -99,11 +194,18 @@ def import_pairs(folder: Path) -> DataSet:
     3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of its segments become labels.
 
     Raises:
-        UserError: If one has no partner, or a value has two names.
+        UserError: If one has no partner, two pairs of folders could be meant, or labels are of several kinds.
     """
-    images_at, labels_at = next((pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair)), (folder, folder))
+    account = Account()
+    pairs = [pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair)]
+    if len(pairs) > 1:
+        names = " and ".join(f"{images.name} with {labels.name}" for images, labels in pairs)
+        raise UserError(f"{folder}: expected one pair of folders, but found {names}; move the others to another folder.")
+    images_at, labels_at = pairs[0] if pairs else (folder, folder)
     files = [path for path in volume_files(labels_at) if images_at != labels_at or is_slicer_file(path)]
     entries = [*files, *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one))]
+    if images_at == labels_at:
+        entries = files
     images = dict(list_inputs(images_at))
     labels = {case_name(path): path for path in entries}
     if not labels.keys() & images.keys():
@@ -113,32 +215,76 @@ def import_pairs(folder: Path) -> DataSet:
     )
     require_pairs(images, labels, images_at, labels_at)
     cases = [Case(name, path, labels[name], name) for name, path in images.items()]
+    _require_one_kind(list(labels.values()), labels_at)
     notes: list[str] = []
-    structures = {case_name(mask) for one in labels.values() if one.is_dir() for mask in volume_files(one)}
-    named: FileValues = {name: [name] for name in structures} or _segment_values(list(filter(is_slicer_file, files)))
-    written = label_names(sorted(named))
-    groups = {written[name]: named[name] for name in sorted(named)} or values_in(cases, notes)
+    structures: Structures | None = None
+    if any(path.is_dir() for path in labels.values()):
+        structures = {name: list(_masks_in(path)) for name, path in labels.items()}
+        groups = _named_groups({str(name) for several in structures.values() for name in several})
+    elif any(is_slicer_file(path) for path in labels.values()):
+        structures, groups = _slicer_groups(labels)
+    else:
+        groups = values_in(cases, notes)
+    channel = channel_of(guess_modality(cases[0].image, notes))
     return DataSet(
-        PAIRS, folder.name, tuple(cases), groups, (channel_of(guess_modality(cases[0].image, notes)),), {}, notes=tuple(notes)
+        PAIRS,
+        folder.name,
+        tuple(cases),
+        groups,
+        (channel,),
+        {},
+        notes=tuple(notes),
+        structures=structures,
+        account=account,
     )
 
 
-def _segment_values(files: list[Path]) -> FileValues:
-    """Find the values of the segments of 3D Slicer, which must be the same in all files."""
-    from medseg.io.simpleitk import segment_names  # SimpleITK takes 50 MiB
+def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
+    """Refuse label maps beside folders of masks or segmentations of 3D Slicer: they do not say labels alike."""
+    kinds = {
+        "folders of masks": [path for path in labels if path.is_dir()],
+        "segmentations of 3D Slicer": [path for path in labels if not path.is_dir() and is_slicer_file(path)],
+        "label maps": [path for path in labels if not path.is_dir() and not is_slicer_file(path)],
+    }
+    present = {kind: paths for kind, paths in kinds.items() if paths}
+    if len(present) > 1:
+        names = " and ".join(f"{kind} ({first_of([path.name for path in paths])})" for kind, paths in present.items())
+        raise UserError(f"{place}: expected labels of one kind, but found {names}; save all of them alike.")
 
-    names: dict[int, str] = {}
-    for path in files:
-        for value, name in segment_names(path).items():
-            known = names.setdefault(value, name)
-            require(
-                known == name,
-                f"{path}: the value {value} is {name}, but {known} in another file; save the segments of all cases in one order.",
-            )
-    values: FileValues = {}
-    for value, name in sorted(names.items()):
-        values.setdefault(name, []).append(value)
-    return values
+
+def _named_groups(names: Iterable[str]) -> FileValues:
+    """Make one label of each structure."""
+    ordered = sorted(names)
+    written = label_names(ordered)
+    return {written[name]: [name] for name in ordered}
+
+
+def _slicer_groups(labels: Mapping[str, Path]) -> tuple[Structures, FileValues]:
+    """Read the segments of 3D Slicer.
+
+    Returns:
+        Segments of each case, and the labels: by value where all files give a name the same values, else by the names.
+    """
+    from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
+
+    segments = {name: read_segments(path) for name, path in labels.items()}
+    for name, several in segments.items():
+        require(bool(several), f"{labels[name]}: it has no segments; save the segmentation again, or remove it.")
+    by_name: dict[str, list[int]] = {}
+    owners: dict[int, str] = {}
+    is_by_value = True
+    for several in segments.values():
+        for segment in several:
+            is_by_value &= segment.num_layers == 1 and owners.setdefault(segment.value, segment.name) == segment.name
+            if segment.value not in by_name.setdefault(segment.name, []):
+                by_name[segment.name].append(segment.value)
+    groups = _named_groups(by_name)
+    if not is_by_value:
+        return {name: [segment.name for segment in several] for name, several in segments.items()}, groups
+    values = {label: sorted(by_name[str(members[0])]) for label, members in groups.items()}
+    ordered = dict(sorted(values.items(), key=lambda item: item[1]))
+    by_value: FileValues = {label: list(members) for label, members in ordered.items()}
+    return {name: [segment.value for segment in several] for name, several in segments.items()}, by_value
 
 
 def is_slicer_file(path: Path) -> bool:
@@ -169,18 +315,29 @@ def _pair_folders(folder: Path) -> list[tuple[Path, Path]]:
     return [(folder / images, folder / labels) for images, labels in PAIR_FOLDERS]
 
 
-def _read_meta(path: Path) -> dict[str, str]:
-    """Read the split of each case; empty where there is no table."""
+def _read_meta(path: Path, account: Account) -> dict[str, str]:
+    """Read the split of each case; empty where there is no table.
+
+    Raises:
+        UserError: If a column is missing, a split is unknown, or a case has two.
+    """
     if not path.is_file():
         return {}
+    account.claim(path)
     rows = list(csv.DictReader(io.StringIO(read_text(path)), delimiter=";"))
     require(
         bool(rows) and {"image_id", "split"} <= rows[0].keys(),
         f"{path}: expected the columns image_id and split, separated by ';'; restore or remove it.",
     )
+    account.leave_out_keys(map(str, rows[0]), ("image_id", "split"), path.name)
+    splits: dict[str, str] = {}
     for row in rows:
-        require(
-            row["split"] in SPLITS,
-            f"{path}: expected {', '.join(SPLITS)} as the split of {row['image_id']}, got {row['split']!r}.",
-        )
-    return {row["image_id"]: row["split"] for row in rows}
+        name, split = row["image_id"], row["split"]
+        require(split in SPLITS, f"{path}: expected {', '.join(SPLITS)} as the split of {name}, got {split!r}.")
+        if name not in splits:
+            splits[name] = split
+        elif splits[name] == split:
+            account.merge(Kind.row, name, "listed more than once in meta.csv, counts once")
+        else:
+            raise UserError(f"{path}: {name} has the splits {splits[name]} and {split}; keep one row.")
+    return splits

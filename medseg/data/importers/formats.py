@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from medseg.data.case_table import Case, read_case_table, table_at
-from medseg.data.importers.dataset import DataSet, check_dataset
+from medseg.data.importers.dataset import DICOM, DataSet, check_dataset
 from medseg.data.importers.folders import (
     LUNA16,
     PAIRS,
@@ -65,7 +65,6 @@ def _import_dicom(folder: Path) -> DataSet:
     return import_dicom(folder)
 
 
-DICOM = "dicom"
 # In the order in which they are tried: the files of an earlier one may also look like a later one.
 FORMATS = {
     NNUNET: Format("dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet),
@@ -126,5 +125,7 @@ def read_cases(
         UserError: If it is none of these.
     """
     if table_at(path).is_dir() or path.suffix.lower() == ".json":
-        return [replace(case, hu=hu, ignore_findings=ignore_findings) for case in import_dataset(path).cases]
+        data = import_dataset(path)
+        data.require_structures()
+        return [replace(case, hu=hu, ignore_findings=ignore_findings) for case in data.cases]
     return read_case_table(path, labels_column, hu=hu, ignore_findings=ignore_findings)

@@ -1,4 +1,4 @@
-"""Catalogue of DICOM files: the image series below a folder, and the SEG and RTSTRUCT files with labels of them."""
+"""Catalogue of DICOM files: the image series below a folder, the SEG and RTSTRUCT files with labels of them, and others."""
 
 import os
 import warnings
@@ -10,7 +10,7 @@ from pydicom.errors import InvalidDicomError
 
 from medseg.errors import UserError
 from medseg.io.dicom.frames import NO_IMAGES
-from medseg.io.dicom.labels import KINDS, open_label_file
+from medseg.io.dicom.labels import KINDS, empty_structures, open_label_file
 from medseg.io.inputs import dicom_files
 
 FIELDS = ["SOPClassUID", "Modality", "PatientID", "SeriesInstanceUID"]
@@ -25,12 +25,14 @@ class ImageSeries:
         folder: Folder that holds all its files.
         modality: Modality as DICOM names it, such as `CT`.
         patient: Patient ID, "" where there is none.
+        files: The files.
     """
 
     uid: str
     folder: Path
     modality: str
     patient: str
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -40,25 +42,42 @@ class LabelEntry:
     Attributes:
         path: The file.
         names: Names of its structures, in the order of the file.
-        series_uid: Series Instance UID of the images that it refers to, "" where it names none.
+        empty: Those of them without a contour or a frame.
+        series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
         patient: Patient ID, "" where there is none.
+        uid: SOP Instance UID, which a copy has too.
     """
 
     path: Path
     names: tuple[str, ...]
-    series_uid: str
+    empty: tuple[str, ...]
+    series_uids: tuple[str, ...]
     patient: str
+    uid: str
 
 
-def read_catalogue(folder: Path) -> tuple[dict[str, ImageSeries], list[LabelEntry], list[Path]]:
-    """Read the headers of all DICOM files below a folder.
+@dataclass(frozen=True)
+class Catalogue:
+    """DICOM files below a folder.
 
-    Returns:
-        Series by UID; SEG and RTSTRUCT files in the order of their paths; and files that cannot be read.
+    Attributes:
+        series: Image series by UID.
+        labels: SEG and RTSTRUCT files in the order of their paths.
+        unreadable: Files that cannot be read.
+        others: Files of another kind, with their modality.
     """
-    found: dict[str, ImageSeries] = {}
-    labels: list[LabelEntry] = []
-    unreadable: list[Path] = []
+
+    series: dict[str, ImageSeries]
+    labels: list[LabelEntry]
+    unreadable: list[Path]
+    others: dict[Path, str]
+
+
+def read_catalogue(folder: Path) -> Catalogue:
+    """Read the headers of all DICOM files below a folder."""
+    files: dict[str, list[Path]] = {}
+    about: dict[str, tuple[str, str]] = {}
+    catalogue = Catalogue({}, [], [], {})
     for path in dicom_files(folder):
         try:
             with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
@@ -66,11 +85,17 @@ def read_catalogue(folder: Path) -> tuple[dict[str, ImageSeries], list[LabelEntr
                 kind, modality, patient, uid = (str(header.get(keyword) or "") for keyword in FIELDS)
             if kind in KINDS:
                 file = open_label_file(path)
-                labels.append(LabelEntry(path, tuple(file.names.values()), file.series_uid, patient))
+                names, empty = tuple(file.names.values()), tuple(empty_structures(file))
+                own_uid = str(file.dataset.get("SOPInstanceUID") or "")
+                catalogue.labels.append(LabelEntry(path, names, empty, file.series_uids, patient, own_uid))
             elif uid and modality not in NO_IMAGES:
-                known = found.get(uid)
-                common = os.path.commonpath([path.parent, known.folder]) if known else path.parent
-                found[uid] = ImageSeries(uid, Path(common), modality, patient)
+                files.setdefault(uid, []).append(path)
+                about[uid] = modality, patient
+            else:
+                catalogue.others[path] = modality or "unknown modality"
         except (UserError, InvalidDicomError, OSError, ValueError, EOFError, AttributeError):
-            unreadable.append(path)
-    return found, labels, unreadable
+            catalogue.unreadable.append(path)
+    for uid, paths in files.items():
+        common = Path(os.path.commonpath([path.parent for path in paths]))
+        catalogue.series[uid] = ImageSeries(uid, common, *about[uid], tuple(paths))
+    return catalogue

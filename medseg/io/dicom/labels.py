@@ -35,14 +35,14 @@ class LabelFile:
         path: The file.
         kind: `SEG` or `RTSTRUCT`.
         names: Number of each segment or region of interest (ROI) to its name, in the order of the file; names may repeat.
-        series_uid: Series Instance UID of the images that it refers to, "" where it names none.
+        series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
         dataset: Its content.
     """
 
     path: Path
     kind: str
     names: dict[int, str]
-    series_uid: str
+    series_uids: tuple[str, ...]
     dataset: FileDataset
 
 
@@ -73,7 +73,24 @@ def open_label_file(path: Path) -> LabelFile:
                 for study in space.get("RTReferencedStudySequence") or []
                 for one in study.get("RTReferencedSeriesSequence") or []
             ]
-        return LabelFile(path, kind, names, str(series[0]) if series else "", dataset)
+        return LabelFile(path, kind, names, tuple(dict.fromkeys(map(str, series))), dataset)
+
+
+def empty_structures(file: LabelFile) -> list[str]:
+    """List the structures of a file that have no frame (SEG) or no contour (RTSTRUCT)."""
+    with _explained(file.path):
+        dataset = file.dataset
+        if file.kind == "RTSTRUCT":
+            items = dataset.get("ROIContourSequence") or []
+            filled = {int(item.ReferencedROINumber) for item in items if item.get("ContourSequence")}
+        elif dataset.get("SegmentationType") == "LABELMAP":
+            return []  # only the pixels tell
+        else:
+            shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
+            frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
+            places = [(group, *shared, dataset) for group in frames]
+            filled = {field_of(place, "ReferencedSegmentNumber") for place in places}
+        return [name for number, name in file.names.items() if number not in filled]
 
 
 def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float = 0.5) -> Volume:
@@ -102,7 +119,7 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
         own, others = source.get("FrameOfReferenceUID"), {one.get("FrameOfReferenceUID") for one in references} - {None, ""}
         require(
             # Some programs that remove identities give images and labels different frames of reference.
-            not own or not others or own in others or file.series_uid == slices.frames[0].series.uid,
+            not own or not others or own in others or slices.frames[0].series.uid in file.series_uids,
             f"{file.path}: expected labels in the frame of reference of {slices.path}, but they are in another one; give the series that "
             "they were drawn on.",
         )

@@ -100,7 +100,11 @@ def test_names_that_clash_or_cannot_be_files_are_refused_and_files_elsewhere_are
     with pytest.raises(UserError, match="has no case"):
         check_dataset(dataset({"x": [1]}), inside.parent)
     cases = (case, Case("A", elsewhere, inside.parent / "link.nii.gz", "A"))
-    notes = check_dataset(dataset({"x": [1]}, cases), inside.parent).notes
-    assert notes[0] == "the cases 'a' and 'A' differ in upper and lower case only: some systems take their files for one"
-    assert notes[1] == f"2 of 3 files lie outside of {inside.parent}, such as {elsewhere}"
-    assert notes[2] == "1 of 2 cases have no labels: they are not trained on"
+    items = check_dataset(dataset({"x": [1]}, cases), inside.parent).closing_items()
+    rows = {(item.kind, item.name): (item.fate, item.why) for item in items}
+    assert rows["case", "a and A"] == (
+        "used",
+        "the names differ in upper and lower case only: some systems take their files for one",
+    )
+    assert rows["file", str(elsewhere)] == ("used", f"outside of {inside.parent}, and read there")
+    assert rows["case", "a"] == ("left out", "no labels: not trained on")

@@ -42,9 +42,14 @@ def test_structures_of_other_spellings_and_missing_ones(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "a" / patient)
     data = import_dicom(tmp_path)
     assert data.labels == {"Heart": ["Heart"], "left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
-    assert data.notes == (
-        "some structures are only in a part of the 3 files (Heart in 2, Lung_R in 1) and count as absent in the others",
-    )
+    said = r"LCTSC-Train-S1-000 \(1 of 3 cases\): the structure Heart is missing, and would be trained on as background"
+    with pytest.raises(UserError, match=said):
+        data.require_structures()
+    with pytest.raises(UserError, match=r"\(2 of 3 cases\): the structure Lung_R is missing"):
+        data.keep(["right_lung"]).require_structures()
+    data.keep(["left_lung"]).require_structures()
+    stated = data.state_absence()
+    assert [sorted(case.trust) for case in stated.cases] == [["Heart"], ["right_lung"], ["right_lung"]]
     case = data.cases[1]
     assert case.labels is not None
     values = file_values(data.task()["data"]["label_values"])
@@ -61,11 +66,12 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     shutil.copy(study / "1.2.826.0.2" / "1-1.dcm", study / "again" / "2.dcm")
     shutil.rmtree(tmp_path / "LCTSC-Train-S1-001" / "1.2.826.1" / "1.2.826.1.1")
     shutil.rmtree(tmp_path / "LCTSC-Train-S1-002" / "1.2.826.2" / "1.2.826.2.2")
-    data = import_dicom(tmp_path)
+    data = import_dataset(tmp_path)
     assert [case.name for case in data.cases] == ["LCTSC-Train-S1-000"]
-    assert f"{study}/again/2.dcm labels the same series as {study}/1.2.826.0.2/1-1.dcm, which is used" in data.notes
-    assert any(note.endswith(f"labels a series that is not below {tmp_path} and was left out") for note in data.notes)
-    assert "1 of 2 image series have no labels and were left out" in data.notes
+    reasons = {item.name: item.why for item in data.closing_items() if item.fate == "left out"}
+    assert reasons["LCTSC-Train-S1-000/1.2.826.0/again/2.dcm"] == "a copy of LCTSC-Train-S1-000/1.2.826.0/1.2.826.0.2/1-1.dcm"
+    assert reasons["LCTSC-Train-S1-001/1.2.826.1/1.2.826.1.2/1-1.dcm"] == "labels a series that is not below the folder"
+    assert reasons["1.2.826.2.1"] == "no labels refer to it"
 
 
 def test_two_scans_of_a_patient_are_two_cases(tmp_path: Path) -> None:

@@ -114,5 +114,7 @@ def test_segmentations_that_slicer_saves_beside_their_volumes(tmp_path: Path) ->
     other = SimpleITK.ReadImage(str(tmp_path / "labels" / "p1.seg.nrrd"))
     other.SetMetaData("Segment0_Name", "heart")
     SimpleITK.WriteImage(other, str(tmp_path / "labels" / "p1.seg.nrrd"))
-    with pytest.raises(UserError, match=r"p1.seg.nrrd: the value 1 is heart, but left lung in another file"):
-        import_pairs(tmp_path)
+    data = import_pairs(tmp_path)
+    assert data.labels == {"heart": ["heart"], "left_lung": ["left lung"], "right_lung": ["right lung"]}
+    with pytest.raises(UserError, match=r"p0, p2 \(2 of 3 cases\): the structure heart is missing"):
+        data.require_structures()

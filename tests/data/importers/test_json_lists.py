@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from layouts import make_msd, make_nnunet, write_json
 
+from medseg.data.case_table import read_case_table, split_cases, write_case_table
 from medseg.data.importers.formats import import_dataset
 from medseg.data.importers.json_lists import import_msd, import_nnunet
 from medseg.errors import UserError
@@ -80,7 +81,8 @@ def test_cases_that_the_description_lists_may_lie_anywhere(tmp_path: Path) -> No
     assert data.cases[0].image == image
     assert data.cases[0].labels is not None
     assert data.cases[0].labels.samefile(labels)
-    assert data.notes == (f"2 of 2 files lie outside of {tmp_path / 'listed'}, such as {image}",)
+    outside = [item.name for item in data.closing_items() if item.why.startswith("outside of")]
+    assert outside == [str(image), str(labels)]
 
 
 @pytest.mark.parametrize("place", ["nnUNet_raw/D1/splits_final.json", "nnUNet_preprocessed/D1/splits_final.json"])
@@ -92,17 +94,35 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
     ]
     write_json(tmp_path / place, folds)
     assert [(case.fold, case.split) for case in import_nnunet(folder).cases] == [(0, None), (1, None), (1, None), (None, "test")]
-    write_json(tmp_path / place, [{**fold, "val": ["chest_000"]} for fold in folds])
+    twice = [{"train": ["chest_001"], "val": ["chest_000"]}, {"train": ["chest_002"], "val": ["chest_000"]}]
+    write_json(tmp_path / place, twice)
     data = import_nnunet(folder)
-    assert [(case.fold, case.split) for case in data.cases] == [(None, "val"), (None, "train"), (None, "train"), (None, "test")]
-    assert data.notes[0].endswith("which a case table cannot hold: the column split has the first fold alone")
+    assert [case.fold_sides for case in data.cases] == [("val", "val"), ("train", None), (None, "train"), (None, None)]
+    assert data.notes == (
+        "the folds of splits_final.json are in the case table: data.fold=0 … data.fold=1 chooses one, together with data.num_folds=2",
+    )
+
+
+def test_a_fold_trains_on_its_list_alone(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path / "D")
+    write_json(folder / "splits_final.json", [{"train": ["chest_001"], "val": ["chest_000"]}])
+    table = write_case_table(tmp_path / "cases.csv", import_dataset(folder).cases)
+    cases = read_case_table(table)
+    for choice in ({}, {"fold": 0, "num_folds": 1}):
+        split = split_cases(cases, **choice)
+        sides = [[case.name for case in side] for side in (split.train, split.val, split.test)]
+        assert sides == [["chest_001"], ["chest_000"], ["chest_003"]]
+    everybody = split_cases(cases, fold="all")
+    assert [case.name for case in everybody.train] == ["chest_000", "chest_001"]
 
 
 def test_a_split_that_writes_letters_in_another_way_is_found(tmp_path: Path) -> None:
     folder = make_nnunet(tmp_path)
     for path in [*folder.glob("*/chest_000*")]:
         path.rename(path.with_name(path.name.replace("chest_000", unicodedata.normalize("NFD", "Müller"))))
-    write_json(folder / "splits_final.json", [{"train": [], "val": [unicodedata.normalize("NFC", "Müller")]}])
+    write_json(
+        folder / "splits_final.json", [{"train": ["chest_001", "chest_002"], "val": [unicodedata.normalize("NFC", "Müller")]}]
+    )
     folds = {case.patient: case.fold for case in import_dataset(folder).cases}
     assert folds == {"Müller": 0, "chest_001": None, "chest_002": None, "chest_003": None}
 

@@ -71,7 +71,7 @@ def check(folder: Path, kind: str, direction: np.ndarray, form: str = "binary") 
     for path in (seg, rtstruct):
         file = open_label_file(path)
         assert list(file.names.values()) == [one.name for one in STRUCTURES]
-        assert file.series_uid == "1.2.3.4"
+        assert file.series_uids == ("1.2.3.4",)
         back = read_label_file(file, slices, {number: one.value for number, one in enumerate(STRUCTURES, start=1)})
         assert back.grid == slices.grid
         covered = back.array != labels

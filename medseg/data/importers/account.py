@@ -1,0 +1,174 @@
+"""Account of an import: everything that was found, and whether it was used, merged or left out."""
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medseg.io.inputs import volume_suffix
+
+MAX_NAMES = 3
+COLUMNS = {"what": "what", "number": "number", "became": "became", "why": "why", "names": "names"}
+
+
+class Fate(StrEnum):
+    """What became of something that an importer has found."""
+
+    used = "used"
+    merged = "merged"
+    left_out = "left out"
+
+
+class Kind(StrEnum):
+    """What an importer finds, in the order of the closing table."""
+
+    file = "file"
+    key = "key"
+    list = "list"
+    row = "row"
+    series = "series"
+    channel = "channel"
+    case = "case"
+    label = "label"
+    structure = "structure"
+
+
+class Item(NamedTuple):
+    """One thing that an importer has found.
+
+    Attributes:
+        kind: What it is.
+        name: Its name in the data set.
+        fate: What became of it.
+        why: The reason, a clause; "" where there is nothing to add.
+        number: How many things the item stands for.
+    """
+
+    kind: Kind
+    name: str
+    fate: Fate
+    why: str = ""
+    number: int = 1
+
+
+class Account:
+    """What the reader of a layout has found, written while it reads.
+
+    Files need no entry each: `close` finds those that nothing has claimed.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._claimed: set[str] = set()
+        self._reasons: dict[str, str] = {}
+
+    def use(self, kind: Kind, name: str, why: str = "") -> None:
+        """Enter something that was used."""
+        self.items.append(Item(kind, name, Fate.used, why))
+
+    def merge(self, kind: Kind, name: str, why: str) -> None:
+        """Enter something that became one with something else."""
+        self.items.append(Item(kind, name, Fate.merged, why))
+
+    def leave_out(self, kind: Kind, name: str, why: str) -> None:
+        """Enter something that was not used."""
+        self.items.append(Item(kind, name, Fate.left_out, why))
+
+    def leave_out_keys(self, keys: Iterable[str], read: Collection[str], of: str) -> None:
+        """Enter the keys of a mapping or the columns of a table that are not read.
+
+        Args:
+            keys: All keys.
+            read: Those that are read.
+            of: Whose keys they are, for the reason.
+        """
+        for key in keys:
+            if key not in read:
+                self.leave_out(Kind.key, str(key), f"medseg does not read it in {of}")
+
+    def claim(self, path: Path) -> None:
+        """State that a file, or all files of a folder, are used."""
+        self._claimed.add(os.path.abspath(path))
+
+    def explain(self, path: Path, why: str) -> None:
+        """Give the reason why a file, or all files of a folder, are left out unless they are claimed."""
+        self._reasons[os.path.abspath(path)] = why
+
+    def close(self, root: Path, *, is_deep: bool = True) -> None:
+        """Enter the files of a folder: the claimed ones in total, each other one with its reason.
+
+        Args:
+            root: The folder.
+            is_deep: Whether also the files of the folders below.
+        """
+        num_used = 0
+        for path, is_claimed, inherited in self._walk(os.path.abspath(root), False, "", is_deep):
+            if is_claimed:
+                num_used += 1
+                continue
+            why = inherited or _reason_of(Path(path).name)
+            self.leave_out(Kind.file, os.path.relpath(path, root), why)
+        if num_used:
+            self.items.append(Item(Kind.file, "", Fate.used, "read for the cases", num_used))
+
+    def _walk(self, path: str, is_claimed: bool, why: str, is_deep: bool) -> Iterator[tuple[str, bool, str]]:
+        """Find the files at a path, with whether each is claimed and the reason that was given for it."""
+        is_claimed = is_claimed or path in self._claimed
+        why = self._reasons.get(path, why)
+        is_other_folder = os.path.islink(path) and not self._claims_below(path)
+        if not os.path.isdir(path) or is_other_folder:
+            yield path, is_claimed, why
+            return
+        for name in sorted(os.listdir(path)):
+            inner = os.path.join(path, name)
+            if is_deep or not os.path.isdir(inner):
+                yield from self._walk(inner, is_claimed, why, is_deep)
+
+    def _claims_below(self, path: str) -> bool:
+        """Whether something in a folder is claimed; only asked of links, which are rare and may form a circle."""
+        return any(claimed.startswith(path + os.sep) for claimed in self._claimed)
+
+
+def _reason_of(name: str) -> str:
+    """Say why a file of this name is not part of a data set that does not name it."""
+    if name.startswith("."):
+        return "hidden file"
+    if volume_suffix(Path(name)) is None:
+        return "not an image"
+    return "nothing in the data set refers to it"
+
+
+def closing_rows(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Group items of one kind, fate and reason to rows of a table, sorted by kind and fate.
+
+    Returns:
+        Rows with the keys of `COLUMNS`; `names` gives the first names of each group.
+    """
+    groups: dict[tuple[Kind, Fate, str], list[Item]] = {}
+    for item in items:
+        groups.setdefault((item.kind, item.fate, item.why), []).append(item)
+    kinds, fates = list(Kind), list(Fate)
+    keys = sorted(groups, key=lambda key: (kinds.index(key[0]), fates.index(key[1])))
+    rows = []
+    for kind, fate, why in keys:
+        group = groups[kind, fate, why]
+        number = sum(item.number for item in group) or None
+        names = list(dict.fromkeys(item.name for item in group if item.name))
+        shown = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+        row = {"what": kind.value, "number": number, "became": fate.value, "why": why, "names": shown}
+        rows.append(row)
+    return rows
+
+
+def left_out_sentences(items: Iterable[Item]) -> list[str]:
+    """Make a sentence of each row of the closing table that is not used in full."""
+    rows = closing_rows(item for item in items if item.fate is not Fate.used)
+    return [_sentence(row) for row in rows]
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    """Write a row of the closing table as a sentence."""
+    count = f" ({row['number']})" if row["number"] else ""
+    names = f": {row['names']}{count}" if row["names"] else ""
+    return f"{row['what']} {row['became']}{names}: {row['why']}"

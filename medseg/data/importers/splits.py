@@ -1,0 +1,151 @@
+"""Folds of nnU-Net: the lists of `splits_final.json`, as columns of the case table."""
+
+import difflib
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medseg.data.importers.account import Account, Kind
+from medseg.errors import UserError
+from medseg.io.text import read_json
+
+SPLITS_FILE = "splits_final.json"
+SIDES = ("train", "val")
+
+
+class Place(NamedTuple):
+    """Place of a case in the folds.
+
+    Attributes:
+        fold: Fold that validates the case, while all others train on it.
+        sides: Its side in each fold, where `fold` cannot say it; `train`, `val`, or None where the fold leaves it out.
+    """
+
+    fold: int | None = None
+    sides: tuple[str | None, ...] = ()
+
+
+class Folds(NamedTuple):
+    """Folds of a data set.
+
+    Attributes:
+        places: Case to its place.
+        advice: How to choose a fold; "" where there are none.
+        num_sides: Length of `sides` of each place.
+    """
+
+    places: Mapping[str, Place]
+    advice: str = ""
+    num_sides: int = 0
+
+    def place(self, name: str) -> Place:
+        """Find the place of a case; one that the folds do not know is in none of them."""
+        return self.places.get(nfc(name), Place(sides=(None,) * self.num_sides))
+
+
+def nfc(name: str) -> str:
+    """Write letters with marks as one character; file systems may store them as two."""
+    return unicodedata.normalize("NFC", name)
+
+
+def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) -> Folds:
+    """Read the folds of nnU-Net, which trains a fold on its list `train` alone.
+
+    Args:
+        paths: Where `splits_final.json` may lie.
+        cases: Names of the training cases.
+        account: Gets the lists.
+
+    Raises:
+        UserError: If two files differ, a list names an unknown case, or a fold trains on what it validates.
+    """
+    existing = [path for path in paths if path.is_file()]
+    if not existing:
+        return Folds({})
+    path, *others = existing
+    content = read_json(path, unique_keys=True)
+    account.claim(path)
+    for other in others:
+        if read_json(other) != content:
+            raise UserError(f"{path} and {other} hold different folds; remove the one that does not count.")
+        account.merge(Kind.file, str(other), f"holds the folds of {path}")
+        account.claim(other)
+    folds = _checked(content, path)
+    names = {nfc(name) for name in cases}
+    members = [_read_fold(fold, number, names, path, account) for number, fold in enumerate(folds)]
+    return _folds(members, names)
+
+
+def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Folds:
+    """Find the place of each case.
+
+    Args:
+        members: Of each fold, case to its side.
+        names: All training cases.
+    """
+    num_folds = len(members)
+    advice = f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 is the only one, and needs no key"
+    if num_folds > 1:
+        advice = (
+            f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 … data.fold={num_folds - 1} chooses one, "
+            f"together with data.num_folds={num_folds}"
+        )
+    sides = {name: tuple(fold.get(name) for fold in members) for name in names}
+    is_plain = all(None not in own and own.count("val") <= 1 for own in sides.values())
+    if not is_plain:
+        return Folds({name: Place(sides=own) for name, own in sides.items()}, advice, num_folds)
+    places = {name: Place(own.index("val") if "val" in own else None) for name, own in sides.items()}
+    return Folds(places, advice)
+
+
+def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:
+    """Check that the file holds a list of folds, each with its two lists."""
+    is_list = isinstance(content, list) and bool(content)
+    folds = content if is_list else [None]
+    for fold in folds:
+        if not isinstance(fold, dict) or not all(isinstance(fold.get(side), list) for side in SIDES):
+            raise UserError(f"{path}: expected a list of folds, each with train and val; correct or remove the file.")
+    return folds
+
+
+def _read_fold(
+    fold: Mapping[str, list[Any]],
+    number: int,
+    names: Collection[str],
+    path: Path,
+    account: Account,
+) -> dict[str, str]:
+    """Read the lists of one fold; returns case to its side."""
+    members: dict[str, str] = {}
+    for side in SIDES:
+        where = f"{side} of fold {number}"
+        counts = Counter(nfc(str(name)) for name in fold[side])
+        for name, count in counts.items():
+            if name not in names:
+                raise UserError(f"{path}: {where} names {name!r}, which is no training case{_hint(name, names)}; {_CURE}.")
+            if name in members:
+                raise UserError(
+                    f"{path}: fold {number} names {name!r} in train and in val, but no case is trained on and validated "
+                    "at once; remove it from one of the lists, or remove the file and train on all cases with data.fold=all."
+                )
+            if count > 1:
+                account.merge(Kind.list, f"{name} in {where}", "named more than once, counts once")
+        members |= dict.fromkeys(counts, side)
+        account.use(Kind.list, where, f"names {len(counts)} cases of {path.name}")
+    if "train" not in members.values():
+        raise UserError(f"{path}: train of fold {number} is empty; name the cases to train on, or remove the fold.")
+    for key in fold:
+        if key not in SIDES:
+            account.leave_out(Kind.list, f"{key} of fold {number}", "a fold has train and val alone")
+    return members
+
+
+_CURE = "correct the name, add the case, or remove the name from the list"
+
+
+def _hint(name: str, names: Collection[str]) -> str:
+    """Propose the name of a case that looks like an unknown one."""
+    close = difflib.get_close_matches(name, sorted(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
