@@ -170,6 +170,17 @@ def make_slicer(folder: Path) -> Path:
     return folder
 
 
+def write_layers(path: Path, layers: list[np.ndarray], segments: list[tuple[str, int, int]]) -> None:
+    """Write a segmentation with layers as 3D Slicer does: name, value and layer of each segment."""
+    image = SimpleITK.GetImageFromArray(np.stack(layers, axis=-1), isVector=True)
+    image.SetSpacing(SPACING_MM[::-1])
+    for number, (name, value, layer) in enumerate(segments):
+        image.SetMetaData(f"Segment{number}_Name", name)
+        image.SetMetaData(f"Segment{number}_LabelValue", str(value))
+        image.SetMetaData(f"Segment{number}_Layer", str(layer))
+    SimpleITK.WriteImage(image, str(path), True)
+
+
 MAKERS = {
     "nnunet": make_nnunet,
     "msd": make_msd,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts import LEFT, RIGHT, blocks, make_totalsegmentator, save
+from layouts import LEFT, RIGHT, blocks, make_dicom, make_totalsegmentator, save, write_layers
+from pydicom import dcmread
 
 from medseg.data.reference import read_reference
 from medseg.data.source_files import fingerprint, is_same_source
@@ -77,3 +79,71 @@ def test_a_change_of_any_mask_is_seen(tmp_path: Path) -> None:
     assert is_same_source(folder, known)
     save(folder / "liver.nii.gz", np.ones_like(blocks()[1]))
     assert not is_same_source(folder, known)
+
+
+def test_a_structure_that_the_task_does_not_keep_takes_no_voxel(tmp_path: Path) -> None:
+    """A tumour inside the right lung, in each kind of file; `labels=[left_lung,right_lung]` leaves it out."""
+    labels = blocks()[1]
+    tumour = np.zeros_like(labels)
+    tumour[6:9, 8:12, 6:9] = 1
+    structures = {"left_lung": labels == LEFT, "right_lung": labels == RIGHT, "tumour": tumour == 1}
+    for name, mask in structures.items():
+        save(tmp_path / "masks" / f"{name}.nii.gz", mask.astype(np.uint8))
+    layers = [labels, tumour]
+    segments = [("left lung", LEFT, 0), ("right lung", RIGHT, 0), ("tumour", 1, 1)]
+    write_layers(tmp_path / "a.seg.nrrd", layers, segments)
+    series = add_tumour(make_dicom(tmp_path / "rtstruct"))
+    frames = add_tumour(make_dicom(tmp_path / "seg", kind="SEG"))
+    values: LabelValues = {name: name for name in structures}
+    files = [
+        (tmp_path / "masks", None),
+        (tmp_path / "a.seg.nrrd", None),
+        (series / "1.2.826.0.2" / "1-1.dcm", series / "1.2.826.0.1"),
+        (frames / "1.2.826.0.2" / "1-1.dcm", frames / "1.2.826.0.1"),
+    ]
+    for path, image in files:
+        volume, names = read_reference(path, values, image, kept=["left_lung", "right_lung"])
+        assert names == {1: "left_lung", 2: "right_lung"}, path
+        assert np.array_equal(volume.array, labels), path
+        assert volume.remarks == (), path
+        all_of_them, _ = read_reference(path, values, image)
+        assert np.count_nonzero(all_of_them.array == 3) > 0, path
+        assert np.count_nonzero(all_of_them.array == 2) < np.count_nonzero(labels == RIGHT), path
+
+
+def add_tumour(folder: Path) -> Path:
+    """Add a structure to the labels of the first patient, on the voxels of the right lung; returns the folder of the study."""
+    study = folder / "LCTSC-Train-S1-000" / "1.2.826.0"
+    path = study / "1.2.826.0.2" / "1-1.dcm"
+    dataset = dcmread(path)
+    if "StructureSetROISequence" in dataset:
+        for sequence, key in (("StructureSetROISequence", "ROINumber"), ("ROIContourSequence", "ReferencedROINumber")):
+            items = dataset[sequence].value
+            added = copy.deepcopy(items[1])
+            setattr(added, key, 3)
+            items.append(added)
+        dataset.StructureSetROISequence[2].ROIName = "tumour"
+        dataset.save_as(path)
+        return study
+    segment = copy.deepcopy(dataset.SegmentSequence[1])
+    segment.SegmentNumber, segment.SegmentLabel = 3, "tumour"
+    dataset.SegmentSequence.append(segment)
+    groups = dataset.PerFrameFunctionalGroupsSequence
+    frame_bytes = dataset.Rows * dataset.Columns // 8
+    own = [n for n, one in enumerate(groups) if one.SegmentIdentificationSequence[0].ReferencedSegmentNumber == 2]
+    pixels = dataset.PixelData[: len(groups) * frame_bytes]
+    for number in own:
+        group = copy.deepcopy(groups[number])
+        group.SegmentIdentificationSequence[0].ReferencedSegmentNumber = 3
+        groups.append(group)
+        pixels += pixels[number * frame_bytes : (number + 1) * frame_bytes]
+    dataset.NumberOfFrames, dataset.PixelData = len(groups), pixels + b"\0" * (len(pixels) % 2)
+    dataset.save_as(path)
+    return study
+
+
+def test_two_masks_of_one_name_are_refused(tmp_path: Path) -> None:
+    for ending in (".nii.gz", ".nrrd"):
+        save(tmp_path / f"left_lung{ending}", (blocks()[1] == LEFT).astype(np.uint8))
+    with pytest.raises(UserError, match=r"left_lung.nii.gz and left_lung.nrrd are masks of one structure; keep one"):
+        read_reference(tmp_path, {1: "left_lung"})
