@@ -268,6 +268,8 @@ def _entry_folder(
     label_values: LabelValues,
     resampling: str,
 ) -> Path:
+    # Where structures overlap, their order and those that are read decide.
+    structures = dict.fromkeys(name for value, name in label_values.items() if isinstance(value, str) and name in task.values)
     content = {
         "format": FORMAT_VERSION,
         "spacing_mm": spacing_mm and [float(value) for value in spacing_mm],
@@ -281,6 +283,7 @@ def _entry_folder(
         "ignore_label": task.ignore_label,
         # Absent for the default, so that entries of versions without the choice keep their folder.
         **({} if resampling == ANTIALIASED else {"resampling": resampling}),
+        **({"structures": list(structures)} if structures else {}),
     }
     paths = {role: str(path.resolve()) for role, path in sources_of(case, task).items()}
     if case.series is not None:

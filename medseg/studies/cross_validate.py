@@ -14,10 +14,10 @@ from medseg.build.cases import file_values
 from medseg.build.task import make_task
 from medseg.cascade.bound import calibrate, count_covered
 from medseg.config.schema import CrossValidateConfig
-from medseg.data.case_table import Case, split_cases, write_case_table
+from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
 from medseg.data.task import Task
-from medseg.errors import require
+from medseg.errors import UserError, require
 from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text
 from medseg.report.spacings import distance_text
@@ -57,6 +57,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     output, table = Path(config.output), Path(config.cases).absolute()
     check_experiments(config)
     cases = read_cases(Path(config.cases), config.data.labels_column)
+    check_folds(cases, config.num_folds)
     check_writable(output)
     task, given = make_task(config.task), file_values(config.data.label_values or {})
     values = {value: label for value, label in given.items() if isinstance(value, int)}
@@ -120,6 +121,25 @@ def cross_validate(config: CrossValidateConfig) -> int:
     write_bound([row for row in rows if row["case"] in groups[""]], {name: case for name, (_, case) in scored.items()}, config)
     print((output / "folds.md").read_text(encoding="utf-8"))
     return 0
+
+
+def check_folds(cases: Sequence[Case], num_folds: int) -> None:
+    """Refuse folds of a case table that a cross-validation would leave out or score twice.
+
+    Raises:
+        UserError: If the table has another number of folds, or validates a case in two.
+    """
+    count = count_folds(cases)
+    if count == 1:
+        raise UserError("the case table has one fold, which is no cross-validation; train on it with medseg train")
+    if count not in (None, num_folds):
+        raise UserError(f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}")
+    for case in cases:
+        if case.fold_sides.count("val") > 1:
+            raise UserError(
+                f"the case table validates {case.name!r} in several folds, but a cross-validation scores each case once; keep one val "
+                "in its columns fold_0, fold_1, …"
+            )
 
 
 def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, label_values: dict[int, str]) -> list[Row]:

@@ -177,3 +177,18 @@ def test_a_written_table_is_read_as_the_same_cases(tmp_path: Path) -> None:
     )  # fmt: skip
     plain = Case("b", tmp_path / "b.nii.gz", None, "b", more_images=(None, tmp_path / "b2.nii.gz", None))
     assert read_case_table(write_case_table(tmp_path / "table.csv", [full, plain])) == [full, plain]
+
+
+def test_sides_of_each_fold_are_read_and_written(tmp_path: Path) -> None:
+    table = tmp_path / "cases.csv"
+    table.write_text("case,image,labels,fold_0,fold_1\na,a.nii,l.nii,train,val\nb,b.nii,l.nii,,\n", encoding="utf-8")
+    cases = read_case_table(table)
+    assert [case.fold_sides for case in cases] == [("train", "val"), (None, None)]
+    again = write_case_table(tmp_path / "again" / "cases.csv", cases)
+    assert [case.fold_sides for case in read_case_table(again)] == [("train", "val"), (None, None)]
+    table.write_text("case,image,labels,fold_0\na,a.nii,l.nii,test\n", encoding="utf-8")
+    with pytest.raises(UserError, match="line 2: fold_0 is 'test', expected train, val or nothing"):
+        read_case_table(table)
+    table.write_text("case,image,labels,fold,fold_0\na,a.nii,l.nii,0,train\n", encoding="utf-8")
+    with pytest.raises(UserError, match="the columns fold and fold_0 both give folds; keep one kind"):
+        read_case_table(table)

@@ -18,7 +18,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
-from medseg.studies.cross_validate import share_in_crop, write_bound, write_rows
+from medseg.studies.cross_validate import check_folds, share_in_crop, write_bound, write_rows
 from medseg.studies.recipes import BOUND, read_bound
 
 # Stored from the patient's left to right and from back to front.
@@ -107,3 +107,17 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
         read_bound(tmp_path / BOUND, config)
     write_bound(rows[:6], cases, config)
     assert read_bound(tmp_path / BOUND, config) is None, "too few patients, and the old file is gone"
+
+
+def test_folds_of_the_table_must_be_those_that_are_scored() -> None:
+    file = Path("x")
+    plain = [Case(f"c{n}", file, file, f"p{n}", fold=n) for n in range(3)]
+    check_folds(plain, 3)
+    with pytest.raises(UserError, match="num_folds=2: the case table has 3 folds; give num_folds=3"):
+        check_folds(plain, 2)
+    twice = [Case("a", file, file, "a", fold_sides=("val", "val")), Case("b", file, file, "b", fold_sides=("train", "train"))]
+    with pytest.raises(UserError, match="the case table validates 'a' in several folds"):
+        check_folds(twice, 2)
+    with pytest.raises(UserError, match="has one fold, which is no cross-validation"):
+        check_folds([replace(case, fold_sides=case.fold_sides[:1]) for case in twice], 2)
+    check_folds([replace(case, fold=None) for case in plain], 5)
