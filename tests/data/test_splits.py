@@ -146,14 +146,14 @@ def test_columns_that_name_both_sides_of_each_fold_are_obeyed() -> None:
     assert names(split_cases(cases, fold="all")) == [{"a", "b", "c"}, set(), {"e"}]
     assert names(split_cases(cases, val_patients=["b"])) == [{"a", "c"}, {"b"}, {"e"}]
     assert names(split_cases(cases, test_patients=["c"])) == [{"a"}, {"b"}, {"c", "e"}]
-    with pytest.raises(UserError, match="data.fold=2: the case table has the columns fold_0 to fold_1; choose one"):
+    with pytest.raises(UserError, match=r"data\.fold=2: the case table has the columns fold_0 to fold_1; choose one"):
         split_cases(cases, fold=2)
-    with pytest.raises(UserError, match="the column fold_0 marks none as train; give another data.fold"):
+    with pytest.raises(UserError, match=r"marks none as train; give another data\.fold"):
         split_cases(cases[1:2] + cases[3:])
     with pytest.raises(UserError, match="'b' is marked train and val in the column fold_0"):
         split_cases([*cases, listed("b2", "train", None, patient="b")])
 
 
 def test_a_fold_that_validates_all_cases_names_its_column() -> None:
-    with pytest.raises(UserError, match="name fewer in the column fold, or give another data.fold"):
+    with pytest.raises(UserError, match=r"name fewer in the column fold, or give another data\.fold"):
         split_cases([case("a", "a", fold=0), case("b", "b", fold=0)])

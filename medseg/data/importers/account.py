@@ -120,7 +120,12 @@ class Account:
         if not os.path.isdir(path) or is_other_folder:
             yield path, is_claimed, why
             return
-        for name in sorted(os.listdir(path)):
+        try:
+            names = sorted(os.listdir(path))
+        except OSError:
+            yield path, False, "folder that cannot be read"
+            return
+        for name in names:
             inner = os.path.join(path, name)
             if is_deep or not os.path.isdir(inner):
                 yield from self._walk(inner, is_claimed, why, is_deep)

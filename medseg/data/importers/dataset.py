@@ -110,7 +110,7 @@ class DataSet:
                 others = [name for name in self.labels if name != label]
                 choice = f"labels=[{','.join(others)}]" if others else "labels=[…]"
                 raise UserError(
-                    f"{shown} ({len(lacking)} of {len(self.structures or ())} cases): the structure {member}{part} is "
+                    f"{shown} ({len(lacking)} of {len(self.structures or ())} cases): the structure {_shown(member, label)}{part} is "
                     "missing, and would be trained on as background; add it, leave the label out with medseg import … "
                     f"{choice}, or state with missing=absent that these patients do not have it."
                 )
@@ -158,7 +158,12 @@ class DataSet:
         if self.structures is None:
             why = "prepare reads the voxels and refuses a value that is not named here"
             items.append(Item(Kind.label, "", Fate.used, why, 0))
-        return [*items, *self._spelling_items(), *self._overlap_items()]
+        items += [*self._spelling_items(), *self._overlap_items()]
+        # Names of files and in JSON may hold what no text file can.
+        return [
+            item._replace(name=CONTROL_CHARACTERS.sub("_", item.name), why=CONTROL_CHARACTERS.sub("_", item.why))
+            for item in items
+        ]
 
     def _structure_item(self, member: int | str, label: str, num_members: int) -> Item:
         """Say what became of a structure that belongs to a label."""
@@ -168,8 +173,8 @@ class DataSet:
         if num_present < num_cases:
             where += ", stated as absent in the others"
         if num_members > 1:
-            return Item(Kind.structure, str(member), Fate.merged, f"into {label}, {where}")
-        return Item(Kind.structure, str(member), Fate.used, where)
+            return Item(Kind.structure, _shown(member, label), Fate.merged, f"into {label}, {where}")
+        return Item(Kind.structure, _shown(member, label), Fate.used, where)
 
     def _spelling_items(self) -> list[Item]:
         """List the structures of one file that become one: those of equal names, or of names that differ in signs."""
@@ -328,6 +333,11 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
 def _key(member: int | str) -> int | str:
     """Reduce the name of a structure to the form in which names are compared; a value stays."""
     return plain_name(member) if isinstance(member, str) else member
+
+
+def _shown(member: int | str, label: str) -> str:
+    """Name a structure in messages; one that is known by its value has the name of its label."""
+    return member if isinstance(member, str) else f"{label} (value {member})"
 
 
 def _origin(members: Sequence[int | str]) -> str:

@@ -3,11 +3,14 @@
 Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator; luna16.grand-challenge.org/Data.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medseg.data.case_table import SPLITS, Case
 from medseg.data.importers.account import Account, Kind
@@ -25,6 +28,9 @@ from medseg.data.task import Channel
 from medseg.errors import UserError, require
 from medseg.io.inputs import CASE_IMAGES, SEGMENTATION_SUFFIX, case_name, image_in, list_inputs, volume_files, volume_suffix
 from medseg.io.text import read_text
+
+if TYPE_CHECKING:
+    from medseg.io.simpleitk import Segment
 
 TOTALSEGMENTATOR, LUNA16, PAIRS = "totalsegmentator", "luna16", "pairs"
 MASK_FOLDER = "segmentations"
@@ -221,8 +227,8 @@ def import_pairs(folder: Path) -> DataSet:
     if any(path.is_dir() for path in labels.values()):
         structures = {name: list(_masks_in(path)) for name, path in labels.items()}
         groups = _named_groups({str(name) for several in structures.values() for name in several})
-    elif any(is_slicer_file(path) for path in labels.values()):
-        structures, groups = _slicer_groups(labels)
+    elif segments := _segments_of(labels):
+        structures, groups = _slicer_groups(segments)
     else:
         groups = values_in(cases, notes)
     channel = channel_of(guess_modality(cases[0].image, notes))
@@ -259,17 +265,30 @@ def _named_groups(names: Iterable[str]) -> FileValues:
     return {written[name]: [name] for name in ordered}
 
 
-def _slicer_groups(labels: Mapping[str, Path]) -> tuple[Structures, FileValues]:
-    """Read the segments of 3D Slicer.
+def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
+    """Read the segments of each case; empty where no file names any, as label maps of other programs.
+
+    Raises:
+        UserError: If some files name their segments and others do not.
+    """
+    if not any(is_slicer_file(path) for path in labels.values()):
+        return {}
+    from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
+
+    segments = {name: read_segments(path) for name, path in labels.items()}
+    if not any(segments.values()):
+        return {}
+    for name, several in segments.items():
+        require(bool(several), f"{labels[name]}: it names no segments; save the segmentation again, or remove it.")
+    return segments
+
+
+def _slicer_groups(segments: Mapping[str, Sequence[Segment]]) -> tuple[Structures, FileValues]:
+    """Make labels of segments of 3D Slicer.
 
     Returns:
         Segments of each case, and the labels: by value where all files give a name the same values, else by the names.
     """
-    from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
-
-    segments = {name: read_segments(path) for name, path in labels.items()}
-    for name, several in segments.items():
-        require(bool(several), f"{labels[name]}: it has no segments; save the segmentation again, or remove it.")
     by_name: dict[str, list[int]] = {}
     owners: dict[int, str] = {}
     is_by_value = True

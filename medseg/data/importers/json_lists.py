@@ -53,7 +53,8 @@ def import_nnunet(folder: Path) -> DataSet:
         ending in list(SUFFIXES),
         f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; convert the files to one of them.",
     )
-    _explain_places(folder, ending, account)
+    why = "the key dataset does not name it" if "dataset" in about else f"no file of a case that ends in {ending}"
+    _explain_places(folder, why, account)
     is_first_version = "channel_names" not in about
     read = [*NNUNET_KEYS, *(("training", "test") if is_first_version else ())]
     account.leave_out_keys(about, read, DATASET_FILE)
@@ -89,10 +90,10 @@ def import_nnunet(folder: Path) -> DataSet:
     )
 
 
-def _explain_places(folder: Path, ending: str, account: Account) -> None:
+def _explain_places(folder: Path, why: str, account: Account) -> None:
     """Say why files of an nnU-Net folder are left out, unless they are read."""
     for name in ("imagesTr", "labelsTr", "imagesTs", "labelsTs"):
-        account.explain(folder / name, f"no file of a case that ends in {ending}")
+        account.explain(folder / name, why)
     account.explain(folder / "splits_final.pkl", f"a pickle is not read: save the folds as {SPLITS_FILE}")
 
 
@@ -200,8 +201,8 @@ def import_msd(source: Path) -> DataSet:
     account.claim(path)
     account.leave_out_keys(about, (*MSD_KEYS, "numTraining", "numTest"), path.name)
     entries = _entries(about, path, account)
-    for key, names in (("numTraining", ("training",)), ("numTest", ("test", "testing"))):
-        _check_count(about, key, sum(len(about.get(name) or ()) for name in names), account)
+    for key, lists in {"numTraining": ["training"], "numTest": ["test", "testing"]}.items():
+        _check_count(about, key, sum(len(about.get(name) or ()) for name in lists), account)
     images = [[path.parent / one for one in texts(entry.get("image"), path)] for _, entry in entries]
     names = _case_names(path.parent, [several[0] for several in images])
     cases = []
@@ -470,7 +471,7 @@ def _members(given: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]
     return members
 
 
-def _check_values(members: Mapping[str, tuple[int, ...]], others: Collection[int], path: Path) -> None:
+def _check_values(members: Mapping[str, tuple[int, ...]], others: Collection[int | str], path: Path) -> None:
     """Refuse two labels of the same values, and values that are also ignored or background: one of them would be lost."""
     owners: dict[frozenset[int], str] = {}
     for name, values in members.items():

@@ -93,8 +93,9 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
             f"together with data.num_folds={num_folds}"
         )
     sides = {name: tuple(fold.get(name) for fold in members) for name in names}
-    is_plain = all(None not in own and own.count("val") <= 1 for own in sides.values())
-    if not is_plain:
+    is_complete = all(None not in own and own.count("val") <= 1 for own in sides.values())
+    # The column `fold` cannot say that a fold validates nothing.
+    if not is_complete or not all("val" in fold.values() for fold in members):
         return Folds({name: Place(sides=own) for name, own in sides.items()}, advice, num_folds)
     places = {name: Place(own.index("val") if "val" in own else None) for name, own in sides.items()}
     return Folds(places, advice)
@@ -102,11 +103,10 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
 
 def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:
     """Check that the file holds a list of folds, each with its two lists."""
-    is_list = isinstance(content, list) and bool(content)
-    folds = content if is_list else [None]
-    for fold in folds:
-        if not isinstance(fold, dict) or not all(isinstance(fold.get(side), list) for side in SIDES):
-            raise UserError(f"{path}: expected a list of folds, each with train and val; correct or remove the file.")
+    folds: list[Any] = content if isinstance(content, list) else []
+    is_fold = [isinstance(fold, dict) and all(isinstance(fold.get(side), list) for side in SIDES) for fold in folds]
+    if not folds or not all(is_fold):
+        raise UserError(f"{path}: expected a list of folds, each with train and val; correct or remove the file.")
     return folds
 
 

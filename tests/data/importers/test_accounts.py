@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from copy import deepcopy as copy_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,6 +188,16 @@ def refer_elsewhere(dataset: Any) -> None:
     dataset.ReferencedSeriesSequence[0].SeriesInstanceUID = "1.2.3.4"
 
 
+def repeat_roi(dataset: Any) -> None:
+    for sequence, key in (
+        (dataset.StructureSetROISequence, "ROINumber"),
+        (dataset.ROIContourSequence, "ReferencedROINumber"),
+    ):
+        item = copy_of(sequence[1])
+        setattr(item, key, 3)
+        sequence.append(item)
+
+
 def empty_contours(dataset: Any) -> None:
     del dataset.ROIContourSequence[0].ContourSequence
 
@@ -227,6 +238,20 @@ ODDITIES: dict[str, Oddity] = {
         splits([{"train": CASES[1:2], "val": CASES[:1], "test": CASES[2:]}]),
         line=("list", "left out", "test of fold 0", "train and val alone"),
         num_cases=4,
+    ),
+    "fold that validates nothing": Oddity(
+        make_nnunet,
+        splits([{"train": CASES, "val": []}]),
+        line=("case", "used", "chest_001", "fold 0: train"),
+        num_cases=4,
+    ),
+    "two different files of folds": Oddity(
+        make_nnunet,
+        lambda at: (
+            splits(FOLDS)(at),
+            write_json(at.parent.parent / "nnUNet_preprocessed" / at.name / "splits_final.json", FOLDS[:1]),
+        ),
+        "hold different folds; remove the one that does not count",
     ),
     "folds in a pickle": Oddity(
         make_nnunet, stray("splits_final.pkl"), line=("file", "left out", "splits_final.pkl", "a pickle is not read"), num_cases=4
@@ -397,6 +422,11 @@ ODDITIES: dict[str, Oddity] = {
         change_dicom("LCTSC-Train-S1-001/*/*.2/1-1.dcm", rename_segments("Lung_R", "Lung_R")),
         "LCTSC-Train-S1-001 (1 of 3 cases): the structure Lung_L is missing",
     ),
+    "third structure of a name": Oddity(
+        make_dicom,
+        change_dicom(RTSTRUCT, repeat_roi),
+        line=("structure", "merged", "Lung_R = Lung_R of LCTSC-Train-S1-001", "are one structure"),
+    ),
     "structure in another spelling": Oddity(
         make_dicom,
         change_dicom(RTSTRUCT, rename_rois("lung left", "Lung_R")),
@@ -435,7 +465,7 @@ ODDITIES: dict[str, Oddity] = {
         line=("structure", "used", "left lung", "in 3 of 3 cases"),
     ),
     "segment missing in a case": Oddity(
-        make_slicer, segmentation(Segment1_Name=None), "p1 (1 of 3 cases): the structure 2 is missing"
+        make_slicer, segmentation(Segment1_Name=None), "p1 (1 of 3 cases): the structure right_lung (value 2) is missing"
     ),
     "two segments of one value": Oddity(
         make_slicer, segmentation(Segment1_LabelValue="1"), "the segments 'left lung' and 'right lung' share the value 1"
@@ -471,12 +501,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path],
     """Copies a data set that is made once: writing DICOM takes a second."""
     folders: dict[Callable[[Path], Path], Path] = {}
 
-    def copy_of(make: Callable[[Path], Path], target: Path) -> Path:
+    def take(make: Callable[[Path], Path], target: Path) -> Path:
         if make not in folders:
             folders[make] = make(tmp_path_factory.mktemp("made"))
         return Path(shutil.copytree(folders[make], target))
 
-    return copy_of
+    return take
 
 
 @pytest.mark.parametrize("name", ODDITIES)
