@@ -512,7 +512,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path],
 @pytest.mark.parametrize("name", ODDITIES)
 def test_nothing_is_lost_or_added_without_a_line(tmp_path: Path, made: Callable[..., Path], name: str) -> None:
     oddity = ODDITIES[name]
-    folder = made(oddity.make, tmp_path / "data")
+    # nnU-Net keeps its preprocessed data beside the folder of all raw data sets.
+    folder = made(oddity.make, tmp_path / "raw" / "data")
     oddity.spoil(folder)
     if oddity.refused:
         with pytest.raises(UserError) as error:
