@@ -161,7 +161,13 @@ def closing_rows(items: Iterable[Item]) -> list[dict[str, Any]]:
         number = sum(item.number for item in group) or None
         names = list(dict.fromkeys(item.name for item in group if item.name))
         shown = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
-        row = {"what": kind.value, "number": number, "became": fate.value, "why": why, "names": shown}
+        row = {
+            "what": kind.value,
+            "number": number,
+            "became": fate.value,
+            "why": why,
+            "names": shown,
+        }
         rows.append(row)
     return rows
 

@@ -23,7 +23,25 @@ MAX_IGNORE_LABEL = 255
 # Air to dense bone: a data set does not say which tissue it is about.
 WINDOW_HU = (-1000.0, 1000.0)
 MR_WORDS = frozenset(
-    {"mr", "mri", "t1", "t1w", "t1c", "t1ce", "t1gd", "t1n", "t2", "t2w", "t2f", "flair", "adc", "dwi", "pd", "swi", "bssfp"}
+    {
+        "mr",
+        "mri",
+        "t1",
+        "t1w",
+        "t1c",
+        "t1ce",
+        "t1gd",
+        "t1n",
+        "t2",
+        "t2w",
+        "t2f",
+        "flair",
+        "adc",
+        "dwi",
+        "pd",
+        "swi",
+        "bssfp",
+    }
 )
 
 FileValues = dict[str, list[int | str]]
@@ -92,7 +110,11 @@ class DataSet:
                 if owner != name:
                     raise UserError(f"labels: {value} would be {owner} and {name}; name it in one of them.")
         rest = {name: left for name, several in known.items() if (left := [one for one in several if one not in owners])}
-        return replace(self, labels=chosen, background={name: left for name, left in rest.items() if name not in chosen})
+        return replace(
+            self,
+            labels=chosen,
+            background={name: left for name, left in rest.items() if name not in chosen},
+        )
 
     def require_structures(self) -> None:
         """Refuse labels of which a case lacks a structure: its voxels would be trained on as background.
@@ -139,9 +161,17 @@ class DataSet:
     def closing_items(self) -> list[Item]:
         """List everything that was found, with what became of it: the closing table of an import."""
         has_folds = any(case.fold is not None for case in self.cases)
-        items = [*self.account.items, *(_case_item(case, has_folds=has_folds) for case in self.cases)]
+        items = [
+            *self.account.items,
+            *(_case_item(case, has_folds=has_folds) for case in self.cases),
+        ]
         items += [
-            Item(Kind.channel, str(number), Fate.used, f"{one.modality} {one.window_hu or one.normalise}")
+            Item(
+                Kind.channel,
+                str(number),
+                Fate.used,
+                f"{one.modality} {one.window_hu or one.normalise}",
+            )
             for number, one in enumerate(self.channels)
         ]
         for label, members in self.labels.items():
@@ -161,7 +191,10 @@ class DataSet:
         items += [*self._spelling_items(), *self._overlap_items()]
         # Names of files and in JSON may hold what no text file can.
         return [
-            item._replace(name=CONTROL_CHARACTERS.sub("_", item.name), why=CONTROL_CHARACTERS.sub("_", item.why))
+            item._replace(
+                name=CONTROL_CHARACTERS.sub("_", item.name),
+                why=CONTROL_CHARACTERS.sub("_", item.why),
+            )
             for item in items
         ]
 
@@ -186,7 +219,14 @@ class DataSet:
             for several in groups.values():
                 if len(several) > 1:
                     name = f"{' = '.join(several)} of {case}"
-                    items.append(Item(Kind.structure, name, Fate.merged, "several of one name in a file are one structure"))
+                    items.append(
+                        Item(
+                            Kind.structure,
+                            name,
+                            Fate.merged,
+                            "several of one name in a file are one structure",
+                        )
+                    )
         return items
 
     def _overlap_items(self) -> list[Item]:
@@ -254,7 +294,10 @@ def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
     root = Path(os.path.realpath(folder if folder.is_dir() else folder.parent))
     for path in files:
         for file in _data_files(path):
-            require(file.exists(), f"{file} does not exist, but {path} holds its header; copy both files.")
+            require(
+                file.exists(),
+                f"{file} does not exist, but {path} holds its header; copy both files.",
+            )
         # The importer of DICOM claims the files of each series itself: several may share a folder.
         if data.format != DICOM or not path.is_dir():
             for file in files_of(path):
@@ -315,7 +358,12 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
     if case.fold_sides and case.split is None:
         places = [f"fold {number}: {side}" for number, side in enumerate(case.fold_sides) if side is not None]
         if not places:
-            return Item(Kind.case, case.name, Fate.left_out, "in no list of any fold: neither trained on nor validated")
+            return Item(
+                Kind.case,
+                case.name,
+                Fate.left_out,
+                "in no list of any fold: neither trained on nor validated",
+            )
         return Item(Kind.case, case.name, Fate.used, f"{'; '.join(places)}{labels}")
     if case.split is not None:
         uses = {"train": "training", "val": "validation", "test": "test"}
@@ -323,7 +371,12 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
     if case.labels is None:
         return Item(Kind.case, case.name, Fate.left_out, "no labels: not trained on")
     if case.fold is not None:
-        return Item(Kind.case, case.name, Fate.used, f"validated in fold {case.fold}, trained on in the others")
+        return Item(
+            Kind.case,
+            case.name,
+            Fate.used,
+            f"validated in fold {case.fold}, trained on in the others",
+        )
     if has_folds:
         return Item(Kind.case, case.name, Fate.used, "trained on in every fold")
     return Item(Kind.case, case.name, Fate.used, "training and validation")
@@ -404,7 +457,10 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
     taken: dict[str, str] = {}
     for name, label in known.items():
         other = taken.setdefault(label.casefold(), name)
-        require(other == name, f"the labels {other!r} and {name!r} would both be {label}; rename one of them in the data set.")
+        require(
+            other == name,
+            f"the labels {other!r} and {name!r} would both be {label}; rename one of them in the data set.",
+        )
     return known
 
 

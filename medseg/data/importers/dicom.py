@@ -8,7 +8,15 @@ from pathlib import Path
 
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, Kind
-from medseg.data.importers.dataset import DICOM, DataSet, FileValues, channel_of, first_of, label_names, plain_name
+from medseg.data.importers.dataset import (
+    DICOM,
+    DataSet,
+    FileValues,
+    channel_of,
+    first_of,
+    label_names,
+    plain_name,
+)
 from medseg.errors import UserError, require
 from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS
@@ -30,7 +38,10 @@ def import_dicom(folder: Path) -> DataSet:
     )
     chosen = _choose_labels(catalogue, folder, account)
     kinds = sorted({series[uid].modality for uid in chosen})
-    require(len(kinds) == 1, f"{folder}: expected series of one modality, got {' and '.join(kinds)}; import a folder of each.")
+    require(
+        len(kinds) == 1,
+        f"{folder}: expected series of one modality, got {' and '.join(kinds)}; import a folder of each.",
+    )
     _account_series(catalogue, chosen, account)
     patients = {uid: _patient(series[uid], folder) for uid in chosen}
     _check_patients(patients, series)
@@ -47,7 +58,16 @@ def import_dicom(folder: Path) -> DataSet:
             account.use(Kind.structure, f"{empty} of {name}", "empty there, which states its absence")
     labels = _labels(list(chosen.values()), account)
     channels = (channel_of(kinds[0]),)
-    return DataSet(DICOM, folder.name, tuple(cases), labels, channels, {}, structures=structures, account=account)
+    return DataSet(
+        DICOM,
+        folder.name,
+        tuple(cases),
+        labels,
+        channels,
+        {},
+        structures=structures,
+        account=account,
+    )
 
 
 def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict[str, LabelEntry]:

@@ -26,7 +26,15 @@ from medseg.data.importers.dataset import (
 from medseg.data.importers.json_lists import guess_modality, values_in
 from medseg.data.task import Channel
 from medseg.errors import UserError, require
-from medseg.io.inputs import CASE_IMAGES, SEGMENTATION_SUFFIX, case_name, image_in, list_inputs, volume_files, volume_suffix
+from medseg.io.inputs import (
+    CASE_IMAGES,
+    SEGMENTATION_SUFFIX,
+    case_name,
+    image_in,
+    list_inputs,
+    volume_files,
+    volume_suffix,
+)
 from medseg.io.text import read_text
 
 if TYPE_CHECKING:
@@ -61,7 +69,8 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         image = _image_of(one)
         masks = _masks_in(one / MASK_FOLDER)
         require(
-            bool(masks), f"{one / MASK_FOLDER}: expected masks such as liver.nii.gz, but the folder holds none; copy them there."
+            bool(masks),
+            f"{one / MASK_FOLDER}: expected masks such as liver.nii.gz, but the folder holds none; copy them there.",
         )
         if splits and one.name not in splits:
             raise UserError(
@@ -209,7 +218,10 @@ def import_pairs(folder: Path) -> DataSet:
         raise UserError(f"{folder}: expected one pair of folders, but found {names}; move the others to another folder.")
     images_at, labels_at = pairs[0] if pairs else (folder, folder)
     files = [path for path in volume_files(labels_at) if images_at != labels_at or is_slicer_file(path)]
-    entries = [*files, *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one))]
+    entries = [
+        *files,
+        *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one)),
+    ]
     if images_at == labels_at:
         entries = files
     images = dict(list_inputs(images_at))
@@ -217,7 +229,8 @@ def import_pairs(folder: Path) -> DataSet:
     if not labels.keys() & images.keys():
         labels = {LABEL_ENDINGS.sub("", name): path for name, path in labels.items()}
     require(
-        len(labels) == len(entries), f"{labels_at}: expected one label map of each case, but two have the same name; keep one."
+        len(labels) == len(entries),
+        f"{labels_at}: expected one label map of each case, but two have the same name; keep one.",
     )
     require_pairs(images, labels, images_at, labels_at)
     cases = [Case(name, path, labels[name], name) for name, path in images.items()]
@@ -279,7 +292,10 @@ def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     if not any(segments.values()):
         return {}
     for name, several in segments.items():
-        require(bool(several), f"{labels[name]}: it names no segments; save the segmentation again, or remove it.")
+        require(
+            bool(several),
+            f"{labels[name]}: it names no segments; save the segmentation again, or remove it.",
+        )
     return segments
 
 
@@ -352,7 +368,10 @@ def _read_meta(path: Path, account: Account) -> dict[str, str]:
     splits: dict[str, str] = {}
     for row in rows:
         name, split = row["image_id"], row["split"]
-        require(split in SPLITS, f"{path}: expected {', '.join(SPLITS)} as the split of {name}, got {split!r}.")
+        require(
+            split in SPLITS,
+            f"{path}: expected {', '.join(SPLITS)} as the split of {name}, got {split!r}.",
+        )
         if name not in splits:
             splits[name] = split
         elif splits[name] == split:

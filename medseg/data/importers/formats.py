@@ -19,7 +19,14 @@ from medseg.data.importers.folders import (
     is_pairs,
     is_totalsegmentator,
 )
-from medseg.data.importers.json_lists import DATASET_FILE, MSD, NNUNET, import_msd, import_nnunet, read_about
+from medseg.data.importers.json_lists import (
+    DATASET_FILE,
+    MSD,
+    NNUNET,
+    import_msd,
+    import_nnunet,
+    read_about,
+)
 from medseg.errors import UserError, require
 from medseg.io.inputs import dicom_files
 from medseg.preprocess.scale import AS_STORED, HuScale
@@ -117,7 +124,11 @@ def find_format(path: Path) -> str:
 
 
 def read_cases(
-    path: Path, labels_column: str | None = "labels", *, hu: HuScale = AS_STORED, ignore_findings: frozenset[str] = frozenset()
+    path: Path,
+    labels_column: str | None = "labels",
+    *,
+    hu: HuScale = AS_STORED,
+    ignore_findings: frozenset[str] = frozenset(),
 ) -> list[Case]:
     """Read the cases of a case table, of a folder with `cases.csv`, or of a data set that `import_dataset` reads; arguments as there.
 

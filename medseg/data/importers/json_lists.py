@@ -14,7 +14,13 @@ import numpy as np
 
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, Kind
-from medseg.data.importers.dataset import DataSet, FileValues, channel_of, label_names, require_pairs
+from medseg.data.importers.dataset import (
+    DataSet,
+    FileValues,
+    channel_of,
+    label_names,
+    require_pairs,
+)
 from medseg.data.importers.splits import SPLITS_FILE, read_folds
 from medseg.data.task import IGNORE
 from medseg.errors import UserError, require
@@ -30,7 +36,15 @@ CT_HU = -500
 # Lists of a datalist, and the split of their cases.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
 ENTRY_KEYS = ("image", "label", "fold", "patient")
-NNUNET_KEYS = ("channel_names", "modality", "labels", "file_ending", "numTraining", "dataset", "name")
+NNUNET_KEYS = (
+    "channel_names",
+    "modality",
+    "labels",
+    "file_ending",
+    "numTraining",
+    "dataset",
+    "name",
+)
 MSD_KEYS = (*LISTS, "labels", "modality", "name")
 
 
@@ -65,17 +79,38 @@ def import_nnunet(folder: Path) -> DataSet:
     if is_first_version and "training" in about:
         images = _chosen(images, about, "training", path, folder / "imagesTr", account)
     _check_count(about, "numTraining", len(images), account)
-    splits = [folder / SPLITS_FILE, folder.parent.parent / "nnUNet_preprocessed" / folder.name / SPLITS_FILE]
+    splits = [
+        folder / SPLITS_FILE,
+        folder.parent.parent / "nnUNet_preprocessed" / folder.name / SPLITS_FILE,
+    ]
     folds = read_folds(splits, images, account)
     cases = []
     for name, files in images.items():
         place = folds.place(name)
         more = tuple(files[1:])
-        case = Case(name, files[0], labels[name], name, fold=place.fold, fold_sides=place.sides, more_images=more)
+        case = Case(
+            name,
+            files[0],
+            labels[name],
+            name,
+            fold=place.fold,
+            fold_sides=place.sides,
+            more_images=more,
+        )
         cases.append(case)
     for name, files, reference in _tested(folder, about, ending, channels, account):
         sides = (None,) * folds.num_sides
-        cases.append(Case(name, files[0], reference, name, "test", fold_sides=sides, more_images=tuple(files[1:])))
+        cases.append(
+            Case(
+                name,
+                files[0],
+                reference,
+                name,
+                "test",
+                fold_sides=sides,
+                more_images=tuple(files[1:]),
+            )
+        )
     groups, background, ignore = _label_groups(field(about, "labels", dict, path), path, account)
     return DataSet(
         NNUNET,
@@ -208,7 +243,10 @@ def import_msd(source: Path) -> DataSet:
     cases = []
     for name, files, (split, entry) in zip(names, images, entries, strict=True):
         labels, fold = entry.get("label"), entry.get("fold")
-        require(fold is None or (type(fold) is int and fold >= 0), f"{path}: expected a fold >= 0 for {name}, got {fold!r}.")
+        require(
+            fold is None or (type(fold) is int and fold >= 0),
+            f"{path}: expected a fold >= 0 for {name}, got {fold!r}.",
+        )
         if fold is not None and split is not None:
             account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
         cases.append(
@@ -228,7 +266,11 @@ def import_msd(source: Path) -> DataSet:
     if has_folds:
         for case in cases:
             if case.split is None and case.fold is None:
-                account.use(Kind.list, f"fold of {case.name}", "none: trained on in every fold, as MONAI does")
+                account.use(
+                    Kind.list,
+                    f"fold of {case.name}",
+                    "none: trained on in every fold, as MONAI does",
+                )
     background: FileValues = {}
     if "labels" in about:
         groups, background, ignore = _label_groups(field(about, "labels", dict, path), path, account)
@@ -297,7 +339,10 @@ def read_about(path: Path) -> dict[str, Any]:
         UserError: If it is no mapping.
     """
     about = read_json(path, unique_keys=True)
-    require(isinstance(about, dict), f"{path}: expected a description of a data set (a JSON mapping), got another value.")
+    require(
+        isinstance(about, dict),
+        f"{path}: expected a description of a data set (a JSON mapping), got another value.",
+    )
     return dict(about)
 
 
@@ -388,7 +433,10 @@ def _by_name(folder: Path, ending: str) -> dict[str, Path]:
     Raises:
         UserError: If the folder is missing, or two files have one name.
     """
-    require(folder.is_dir(), f"{folder} does not exist, but an nnU-Net data set needs it; check the folder.")
+    require(
+        folder.is_dir(),
+        f"{folder} does not exist, but an nnU-Net data set needs it; check the folder.",
+    )
     files: dict[str, Path] = {}
     for path in volume_files(folder):
         if not path.name.lower().endswith(ending):
@@ -432,11 +480,17 @@ def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tup
         else:
             continue
         del members[name]
-    require(bool(members), f"{path}: expected at least one label beside the background, got {dict(given)}; correct the file.")
+    require(
+        bool(members),
+        f"{path}: expected at least one label beside the background, got {dict(given)}; correct the file.",
+    )
     _check_values(members, {*ignored, *(value for several in background.values() for value in several)}, path)
     groups: dict[tuple[str, ...], list[int | str]] = {}
     for value in sorted({value for values in members.values() for value in values}):
-        owners = sorted((name for name, values in members.items() if value in values), key=lambda name: len(members[name]))
+        owners = sorted(
+            (name for name, values in members.items() if value in values),
+            key=lambda name: len(members[name]),
+        )
         groups.setdefault(tuple(owners), []).append(value)
     named: FileValues = {}
     for regions, group in groups.items():
@@ -447,14 +501,19 @@ def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tup
         parts = [written[name] for name, group in named.items() if set(group) <= set(members[region])]
         if parts != [written.get(region)]:
             account.merge(Kind.label, region, f"region that overlaps others: divided into {', '.join(parts)}")
-    return {written[name]: group for name, group in named.items()}, background, ignored[0] if ignored else None
+    return (
+        {written[name]: group for name, group in named.items()},
+        background,
+        ignored[0] if ignored else None,
+    )
 
 
 def _members(given: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
     """Read the values of each label, from name: value or value: name; one name may have several values."""
     if all(isinstance(name, str) for name in given.values()):
         require(
-            all(key.isdecimal() for key in given), f"{path}: expected labels as name: value or value: name, got {dict(given)}."
+            all(key.isdecimal() for key in given),
+            f"{path}: expected labels as name: value or value: name, got {dict(given)}.",
         )
         by_name: dict[str, list[int]] = {}
         for value, name in given.items():

@@ -102,7 +102,13 @@ def first_version(at: Path) -> Path:
     make_nnunet(at)
     listed = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in CASES]
     labels = {"0": "background", "1": "left_lung", "2": "right_lung"}
-    change(at / "dataset.json", channel_names=None, modality={"0": "CT"}, labels=labels, training=listed)
+    change(
+        at / "dataset.json",
+        channel_names=None,
+        modality={"0": "CT"},
+        labels=labels,
+        training=listed,
+    )
     return at
 
 
@@ -206,13 +212,19 @@ RTSTRUCT = "LCTSC-Train-S1-001/*/*.2/1-1.dcm"
 ODDITIES: dict[str, Oddity] = {
     # nnU-Net
     "fold names an unknown case": Oddity(
-        make_nnunet, splits([{"train": CASES[1:], "val": ["chest_00"]}]), "names 'chest_00', which is no training case (did you"
+        make_nnunet,
+        splits([{"train": CASES[1:], "val": ["chest_00"]}]),
+        "names 'chest_00', which is no training case (did you",
     ),
     "fold names a test case": Oddity(
-        make_nnunet, splits([{"train": CASES[1:], "val": ["chest_003"]}]), "val of fold 0 names 'chest_003', which is no training"
+        make_nnunet,
+        splits([{"train": CASES[1:], "val": ["chest_003"]}]),
+        "val of fold 0 names 'chest_003', which is no training",
     ),
     "case on both sides": Oddity(
-        make_nnunet, splits([{"train": CASES, "val": CASES[:1]}]), "names 'chest_000' in train and in val"
+        make_nnunet,
+        splits([{"train": CASES, "val": CASES[:1]}]),
+        "names 'chest_000' in train and in val",
     ),
     "fold without train": Oddity(make_nnunet, splits([{"train": [], "val": CASES}]), "train of fold 0 is empty"),
     "case in no fold": Oddity(
@@ -254,7 +266,10 @@ ODDITIES: dict[str, Oddity] = {
         "hold different folds; remove the one that does not count",
     ),
     "folds in a pickle": Oddity(
-        make_nnunet, stray("splits_final.pkl"), line=("file", "left out", "splits_final.pkl", "a pickle is not read"), num_cases=4
+        make_nnunet,
+        stray("splits_final.pkl"),
+        line=("file", "left out", "splits_final.pkl", "a pickle is not read"),
+        num_cases=4,
     ),
     "hidden file beside the images": Oddity(
         make_nnunet,
@@ -265,7 +280,12 @@ ODDITIES: dict[str, Oddity] = {
     "case in another format": Oddity(
         make_nnunet,
         copy("imagesTr/chest_000_0000.nii.gz", "imagesTr/chest_000_0000.nii"),
-        line=("file", "left out", "imagesTr/chest_000_0000.nii", "no file of a case that ends in .nii.gz"),
+        line=(
+            "file",
+            "left out",
+            "imagesTr/chest_000_0000.nii",
+            "no file of a case that ends in .nii.gz",
+        ),
         num_cases=4,
     ),
     "two endings of one file": Oddity(
@@ -289,13 +309,20 @@ ODDITIES: dict[str, Oddity] = {
         num_cases=4,
     ),
     "wrong number of cases": Oddity(
-        make_nnunet, describe(numTraining=7), line=("key", "left out", "numTraining", "says 7, but there are 3"), num_cases=4
+        make_nnunet,
+        describe(numTraining=7),
+        line=("key", "left out", "numTraining", "says 7, but there are 3"),
+        num_cases=4,
     ),
     "two names of one value": Oddity(
-        make_nnunet, describe(labels={"background": 0, "a": 1, "b": 2, "c": 2}), "the labels 'b' and 'c' have the same value 2"
+        make_nnunet,
+        describe(labels={"background": 0, "a": 1, "b": 2, "c": 2}),
+        "the labels 'b' and 'c' have the same value 2",
     ),
     "value of the background in a region": Oddity(
-        make_nnunet, describe(labels={"background": 0, "a": [0, 1], "b": 2}), "'a' has the value 0, which is the background"
+        make_nnunet,
+        describe(labels={"background": 0, "a": [0, 1], "b": 2}),
+        "'a' has the value 0, which is the background",
     ),
     "second value of the background": Oddity(
         make_nnunet,
@@ -317,7 +344,12 @@ ODDITIES: dict[str, Oddity] = {
     "unlisted case of nnU-Net 1": Oddity(
         first_version,
         v1_list(*CASES[:2]),
-        line=("case", "left out", "chest_002", "the list training of dataset.json does not name it"),
+        line=(
+            "case",
+            "left out",
+            "chest_002",
+            "the list training of dataset.json does not name it",
+        ),
     ),
     "listed case of nnU-Net 1 that is missing": Oddity(
         first_version, v1_list(*CASES, "chest_009"), "the list training names chest_009"
@@ -326,16 +358,27 @@ ODDITIES: dict[str, Oddity] = {
     "unlisted file": Oddity(
         make_msd,
         copy("imagesTr/BRATS_000.nii.gz", "imagesTr/BRATS_009.nii.gz"),
-        line=("file", "left out", "imagesTr/BRATS_009.nii.gz", "nothing in the data set refers to it"),
+        line=(
+            "file",
+            "left out",
+            "imagesTr/BRATS_009.nii.gz",
+            "nothing in the data set refers to it",
+        ),
         num_cases=4,
     ),
     "listed file that is missing": Oddity(make_msd, add("training", image="imagesTr/x.nii.gz"), "x.nii.gz does not exist, but"),
     "entry twice": Oddity(
-        make_msd, add("training"), line=("list", "merged", "imagesTr/BRATS_000.nii.gz in training", "counts once"), num_cases=4
+        make_msd,
+        add("training"),
+        line=("list", "merged", "imagesTr/BRATS_000.nii.gz in training", "counts once"),
+        num_cases=4,
     ),
     "entry in two lists": Oddity(make_msd, add("testing"), "is listed twice, in training and in testing"),
     "unknown list": Oddity(
-        make_msd, add("unlabelled", image="x"), line=("key", "left out", "unlabelled", "medseg does not read it"), num_cases=4
+        make_msd,
+        add("unlabelled", image="x"),
+        line=("key", "left out", "unlabelled", "medseg does not read it"),
+        num_cases=4,
     ),
     "test case in another list": Oddity(
         make_msd,
@@ -348,7 +391,12 @@ ODDITIES: dict[str, Oddity] = {
         line=("label", "used", "lung", "values 1, 2"),
         num_cases=4,
     ),
-    "two test lists": Oddity(make_msd, describe(testing=[]), line=("list", "used", "testing", "has 0 entries"), num_cases=4),
+    "two test lists": Oddity(
+        make_msd,
+        describe(testing=[]),
+        line=("list", "used", "testing", "has 0 entries"),
+        num_cases=4,
+    ),
     # TotalSegmentator
     "structure missing in a case": Oddity(
         make_totalsegmentator,
@@ -371,15 +419,25 @@ ODDITIES: dict[str, Oddity] = {
         "meta.csv: expected the split of s0009, but found no row",
     ),
     "row without a case": Oddity(
-        make_totalsegmentator, add_meta("s0009;1;train"), line=("row", "left out", "s0009", "there is no such case")
+        make_totalsegmentator,
+        add_meta("s0009;1;train"),
+        line=("row", "left out", "s0009", "there is no such case"),
     ),
-    "row twice": Oddity(make_totalsegmentator, add_meta("s0000;1;train"), line=("row", "merged", "s0000", "counts once")),
+    "row twice": Oddity(
+        make_totalsegmentator,
+        add_meta("s0000;1;train"),
+        line=("row", "merged", "s0000", "counts once"),
+    ),
     "two splits of a case": Oddity(make_totalsegmentator, add_meta("s0000;1;val"), "s0000 has the splits train and val"),
     "two images of a case": Oddity(
-        make_totalsegmentator, copy("s0000/ct.nii.gz", "s0000/ct.nii"), "expected one image, but found ct.nii and ct.nii.gz"
+        make_totalsegmentator,
+        copy("s0000/ct.nii.gz", "s0000/ct.nii"),
+        "expected one image, but found ct.nii and ct.nii.gz",
     ),
     "image without masks": Oddity(
-        make_totalsegmentator, copy("s0000/ct.nii.gz", "s0009/ct.nii.gz"), "segmentations: expected masks such as liver.nii.gz"
+        make_totalsegmentator,
+        copy("s0000/ct.nii.gz", "s0009/ct.nii.gz"),
+        "segmentations: expected masks such as liver.nii.gz",
     ),
     "table beside the masks": Oddity(
         make_totalsegmentator,
@@ -390,7 +448,12 @@ ODDITIES: dict[str, Oddity] = {
     "mask without a scan": Oddity(
         make_luna16,
         lambda at: shutil.rmtree(at / "subset1"),
-        line=("file", "left out", "seg-lungs-LUNA16/1.3.6.1.4.1.14519.5.2.1.6279.6001.2.mhd", "in none of the subsets"),
+        line=(
+            "file",
+            "left out",
+            "seg-lungs-LUNA16/1.3.6.1.4.1.14519.5.2.1.6279.6001.2.mhd",
+            "in none of the subsets",
+        ),
         num_cases=2,
     ),
     "scan twice": Oddity(
@@ -399,11 +462,16 @@ ODDITIES: dict[str, Oddity] = {
         "have the same name; keep one of them",
     ),
     "subset without a number": Oddity(
-        make_luna16, lambda at: (at / "subset1").rename(at / "subset_b"), "subset_b: expected folders subset0, subset1"
+        make_luna16,
+        lambda at: (at / "subset1").rename(at / "subset_b"),
+        "subset_b: expected folders subset0, subset1",
     ),
     "header without its voxels": Oddity(make_luna16, lambda at: next(at.glob("subset0/*.?raw")).unlink(), "does not exist, but"),
     "table of candidates": Oddity(
-        make_luna16, stray("candidates.csv"), line=("file", "left out", "candidates.csv", "not an image"), num_cases=4
+        make_luna16,
+        stray("candidates.csv"),
+        line=("file", "left out", "candidates.csv", "not an image"),
+        num_cases=4,
     ),
     # DICOM
     "contours of another series": Oddity(
@@ -457,7 +525,14 @@ ODDITIES: dict[str, Oddity] = {
     ),
     # 3D Slicer
     "segments in layers": Oddity(
-        make_slicer, layered, line=("structure", "merged", "", "where labels overlap, the last of left_lung, right_lung counts")
+        make_slicer,
+        layered,
+        line=(
+            "structure",
+            "merged",
+            "",
+            "where labels overlap, the last of left_lung, right_lung counts",
+        ),
     ),
     "values in another order": Oddity(
         make_slicer,
@@ -465,19 +540,27 @@ ODDITIES: dict[str, Oddity] = {
         line=("structure", "used", "left lung", "in 3 of 3 cases"),
     ),
     "segment missing in a case": Oddity(
-        make_slicer, segmentation(Segment1_Name=None), "p1 (1 of 3 cases): the structure right_lung (value 2) is missing"
+        make_slicer,
+        segmentation(Segment1_Name=None),
+        "p1 (1 of 3 cases): the structure right_lung (value 2) is missing",
     ),
     "two segments of one value": Oddity(
-        make_slicer, segmentation(Segment1_LabelValue="1"), "the segments 'left lung' and 'right lung' share the value 1"
+        make_slicer,
+        segmentation(Segment1_LabelValue="1"),
+        "the segments 'left lung' and 'right lung' share the value 1",
     ),
     "segment without a value": Oddity(
-        make_slicer, segmentation(Segment1_LabelValue=None), "expected a value from 1 and a layer of the segment 'right lung'"
+        make_slicer,
+        segmentation(Segment1_LabelValue=None),
+        "expected a value from 1 and a layer of the segment 'right lung'",
     ),
     "scene file": Oddity(make_slicer, stray("scene.mrml"), line=("file", "left out", "scene.mrml", "not an image")),
     "volume without a segmentation": Oddity(make_slicer, copy("p0.nrrd", "p9.nrrd"), "no labels for p9"),
     # Folders of images and labels
     "two folders of labels": Oddity(
-        make_pairs, lambda at: shutil.copytree(at / "labels", at / "masks"), "images with labels and images with masks"
+        make_pairs,
+        lambda at: shutil.copytree(at / "labels", at / "masks"),
+        "images with labels and images with masks",
     ),
     "image without labels": Oddity(make_pairs, copy("images/p0.nrrd", "images/p9.nrrd"), "labels: no labels for p9"),
     "image in two formats": Oddity(make_pairs, copy("images/p0.nrrd", "images/p0.mha"), "would both be called 'p0'"),
@@ -492,12 +575,18 @@ ODDITIES: dict[str, Oddity] = {
         "p1 (1 of 3 cases): the structure left_lung is missing",
     ),
     "notes": Oddity(make_pairs, stray("README.txt"), line=("file", "left out", "README.txt", "not an image")),
-    "system file": Oddity(make_pairs, stray("images/.DS_Store"), line=("file", "left out", "images/.DS_Store", "hidden file")),
+    "system file": Oddity(
+        make_pairs,
+        stray("images/.DS_Store"),
+        line=("file", "left out", "images/.DS_Store", "hidden file"),
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path], Path], Path], Path]:
+def made(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Callable[[Path], Path], Path], Path]:
     """Copies a data set that is made once: writing DICOM takes a second."""
     folders: dict[Callable[[Path], Path], Path] = {}
 
@@ -540,7 +629,10 @@ def assert_all_files(data: DataSet, folder: Path) -> None:
     assert sum(item.number for item in items) == num_files
 
 
-@pytest.mark.parametrize("make", [make_nnunet, make_totalsegmentator, make_luna16, make_dicom, seg, make_slicer, make_pairs])
+@pytest.mark.parametrize(
+    "make",
+    [make_nnunet, make_totalsegmentator, make_luna16, make_dicom, seg, make_slicer, make_pairs],
+)
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_data_set_without_oddities_keeps_all_voxels_and_files(
     tmp_path: Path,
