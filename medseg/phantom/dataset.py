@@ -2,15 +2,13 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from multiprocessing import get_context, parent_process
+from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.report.tables import write_csv
+from medseg.workers import Worker
 
 VERSION = 3
 """Format of the data set; raise it when equal specs give other voxels, so that finished cases are made again."""
@@ -68,13 +67,16 @@ def write_phantoms(
     folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
     rows: list[dict[str, str]] = []
     with ExitStack() as stack:
-        map_cases: Any = map
+        written: Iterable[dict[str, bool]] = map(write_case, folders, specs)
         if num_workers > 1:
-            # Spawned: a forked child of a process with threads may hang.
-            pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
-            stack.callback(pool.shutdown, cancel_futures=True)
-            map_cases = pool.map
-        for case, spec, side, present in zip(folders, specs, sides, map_cases(write_case, folders, specs), strict=True):
+            idle = SimpleQueue[Worker]()
+            for _ in range(num_workers):
+                idle.put(stack.enter_context(Worker()))
+            threads = ThreadPoolExecutor(num_workers)
+            # Left before the workers: a thread that waits for one would wait for ever.
+            stack.callback(threads.shutdown, cancel_futures=True)
+            written = threads.map(partial(_call_idle, idle), folders, specs)
+        for case, spec, side, present in zip(folders, specs, sides, written, strict=True):
             files = {column: f"{case.name}/{file}" for column, file in file_names(spec).items()}
             view = {"view": spec.view} if isinstance(spec, PhantomSpec) else {}
             trust = {f"trust_{region}": "reference" if is_there else "absent" for region, is_there in present.items()}
@@ -85,15 +87,13 @@ def write_phantoms(
     return folder / "table.csv"
 
 
-def _end_with_parent() -> None:
-    """End this worker when its parent is killed; it would wait for work for ever."""
-
-    def watch() -> None:
-        if parent := parent_process():
-            parent.join()
-            os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
+def _call_idle(idle: SimpleQueue[Worker], folder: Path, spec: Spec) -> dict[str, bool]:
+    """Write one case in a worker that has nothing to do; there is a worker for each thread."""
+    worker = idle.get()
+    try:
+        return worker.call(write_case, folder, spec)
+    finally:
+        idle.put(worker)
 
 
 def file_names(spec: Spec) -> dict[str, str]:

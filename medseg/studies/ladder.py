@@ -4,10 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +36,7 @@ from medseg.studies.recipes import (
     train_arguments,
     train_steps,
 )
+from medseg.workers import Worker, WorkerDiedError
 
 # Printed column to its heading, and to its format.
 HEADINGS = {
@@ -150,11 +148,12 @@ def measure(
         return known
     print(f"measuring {folder.name}", flush=True)
     try:
-        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-            measured = pool.submit(measure_row, config, shape, timed_steps, baseline, packages).result()
-    except BrokenProcessPool as error:
+        with Worker() as worker:
+            measured = worker.call(measure_row, config, shape, timed_steps, baseline, packages)
+    except WorkerDiedError as error:
         raise UserError(
-            f"{folder.name} could not be measured: the system ended its process, as it does when memory is full; choose a smaller shape"
+            f"{folder.name} could not be measured: the system ended its process, as it does when memory is full; "
+            "choose a smaller shape"
         ) from error
     except UserError as error:
         raise UserError(f"{folder.name} could not be measured: {error}") from error

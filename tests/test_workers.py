@@ -1,0 +1,65 @@
+"""Worker processes: what they answer, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from medseg.workers import Worker, WorkerDiedError
+
+ROOT = Path(__file__).resolve().parents[1]
+# Tells the worker's process number and lets it work for ever.
+BUSY_PARENT = """
+import os, time
+from medseg.workers import Worker
+
+if __name__ == "__main__":
+    with Worker() as worker:
+        print(worker.call(os.getpid), flush=True)
+        worker.call(time.sleep, 600)
+"""
+
+
+def test_a_worker_answers_in_another_process_and_returns_errors() -> None:
+    with Worker() as worker:
+        assert worker.call(os.getpid) != os.getpid()
+        with pytest.raises(ValueError, match="invalid literal") as caught:
+            worker.call(int, "x")
+        assert "Traceback" in caught.value.__notes__[0]
+        assert worker.call(int, "7") == 7, "the worker goes on after an error"
+
+
+def test_a_worker_that_is_killed_is_an_error() -> None:
+    with Worker() as worker:
+        number = worker.call(os.getpid)
+        os.kill(number, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            worker.call(os.getpid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_busy_worker_ends_with_its_parent_and_leaks_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """Python's resource tracker would print the semaphores that nobody removed."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY_PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert parent.stdout is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.2)
+    parent.send_signal(number)
+    _, said = parent.communicate(timeout=30)  # ends when the worker and the tracker have closed the stream
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    assert "leaked" not in said
