@@ -1,25 +1,56 @@
 """The `medseg` program: `medseg <command> key=value …`, the same commands as `train.py` and `scripts/*.py`."""
 
+import difflib
 import sys
 
 from medseg import __version__
 from medseg.commands.entry import COMMANDS, run_command
+from medseg.console import say
+from medseg.errors import EXIT_USER_ERROR
 
-# Commands first, then Hydra's completion of keys, groups and values, which reads the line without the command. `=` does not break words.
+# Commands first, then keys, groups and values, one a line. `=` and `:` do not break words.
 COMPLETION = """\
 # Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:  eval "$(medseg --completion)"
 [ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
 _medseg() {{
+    local line rest
+    COMPREPLY=()
     if [ "$COMP_CWORD" -le 1 ]; then
         COMPREPLY=($(compgen -W "{commands}" -- "$2"))
-    else
-        local rest="${{COMP_LINE#*"${{COMP_WORDS[1]}}"}}"
-        local found=$(COMP_LINE="medseg$rest" COMP_POINT=$((${{#rest}} + 6)) medseg "${{COMP_WORDS[1]}}" -sc query=bash 2> /dev/null)
-        COMPREPLY=($(compgen -W "$found"))
+        return
     fi
+    rest="${{COMP_LINE#*"${{COMP_WORDS[1]}}"}}"
+    while IFS= read -r line; do
+        # zsh quotes what it inserts; bash does not.
+        [ -n "$ZSH_VERSION" ] || printf -v line %q "$line"
+        line="${{line//\\\\[/[}}"
+        line="${{line//\\\\]/]}}"
+        [ -z "$line" ] || COMPREPLY+=("${{line//\\\\,/,}}")
+    done < <(COMP_LINE="medseg$rest" medseg "${{COMP_WORDS[1]}}" -sc query=bash 2> /dev/null)
 }}
 COMP_WORDBREAKS=${{COMP_WORDBREAKS//=}}
 complete -o nospace -o default -F _medseg medseg"""
+
+USAGE = """\
+usage: medseg <command> key=value …   (`medseg <command> --help` prints all keys)
+       medseg predict <scan or folder> -o <file or folder>
+       medseg --version | --completion   (the latter for bash and zsh: `eval "$(medseg --completion)"`)
+"""
+# Names of commands of other programs to ours.
+HABITS = {
+    "fit": "train",
+    "test": "evaluate",
+    "validate": "evaluate",
+    "eval": "evaluate",
+    "score": "evaluate",
+    "inference": "predict",
+    "infer": "predict",
+    "segment": "predict",
+    "preprocess": "prepare",
+    "convert": "import",
+    "tune": "search",
+    "sweep": "search",
+}
 
 
 def main() -> None:
@@ -29,22 +60,32 @@ def main() -> None:
         # Hydra shows this name in its messages, and launchers start it again.
         sys.argv = [f"medseg {command}", *sys.argv[2:]]
         run_command(command)
-    elif command in ("--version", "-V"):
+        return
+    if command in ("--version", "-V"):
         print(__version__)
-    elif command == "--completion":
+        return
+    if command == "--completion":
         print(COMPLETION.format(commands=" ".join(COMMANDS)))
-    else:
-        is_help = command in ("--help", "-h")
-        text = [
-            "usage: medseg <command> key=value …   (`medseg <command> --help` prints all keys)",
-            "       medseg predict <scan or folder> -o <file or folder>",
-            '       medseg --version | --completion   (the latter for bash and zsh: `eval "$(medseg --completion)"`)',
-            "",
-        ]
-        text += [f"  {name:16s}{sentence}" for name, (*_, sentence) in COMMANDS.items()]
-        text += [] if is_help else [f"\nmedseg: there is no command {command}"]
-        print("\n".join(text), file=sys.stdout if is_help else sys.stderr)
-        sys.exit(0 if is_help else 2)
+        return
+    if command in ("--help", "-h"):
+        lines = [f"  {name:16s}{sentence}" for name, (*_, sentence) in COMMANDS.items()]
+        print("\n".join([USAGE, *lines]))
+        return
+    say(unknown_command(command))
+    sys.exit(EXIT_USER_ERROR)
+
+
+def unknown_command(command: str) -> str:
+    """Say that there is no such command, and which one was probably meant.
+
+    Example:
+        >>> unknown_command("predcit")
+        'there is no command predcit; did you mean predict? `medseg --help` lists all commands'
+    """
+    names = [*COMMANDS, *HABITS]
+    near = difflib.get_close_matches(command.lower().replace("-", "_"), names, n=1, cutoff=0.6)
+    guess = f"did you mean {HABITS.get(near[0], near[0])}? " if near else ""
+    return f"there is no command {command}; {guess}`medseg --help` lists all commands"
 
 
 if __name__ == "__main__":

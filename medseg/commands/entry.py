@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -15,11 +16,12 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from medseg.build.imported import with_task
 from medseg.config.check import explain, to_config
+from medseg.config.completion import complete, is_completion, line_words
 from medseg.config.folder import conf_dir
 from medseg.config.help import help_text
 from medseg.config.overrides import OPTIONS, check_arguments, expand_options, options_first, quote_paths
@@ -161,6 +163,9 @@ def run(
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
+        if is_completion(sys.argv[1:]):
+            print("\n".join(complete(schema, partial(compose, command), line_words())))
+            sys.exit(0)
         sys.argv[1:] = expand_options(command, sys.argv[1:])
         check_arguments(sys.argv[1:])
         sys.argv[1:] = options_first(targets_first(quote_paths(with_task(sys.argv[1:], schema))))
@@ -169,7 +174,8 @@ def run(
             print(f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values.")
             for option, key in OPTIONS.get(command, {}).items():
                 print(f"  {option} <path> is short for {key}=<path>")
-            print(help_text(schema, _compose(command, overrides)), flush=True)
+            composed, groups = compose(command, overrides)
+            print(help_text(schema, composed, groups), flush=True)
             sys.exit(0)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(one_job)()
         sys.stdout.flush()
@@ -181,7 +187,7 @@ def run(
         say(str(error))
         sys.exit(EXIT_USER_ERROR)
     except (HydraException, OmegaConfBaseException) as error:
-        say(explain(error, _compose(command)))
+        say(explain(error, compose(command)[0]))
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
         # Hydra makes the folder of a run or a sweep before the job begins; another error is a defect.
@@ -210,14 +216,25 @@ def _is_unread(stream: TextIO) -> bool:
     return False
 
 
-def _compose(command: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose a root file outside of Hydra's own entry; a group that must be chosen may be missing."""
+def compose(command: str, overrides: Sequence[str] = ()) -> tuple[DictConfig, list[str]]:
+    """Compose a root file outside of Hydra's own entry; a group that must be chosen may be missing.
+
+    Returns:
+        The configuration, and the groups whose files the command line may choose.
+    """
     GlobalHydra.instance().clear()
+    missing: list[str] = []
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
-            return hydra.compose(command, list(overrides))
+            composed = hydra.compose(command, list(overrides), return_hydra_config=True)
         except ConfigCompositionException as error:
             group = re.search(r"You must specify '(\w+)'", str(error))
             if group is None:
                 raise
-            return hydra.compose(command, [*overrides, f"~{group.group(1)}"])
+            missing.append(group.group(1))
+            without = [*overrides, f"~{missing[0]}"]
+            composed = hydra.compose(command, without, return_hydra_config=True)
+    groups = [*composed.hydra.runtime.choices, *missing]
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed, groups

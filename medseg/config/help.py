@@ -4,60 +4,127 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
 from medseg.config.folder import conf_dir
-from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
+from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS, Knob
 from medseg.config.targets import TARGET
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list", dict: "mapping"}
 
 
-def help_text(schema: type, composed: DictConfig) -> str:
-    """List all keys of a root schema.
+class Key(NamedTuple):
+    """One key of a command.
+
+    Attributes:
+        name: Its dotted name; `<name>` and `<number>` stand for the items of a mapping and a list.
+        value: Its current value; `???` is one that must be given.
+        kind: Its declared type.
+        knob: Its documentation.
+        choices: Files of its group, where it is chosen by a file.
+    """
+
+    name: str
+    value: Any
+    kind: Any
+    knob: Knob
+    choices: tuple[str, ...] = ()
+
+    @property
+    def can_be_null(self) -> bool:
+        """Whether null is a value of it."""
+        return isinstance(self.kind, types.UnionType)
+
+    def type_text(self) -> str:
+        """Name its type, range and unit."""
+        has_range = self.knob.within not in ("", "(-inf, inf)")
+        kind = _type_name(self.kind) + (f" in {self.knob.within}" if has_range else "")
+        null = "or null" if self.can_be_null else ""
+        return ", ".join(filter(None, (kind, self.knob.unit, null)))
+
+
+class Group(NamedTuple):
+    """Headline of the keys of one group.
+
+    Attributes:
+        name: Its dotted name.
+        sentence: What the keys are about.
+        choices: Its files, where it is chosen by a file.
+    """
+
+    name: str
+    sentence: str
+    choices: tuple[str, ...]
+
+
+def help_text(schema: type, composed: DictConfig, groups: Collection[str]) -> str:
+    """List all keys of a root schema, as `--help` prints them; arguments as for `list_keys`."""
+    lines: list[str] = []
+    for entry in list_keys(schema, composed, groups):
+        options = f" ({entry.name}={' | '.join(entry.choices)})" if entry.choices else ""
+        if isinstance(entry, Group):
+            lines.append(f"\n{entry.name}: {entry.sentence}{options}")
+            continue
+        lines.append(f"  {entry.name}={value_text(entry.value)}   {entry.type_text()}")
+        lines.append(f"      {entry.knob.sentence}{options}")
+    return "\n".join(lines)
+
+
+def list_keys(schema: type, composed: DictConfig, groups: Collection[str]) -> Iterator[Key | Group]:
+    """Yield the keys of a root schema in their order, each group after its headline.
 
     Args:
         schema: Root dataclass of `medseg.config.schema`.
         composed: What Hydra composed from the command line; gives the current values.
+        groups: Groups of files of the command, whose files may be chosen.
     """
-    return "\n".join(_lines(schema, typing.cast(dict[str, Any], OmegaConf.to_container(composed)), ""))
+    values = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
+    yield from _entries(schema, values, "", groups)
 
 
-def _lines(schema: type, values: dict[str, Any], path: str) -> Iterator[str]:
-    """Yield two lines for each key, and a headline with the file names for each group."""
-    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
+def _entries(schema: type, values: dict[str, Any], path: str, groups: Collection[str]) -> Iterator[Key | Group]:
+    """Yield the keys of a dataclass below `path`."""
+    for field_name, hint in typing.get_type_hints(schema, include_extras=True).items():
+        name = f"{path}.{field_name}".lstrip(".")
         # Keys that the composed configuration lacks have a default in the schema, or must be given (`???`).
-        key, value = f"{path}.{name}".lstrip("."), values.get(name, getattr(schema, name, "???"))
-        files = sorted(file.stem for file in (conf_dir() / name).glob("*.yaml")) if not path else []
-        options = f" ({name}={' | '.join(files)})" if files else ""
-        group: Any = CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(key)) if isinstance(value, dict) else None
-        group = group or (hint if dataclasses.is_dataclass(hint) else None)
+        value = values.get(field_name, getattr(schema, field_name, "???"))
+        choices = group_files(name) if name in groups else ()
+        group: Any = _group_schema(name, value) or (hint if dataclasses.is_dataclass(hint) else None)
         if group is not None:
-            yield f"\n{key}: {group.__doc__}{options}"
-            yield from _lines(group, value, key)
+            yield Group(name, group.__doc__, choices)
+            yield from _entries(group, value, name, groups)
             continue
         kind, knob = typing.get_args(hint)
-        parts = [_type_name(kind) + (f" in {knob.within}" if knob.within not in ("", "(-inf, inf)") else ""), knob.unit]
-        parts.append("or null" if isinstance(kind, types.UnionType) else "")
-        yield f"  {key}={_text(value)}   {', '.join(filter(None, parts))}"
-        yield f"      {knob.sentence}{options}"
+        yield Key(name, value, kind, knob, choices)
         for container in (kind, *typing.get_args(kind)):  # the second for a mapping or list that may be null
             for item in typing.get_args(container):
                 if dataclasses.is_dataclass(item):
                     place = "<number>" if typing.get_origin(container) is list else "<name>"
-                    yield from _lines(typing.cast(type, item), {}, f"{key}.{place}")
+                    yield from _entries(typing.cast(type, item), {}, f"{name}.{place}", groups)
 
 
-def _text(value: Any) -> str:
+def _group_schema(name: str, value: Any) -> type | None:
+    """Find the schema of an extension point by its class; None for other values."""
+    if not isinstance(value, dict):
+        return None
+    return CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(name))
+
+
+def group_files(group: str) -> tuple[str, ...]:
+    """List the names that may be chosen in a group of files; none for other keys."""
+    return tuple(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))
+
+
+def value_text(value: Any) -> str:
     """Write a value as on the command line; `???` is one that must be given."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 

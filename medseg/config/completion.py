@@ -1,0 +1,152 @@
+"""Completion of the command line: keys, files of groups, and values that the key accepts.
+
+Hydra's own completion offers the positions of a list (`save=0=`) and, of a fixed set, the current value alone.
+"""
+
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from medseg.config.help import Group, Key, group_files, list_keys
+from medseg.config.overrides import PATH_KEYS, text_of
+from medseg.config.schema import Knob
+
+Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
+# Hydra's option by which its script for the shell asks; the command line to complete is in COMP_LINE.
+COMPLETION_OPTIONS = ("-sc", "--shell-completion")
+QUERY = "query=bash"
+# Characters of a value that neither the shell nor Hydra's grammar reads as something else.
+PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+./,[]:%@")
+
+
+def is_completion(arguments: Sequence[str]) -> bool:
+    """Whether a shell asks for completions, instead of a user for a command."""
+    return QUERY in arguments and any(option in arguments for option in COMPLETION_OPTIONS)
+
+
+def line_words() -> list[str]:
+    """Split the command line in `COMP_LINE` into its arguments; the last one, maybe empty, is to be completed."""
+    line = os.environ.get("COMP_LINE", "")
+    for closing in ("", "'", '"', "x"):  # an open quote, or a backslash at the end
+        try:
+            words = shlex.split(line + closing)
+        except ValueError:
+            continue
+        return words[1:] if not line.endswith(" ") or closing else [*words[1:], ""]
+    return [""]
+
+
+def complete(schema: type, compose: Compose, words: Sequence[str]) -> list[str]:
+    """List what may stand for the last word of a command line.
+
+    Args:
+        schema: Root dataclass of the command.
+        compose: Composes its configuration for arguments, and lists its groups of files.
+        words: Arguments; the last one, maybe empty, is to be completed.
+
+    Returns:
+        Whole arguments `key=value`, and beginnings that end in `=`, `.` or `/`; sorted.
+    """
+    word = words[-1] if words else ""
+    if word.startswith("-"):
+        return []
+    composed, groups = _composed(compose, words[:-1])
+    entries = list(list_keys(schema, composed, groups))
+    known = {entry.name for entry in entries}
+    # Arguments of classes that are not ours, which no schema lists.
+    values = OmegaConf.to_container(composed)
+    entries += [Key(name, value, Any, Knob("")) for name, value in _leaves(values) if name not in known]
+    key, equals, begun = word.partition("=")
+    if equals:
+        values = _values(key, begun, entries, groups)
+        found = [f"{key}={value}" for value in values if value.startswith(begun)]
+    else:
+        found = list(_names(word, entries, groups))
+    return sorted(set(found))
+
+
+def _composed(compose: Compose, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Compose with the arguments before the last; without them where one of them is wrong."""
+    overrides = [word for word in words if not word.startswith("-") and "=" in word]
+    try:
+        return compose(overrides)
+    except (HydraException, OmegaConfBaseException):
+        return compose([])
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of everything in nested mappings that is no mapping."""
+    if not isinstance(node, dict):
+        yield path, node
+        return
+    for name, value in node.items():
+        yield from _leaves(value, f"{path}.{name}".lstrip("."))
+
+
+def _names(begun: str, entries: Iterable[Key | Group], groups: Collection[str]) -> Iterator[str]:
+    """Complete a name by one level: `stage` to `stage=` and `stage.`, which has keys below it."""
+    names = [entry.name for entry in entries if isinstance(entry, Key) and "<" not in entry.name]
+    names += [group for group in groups if group_files(group.partition("@")[0])]
+    depth = begun.count(".")
+    for name in names:
+        if name.startswith(begun):
+            parts = name.split(".")
+            is_whole = len(parts) == depth + 1
+            yield name + "=" if is_whole else ".".join(parts[: depth + 1]) + "."
+
+
+def _values(key: str, begun: str, entries: Iterable[Key | Group], groups: Collection[str]) -> list[str]:
+    """List the values of a key or a group of files."""
+    if key.lstrip("+") in PATH_KEYS:
+        return list(_paths(begun))
+    if key in groups:
+        return list(group_files(key.partition("@")[0]))
+    entry = next((entry for entry in entries if isinstance(entry, Key) and entry.name == key), None)
+    return _key_values(entry, begun) if entry is not None else []
+
+
+def _key_values(key: Key, begun: str) -> list[str]:
+    """List the values of a key: all of a fixed set, else the current one and null."""
+    kind = get_args(key.kind)[0] if key.can_be_null else key.kind
+    null = ["null"] if key.can_be_null else []
+    if get_origin(kind) is list and _is_choice(get_args(kind)[0]):
+        return [*_lists(list(get_args(kind)[0]), begun), *null]
+    if kind is bool:
+        return ["true", "false", *null]
+    if _is_choice(kind):
+        return [*kind, *null]
+    is_current = key.value not in (None, "???") and not isinstance(key.value, dict)
+    current = text_of(key.value) if is_current else ""
+    return [*([current] if current and PLAIN.issuperset(current) else []), *null]
+
+
+def _is_choice(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _lists(members: Iterable[str], begun: str) -> list[str]:
+    """Write lists with one more member than those that are typed already: `[labels,` gives `[labels,masks]`."""
+    before, comma, _ = begun.rpartition(",")
+    taken = before.lstrip("[").split(",")
+    return [f"{before}{comma or '['}{name}]" for name in members if name not in taken]
+
+
+def _paths(begun: str) -> Iterator[str]:
+    """Complete a path; folders end in `/`."""
+    folder, slash, _ = begun.rpartition("/")
+    place = Path(f"{folder}{slash}" or ".")
+    try:
+        entries = sorted(place.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        is_hidden = entry.name.startswith(".") and not begun.rpartition("/")[2].startswith(".")
+        if not is_hidden:
+            yield f"{folder}{slash}{entry.name}" + ("/" if entry.is_dir() else "")

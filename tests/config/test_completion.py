@@ -1,0 +1,107 @@
+"""Completion of the command line: what is offered can be run."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from medseg.commands.entry import COMMANDS, compose
+from medseg.config.check import to_typed
+from medseg.config.completion import complete, line_words
+from medseg.config.help import Key, list_keys
+
+
+def completions(command: str, *words: str) -> list[str]:
+    return complete(COMMANDS[command][0], partial(compose, command), words)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["save=[labels,p"], ["save=[labels,preview]", "save=[labels,probabilities]"]),
+        (["engine="], ["engine=local", "engine=ray"]),
+        (["overwrite=t"], ["overwrite=true"]),
+        (["precision=n"], ["precision=null"]),
+        (["hu_slope="], ["hu_slope=1.0"]),
+        (["viewer"], ["viewer."]),
+        (["inference=whole", "inference.max"], ["inference.max_ram_gib="]),
+        (["inference=w"], ["inference=whole"]),
+        (["no_such_key="], []),
+        (["no_such_key=3", "engine=r"], ["engine=ray"]),
+        (["--he"], []),
+        (["data=", ""][:1], []),
+    ],
+)
+def test_predict_is_completed(words: list[str], offered: list[str]) -> None:
+    assert completions("predict", *words) == offered
+
+
+def test_every_kind_of_result_is_offered_as_a_list() -> None:
+    kinds = ["dicom_seg", "itksnap", "labels", "masks", "preview", "probabilities", "rtstruct", "viewer"]
+    assert completions("predict", "save=") == [f"save=[{kind}]" for kind in kinds]
+
+
+def test_a_group_is_completed_where_it_may_be_chosen() -> None:
+    assert "model=segresnet" in completions("train", "model=")
+    assert completions("train", "model=segresnet", "model.init_f") == ["model.init_filters="]
+    assert completions("search", "sweep=coarse") == ["sweep=coarse_basics"]
+    assert completions("predict", "model=") == []
+
+
+def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scans" / "Doe, J").mkdir(parents=True)
+    (tmp_path / "scan.nii").touch()
+    assert completions("predict", "input=sc") == ["input=scan.nii", "input=scans/"]
+    assert completions("predict", "input=scans/") == ["input=scans/Doe, J/"]
+    assert completions("predict", f"output={tmp_path}/scan.") == [f"output={tmp_path}/scan.nii"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("medseg a=1 b", ["a=1", "b"]),
+        ("medseg a=1 ", ["a=1", ""]),
+        ("medseg input='Doe, J", ["input=Doe, J"]),
+        (r"medseg input=Doe\,\ J", ["input=Doe, J"]),
+    ],
+)
+def test_the_line_is_split_as_a_shell_does(line: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "COMP_LINE", line)
+    assert line_words() == words
+
+
+@pytest.mark.parametrize(
+    "command",
+    [name if name == "predict" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],
+)
+def test_every_value_that_is_offered_is_one(command: str) -> None:
+    """Values by the check of a command; files of groups by composing them."""
+    schema = COMMANDS[command][0]
+    composed, groups = compose(command)
+    parser = OverridesParser.create()
+    entries = list(list_keys(schema, composed, groups))
+    keys = [entry.name for entry in entries if isinstance(entry, Key) and "<" not in entry.name]
+    # What must be given, so that the values can be checked alone.
+    for name in OmegaConf.missing_keys(composed):
+        OmegaConf.update(composed, name, "x")
+    refused = []
+    for name in keys:
+        for argument in complete(schema, lambda _: (composed, groups), [f"{name}="]):
+            if name in groups or argument.endswith("/"):
+                continue
+            changed = composed.copy()
+            OmegaConf.update(changed, name, parser.parse_override(argument).value(), force_add=True)
+            try:
+                to_typed(changed, schema)
+            except Exception as error:
+                refused.append(f"{argument}: {error}")
+    assert not refused, refused
+    for group in groups:
+        for argument in complete(schema, lambda _: (composed, groups), [f"{group}="]):
+            compose(command, [argument])
