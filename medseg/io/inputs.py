@@ -140,7 +140,7 @@ def input_format(path: Path) -> str:
     raise UserError(f"{path}: expected {', '.join(SUFFIXES)} or a DICOM series, got a {kind}.")
 
 
-def list_inputs(path: Path) -> list[tuple[str, Path]]:
+def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]:
     """List the scans that a path stands for.
 
     A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its label map beside them. Any other
@@ -150,6 +150,7 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
 
     Args:
         path: File or folder.
+        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then left out.
 
     Returns:
         Pairs (case name, path).
@@ -168,7 +169,7 @@ def list_inputs(path: Path) -> list[tuple[str, Path]]:
         if any(map(is_dicomdir, entries)) or _has_slices(path, is_deep=False):
             others = [entry.name for entry in found if case_name(entry) != case_name(path)]
             require(
-                not others,
+                not others or is_dicom,
                 f"{path}: holds DICOM files beside {len(others)} volume files such as '{min(others, default='')}'; give one of these files, "
                 "choose the series with series=, or move either kind into a folder of its own.",
             )

@@ -15,6 +15,7 @@ import torch
 
 from medseg.cascade.cascade import Cascade, require_channels
 from medseg.cascade.stage import CascadeOptions
+from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable
@@ -37,7 +38,16 @@ from medseg.prediction.case import (
 from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import Forecast, describe, forecast, machine_key, seconds_per_voxel
 from medseg.prediction.results import Wanted, check_kinds, result_paths
-from medseg.prediction.scans import Scan, check_outputs, find_scans, join_channels, output_paths
+from medseg.prediction.scans import (
+    Scan,
+    check_outputs,
+    describe_studies,
+    divide_studies,
+    find_scans,
+    join_channels,
+    may_hold_studies,
+    output_paths,
+)
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import read_csv, refuse_table, write_csv
 
@@ -114,7 +124,7 @@ def predict_scans(
         inference: `tile_size`, `half_weights` and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`; optionally
             `backend` and `max_ram_gib`.
         split: Only this split of a case table.
-        series: Which DICOM series the input is.
+        series: Which DICOM series of each case is taken.
         hu: HU scale of the cases that have none of their own in a table.
         accelerator: `auto`, `cpu` or `gpu`.
         threads: CPU threads; None = torch's choice.
@@ -145,18 +155,24 @@ def predict_scans(
         chosen.cascade.serve_tiles()
         return []
     scans, protected = find_scans(source, split, series, hu, wanted.labels_column)
-    is_one_scan = not isinstance(source, Path) or (len(scans) == 1 and scans[0].path == source)
-    outputs = output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
-    check_outputs(outputs, protected)
-    is_batch = not is_one_scan and output not in outputs
-    if is_batch:
-        refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
+    is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
+    # Which DICOM files are one case depends on the task, which is in the checkpoints.
+    if not (is_folder and any(map(may_hold_studies, scans))):
+        check_outputs(_outputs(output, source, scans), protected)
     cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
     task = cascades[0].cascade.coarse.task
     if not isinstance(source, Path):
         require_channels(task, len(source))
-    elif source.suffix.lower() != ".csv" and (joined := join_channels(scans, len(task.channels))) != scans:
-        scans, outputs = joined, output_paths(output, [scan.name for scan in joined], is_one_scan=is_one_scan)
+    elif is_folder:
+        by_study = divide_studies(source, scans, task.channels[0].modality)
+        if sentence := describe_studies(by_study, scans):
+            say(f"{source}: {sentence}")
+        scans = join_channels(by_study, len(task.channels))
+    outputs = _outputs(output, source, scans)
+    check_outputs(outputs, protected)
+    is_batch = _is_batch(source, scans) and output not in outputs
+    if is_batch:
+        refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
     placed = [result_paths(path, cascades[0].cascade, wanted.save) for path in outputs]
     check_outputs([file for paths in placed for file in paths.values()], protected)
     for folder in {path.parent for path in outputs}:
@@ -178,6 +194,17 @@ def predict_scans(
     if is_batch:
         write_summary(output, cases)
     return cases
+
+
+def _is_batch(source: Path | Sequence[Path], scans: Sequence[Scan]) -> bool:
+    """Whether an input is several scans, or a folder of scans that may become several."""
+    return isinstance(source, Path) and not (len(scans) == 1 and scans[0].path == source)
+
+
+def _outputs(output: Path, source: Path | Sequence[Path], scans: Sequence[Scan]) -> list[Path]:
+    """Choose the paths of the label maps; errors as for `output_paths`."""
+    names = [scan.name for scan in scans]
+    return output_paths(output, names, is_one_scan=not _is_batch(source, scans))
 
 
 def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:

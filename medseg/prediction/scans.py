@@ -1,14 +1,31 @@
 """Scans of an input, and the paths of their results."""
 
+from __future__ import annotations
+
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medseg.data.case_table import list_channels, named_files, read_case_table
 from medseg.errors import UserError, require
-from medseg.io.inputs import WRITTEN_SUFFIXES, case_name, input_format, list_inputs, volume_suffix
+from medseg.io.inputs import (
+    WRITTEN_SUFFIXES,
+    case_name,
+    input_format,
+    is_dicomdir,
+    list_inputs,
+    volume_suffix,
+)
 from medseg.preprocess.scale import AS_STORED, HuScale
+
+if TYPE_CHECKING:
+    from medseg.io.dicom.studies import Study
+
+# Cases that a sentence names; it counts the others.
+MAX_NAMED = 10
 
 
 class Scan(NamedTuple):
@@ -51,7 +68,7 @@ def find_scans(
     Args:
         source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         split: Only this split of a case table.
-        series: Which DICOM series the input is: a folder is then searched with all its subfolders and is one scan.
+        series: Which DICOM series of each case is taken.
         hu: HU scale of the cases that have none of their own in the table.
         labels_column: Column of the case table with references; it may be absent.
 
@@ -69,7 +86,7 @@ def find_scans(
         return [scan], dict.fromkeys(source, f"a channel of the case {scan.name}")
     if source.suffix.lower() != ".csv":
         require(split is None, f"split={split}: input={source} is not a case table; leave split out")
-        paths = list_inputs(source) if series is None else [(case_name(source), source)]
+        paths = list_inputs(source, is_dicom=series is not None)
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
     require(series is None, f"series={series}: a case table has a column series for that; fill in that column of input={source}")
@@ -82,6 +99,90 @@ def find_scans(
     require(bool(chosen), f"input={source}: no case of the table is marked split={split}; give a split of the table")
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
+
+
+class Part(NamedTuple):
+    """A study in one of the folders of an input.
+
+    Attributes:
+        scan: The folder.
+        study: The study.
+        num_studies: Number of studies in the folder.
+    """
+
+    scan: Scan
+    study: Study
+    num_studies: int
+
+
+def divide_studies(source: Path, scans: Sequence[Scan], modality: str) -> list[Scan]:
+    """Make each DICOM study one case, wherever its files lie.
+
+    A folder with one study that has no files elsewhere stays a case with its name. A folder with several becomes a
+    case for each of them; a study in several folders becomes one.
+
+    Args:
+        source: The input, a folder.
+        scans: Its scans by folder, see `find_scans`.
+        modality: Modality of the first channel, as a task names it.
+    """
+    parts: list[Part] = []
+    for scan in scans:
+        studies = _studies_of(scan, modality)
+        parts += [Part(scan, study, len(studies)) for study in studies]
+    by_scope: dict[str, list[Part]] = {}
+    for part in parts:
+        # Files without identities are told apart by their folders alone.
+        key = part.study.scope if part.study.uid else f"{part.study.scope} {part.scan.path}"
+        by_scope.setdefault(key, []).append(part)
+    if len(by_scope) == 1 and len(parts) == len(scans) > 1:
+        return [scans[0]._replace(name=case_name(source), path=source)]
+    moved = [same for same in by_scope.values() if len(same) > 1 or same[0].num_studies > 1]
+    moved_paths = {part.scan.path for same in moved for part in same}
+    divided = [scan for scan in scans if scan.path not in moved_paths]
+    names = {scan.name for scan in divided}
+    for same in moved:
+        scan, study, _ = same[0]
+        name = _study_name(study, "" if scan.path == source or len(same) > 1 else scan.name)
+        while name in names:
+            name += "_2"
+        names.add(name)
+        path = source if len(same) > 1 else scan.path
+        divided.append(scan._replace(name=name, path=path, series=f"{study.scope}:{scan.series or ''}"))
+    # Where only one is left of a folder, nothing is to be told apart.
+    return sorted(divided, key=lambda scan: scan.name) if moved else list(scans)
+
+
+def may_hold_studies(scan: Scan) -> bool:
+    """Whether a scan is a DICOM folder or medium, whose files may belong to several studies."""
+    return scan.path.is_dir() or is_dicomdir(scan.path)
+
+
+def _studies_of(scan: Scan, modality: str) -> list[Study]:
+    """List the studies of a scan that is a DICOM folder or medium; none for other scans."""
+    if not may_hold_studies(scan):
+        return []
+    # pydicom is imported only for DICOM.
+    from medseg.io.dicom.studies import find_studies
+
+    with suppress(OSError):  # the reader of the scan reports it
+        return find_studies(scan.path if scan.path.is_dir() else scan.path.parent, modality)
+    return []
+
+
+def _study_name(study: Study, folder: str) -> str:
+    """Name the case of a study after its folder, patient and date."""
+    words = [folder, *(re.sub(r"[^\w.+-]+", "_", text) for text in (study.patient, study.date))]
+    return "_".join(filter(None, words)) or "study"
+
+
+def describe_studies(scans: Sequence[Scan], before: Sequence[Scan]) -> str:
+    """Say that cases are studies instead of folders; "" where nothing was divided or joined."""
+    names = [scan.name for scan in scans if scan not in before]
+    if not names:
+        return ""
+    listed = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if names[MAX_NAMED:] else "")
+    return f"by the patients and studies in their headers the DICOM files are {len(names)} cases: {listed}"
 
 
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:

@@ -75,7 +75,7 @@ PHASES = (
 FIELDS = [
     Tag(keyword)
     for keyword in (
-    "SOPClassUID", "Modality", "PatientID", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
+    "SOPClassUID", "Modality", "PatientID", "StudyInstanceUID", "StudyDate", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
     "Rows", "Columns", "NumberOfFrames", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
     "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation",
     "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression", "ModalityLUTSequence",
@@ -93,11 +93,27 @@ class Series:
         uid: Series Instance UID; "" where it cannot be read.
         number: Series Number, or "".
         description: Series Description, or "".
+        patient: Patient ID, or "".
+        study: Study Instance UID, or "".
+        date: Study Date as DICOM writes it, `20240131`, or "".
     """
 
     uid: str = ""
     number: str = ""
     description: str = ""
+    patient: str = ""
+    study: str = ""
+    date: str = ""
+
+    @property
+    def scope(self) -> str:
+        """Patient and study, by which `series=<scope>:<number>` names them."""
+        return f"{self.patient}:{self.study}"
+
+    def is_in(self, scope: str) -> bool:
+        """Whether a scope names its patient, its study, or both; the study by UID or date."""
+        names = {self.patient, self.study, self.scope, f"{self.patient}:{self.date}"}
+        return scope in names - {"", ":"}
 
     def __str__(self) -> str:
         name = f"series {plain(self.number or self.uid)}" if self.number or self.uid else "unknown series"
@@ -142,7 +158,6 @@ class Frame:
         intercept: Added after the slope.
         has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
-        patient: Patient ID, "" where there is none.
         remarks: Sentences for the user.
     """
 
@@ -158,7 +173,6 @@ class Frame:
     intercept: float
     has_rescale: bool
     phases: tuple[str, ...]
-    patient: str
     remarks: tuple[str, ...]
 
     @property
@@ -254,9 +268,9 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             number = _text(header.get("SeriesNumber"))
             # Where the file ends within its series, only a number after the UID proves that the UID is whole.
             if number or not is_cut:
-                series = Series(
-                    _text(header.get("SeriesInstanceUID")), number, "" if is_cut else _text(header.get("SeriesDescription"))
-                )
+                keywords = ("SeriesDescription", "PatientID", "StudyInstanceUID", "StudyDate")
+                about = [] if is_cut else [_text(header.get(keyword)) for keyword in keywords]
+                series = Series(_text(header.get("SeriesInstanceUID")), number, *about)
             require(not is_cut, "the DICOM file is truncated: it ends within its header; copy or export it again.")
             if reason := _other_kind(header, modality):
                 return [NoSlice(path, series, reason)]
@@ -386,7 +400,6 @@ def _slice(
         intercept[0] if intercept else 0.0,
         slope is not None and intercept is not None,
         tuple(_text(header.get(keyword)) or _text(field_of(places, frame_keyword)) for _, keyword, frame_keyword in PHASES),
-        _text(header.get("PatientID")),
         tuple(remark for remark, applies in remarks.items() if applies),
     )
 

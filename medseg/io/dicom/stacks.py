@@ -165,6 +165,13 @@ def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Itera
                 yield NoSlice(entry, Series(), reason, is_unreadable=True)
 
 
+def _read_images(path: Path, modality: str, *, is_deep: bool) -> list[Frame | NoSlice]:
+    """Read the headers of all DICOM files at a path, and find broken ones beside them."""
+    files = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_deep))
+    images = [image for file in files for image in read_frames(file, modality)]
+    return [*images, *_broken_copies(set(files), images)]
+
+
 def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, list[str]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
@@ -173,7 +180,8 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
-        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
+        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; before it `<scope>:`
+            for the series of one patient or study, see `Series.is_in`; None for the only one.
         modality: Modality of the series, as DICOM names it; "" takes any.
 
     Returns:
@@ -183,9 +191,12 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
         UserError: If there is none, or more than one, or a file of it cannot be read.
     """
     is_folder = path.is_dir() or is_dicomdir(path)
-    files = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_folder))
-    images = [image for file in files for image in read_frames(file, modality)]
-    images += _broken_copies(set(files), images)
+    images = _read_images(path, modality, is_deep=is_folder)
+    scope, _, wanted = (wanted or "").rpartition(":")
+    if scope:
+        # A file whose series cannot be read may belong to any study.
+        images = [image for image in images if image.series.is_in(scope) or not image.series.uid]
+    wanted = wanted or None
     only_file = None if is_folder else path
     kind = f"{modality or 'scan'} series"
     stacks: list[Stack] = []
@@ -221,7 +232,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
         f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
     )
     require(bool(chosen), f"{path}: there is no series={plain(str(wanted))} among {_list(in_file, stacks)}; give one of them.")
-    num_patients = len({frame.patient for frame in chosen[0].frames} - {""})
+    num_patients = len({frame.series.patient for frame in chosen[0].frames} - {""})
     require(
         num_patients <= 1,
         f"{path}: expected a series of one patient, but its slices carry {num_patients} different Patient IDs; put the files of each patient "
@@ -257,17 +268,45 @@ def _first(texts: list[str], separator: str) -> str:
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
-    """List stacks by the value that `series=` takes, their description, number of slices and spacing (z, y, x)."""
-    uids = group_by(
-        {(stack.frames[0].series.number, stack.frames[0].series.uid) for stack in all_stacks}, lambda series: series[0]
-    )
+    """List stacks by the value that `series=` takes, and what distinguishes them.
+
+    That is patient and date, where the folder holds several studies, the description, the number of slices and
+    the spacing (z, y, x).
+    """
+    all_series = list({stack.frames[0].series.uid: stack.frames[0].series for stack in all_stacks}.values())
+    has_studies = len({series.scope for series in all_series}) > 1
     names = []
     for stack in stacks:
         first, series = stack.frames[0], stack.frames[0].series
-        is_unique = series.number and len(uids[series.number]) == 1
-        key = plain(series.number if is_unique else series.uid) + (f"/{stack.part}" if stack.part else "")
-        about = ", ".join(filter(None, (shown(series.description) if series.description else "", stack.phase)))
+        key = plain(_shortest_name(series, all_series)) + (f"/{stack.part}" if stack.part else "")
+        about = [
+            f"patient {plain(series.patient or 'unknown')}" if has_studies else "",
+            plain(written_date(series.date)) if has_studies else "",
+            # The number stands in the key where it is enough.
+            f"series {plain(series.number)}" if has_studies and series.number else "",
+            shown(series.description) if series.description else "",
+            stack.phase,
+        ]
+        words = ", ".join(filter(None, about))
         step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
         spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *first.spacing_mm))
-        names.append(f"series={key} {about + ' ' if about else ''}({len(stack.frames)} slices, {spacing} mm)")
+        size = f"({len(stack.frames)} slices, {spacing} mm)"
+        names.append(" ".join(filter(None, (f"series={key}", words, size))))
     return _first(names, "; ")
+
+
+def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
+    """Choose the shortest value of `series=` that names one series alone: its number, with patient and date, or its UID."""
+    is_typable = re.fullmatch(r"[\w.-]+", series.patient) is not None
+    scopes = ["", series.patient, f"{series.patient}:{series.date}" if series.date else ""]
+    for scope in scopes if series.number else []:
+        same = [other for other in all_series if other.number == series.number and (not scope or other.is_in(scope))]
+        if len(same) == 1 and (not scope or is_typable):
+            return f"{scope}:{series.number}" if scope else series.number
+    return series.uid
+
+
+def written_date(date: str) -> str:
+    """Write a date of DICOM, `20240131`, as `2024-01-31`; other texts stay."""
+    is_date = re.fullmatch(r"[0-9]{8}", date) is not None
+    return f"{date[:4]}-{date[4:6]}-{date[6:]}" if is_date else date
