@@ -1,0 +1,168 @@
+"""A batch of DICOM: each study is a case, wherever its files lie, and `series=` chooses inside each."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import hydra
+import numpy as np
+import pytest
+from dicom_files import save_stack
+from oracle import CoarseOracle, FineOracle, stage
+from pydicom import dcmread
+
+from medseg.commands import predict as app
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import PredictConfig
+from medseg.errors import UserError
+from medseg.io.read import read_image
+from medseg.prediction.scans import divide_studies, find_scans
+
+SIZE = "(4 slices, 2.5 x 0.8 x 0.648 mm)"
+
+
+@pytest.fixture(autouse=True)
+def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks that know the answer in place of checkpoints."""
+    networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
+    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.prediction.case.audit_channels", lambda *_: [])
+
+
+def series(folder: Path, patient: str, number: int, study: int = 1, **fields: object) -> np.ndarray:
+    """Write a CT series; its values tell it from others."""
+    key = sum(map(ord, patient))
+    rng = np.random.default_rng(key + 100 * study + number)
+    image = rng.integers(-900, 900, (4, 8, 9)).astype(np.int16)
+    own = {"PatientID": patient, "StudyDate": f"2024010{study}", "SeriesDescription": f"B{number}0f"}
+    uid = f"1.2.{key}.{study}"
+    heights_mm = [0.0, 2.5, 5.0, 7.5]
+    identity = {"uid": f"{uid}.{number}", "StudyInstanceUID": uid, "SeriesNumber": number}
+    save_stack(folder, image, heights_mm, **{**identity, **own, **fields})
+    return image
+
+
+def predict(source: Path, output: Path, *overrides: str) -> int:
+    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return app.predict(to_config(hydra.compose("predict", [*given, *overrides]), PredictConfig))
+
+
+def cases(source: Path, wanted: str | None = None) -> dict[str, np.ndarray]:
+    """Read the scan of each case of a folder."""
+    scans = divide_studies(source, find_scans(source, None, wanted)[0], "ct")
+    return {scan.name: read_image(scan.path, scan.series).array for scan in scans}
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.nii.gz"))
+
+
+def test_a_series_is_chosen_inside_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cohort, out = tmp_path / "cohort", tmp_path / "out"
+    images = {}
+    for patient in ("anna", "bert"):
+        series(cohort / patient / "CT" / "thin", patient, 2)
+        images[patient] = series(cohort / patient / "CT" / "thick", patient, 3)
+    assert predict(cohort, out) == 1
+    said = capsys.readouterr().err
+    for patient in ("anna", "bert"):
+        assert (
+            f"medseg: {patient}: {cohort / patient}: expected one CT series, but it holds 2: "
+            f"series=2 'B20f' {SIZE}; series=3 'B30f' {SIZE}; choose one with series="
+        ) in said
+    assert predict(cohort, out, "series=3") == 0
+    assert written(out) == ["anna.nii.gz", "bert.nii.gz"]
+    for patient, image in cases(cohort, "3").items():
+        assert np.array_equal(image, images[patient])
+
+
+def test_a_flat_folder_of_several_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a case; two series of one are refused with words that work when they are typed."""
+    flat, out = tmp_path / "flat", tmp_path / "out"
+    chosen = {"anna": series(flat, "anna", 3), "bert": series(flat, "bert", 3)}
+    assert {name.partition("_")[0] for name in cases(flat)} == set(chosen)
+    series(flat, "anna", 2)
+    with pytest.raises(UserError, match="the input has 2 cases, so give a folder"):
+        predict(flat, tmp_path / "o.nii.gz")
+    capsys.readouterr()
+    assert predict(flat, out) == 1
+    said = capsys.readouterr().err
+    assert (
+        f"medseg: {flat}: by the patients and studies in their headers the DICOM files are 2 cases: "
+        "anna_20240101, bert_20240101\n"
+    ) in said
+    assert f"medseg: anna_20240101: {flat}: expected one CT series, but it holds 2: series=2 'B20f'" in said
+    assert predict(flat, out, "series=3") == 0
+    assert written(out) == ["anna_20240101.nii.gz", "bert_20240101.nii.gz"]
+    for name, image in cases(flat, "3").items():
+        assert np.array_equal(image, chosen[name.partition("_")[0]])
+
+
+def test_one_scan_of_a_flat_folder_is_named_by_patient_and_number(tmp_path: Path) -> None:
+    """As the row of a case table does, in words that a person can read and type."""
+    flat = tmp_path / "flat"
+    images = {"anna:2": series(flat, "anna", 2), "7": series(flat, "anna", 7)}
+    for study in (1, 2):
+        images[f"bert:2024010{study}:2"] = series(flat, "bert", 2, study=study)
+    with pytest.raises(UserError) as caught:
+        read_image(flat)
+    assert str(caught.value) == (
+        f"{flat}: expected one CT series, but it holds 4: "
+        f"series=anna:2 patient anna, 2024-01-01, series 2, 'B20f' {SIZE}; "
+        f"series=bert:20240101:2 patient bert, 2024-01-01, series 2, 'B20f' {SIZE}; "
+        f"series=bert:20240102:2 patient bert, 2024-01-02, series 2, 'B20f' {SIZE}; "
+        f"series=7 patient anna, 2024-01-01, series 7, 'B70f' {SIZE}; "
+        "choose one with series=, or in the column series of a case table."
+    )
+    for choice, image in images.items():
+        assert np.array_equal(read_image(flat, choice).array, image)
+
+
+def test_studies_are_told_apart_by_their_headers_not_by_folders(tmp_path: Path) -> None:
+    """A patient who came twice, in one folder; a study in two folders; and one that is plain."""
+    cohort = tmp_path / "cohort"
+    series(cohort / "twice", "anna", 2, study=1)
+    series(cohort / "twice" / "later", "anna", 2, study=2)
+    series(cohort / "plain", "bert", 2)
+    whole = series(tmp_path / "x", "carl", 2)
+    for number, file in enumerate(sorted((tmp_path / "x").iterdir())):
+        folder = cohort / f"ST{number % 2}"
+        folder.mkdir(exist_ok=True)
+        file.rename(folder / file.name)
+    images = cases(cohort)
+    assert list(images) == ["carl_20240101", "plain", "twice_anna_20240101", "twice_anna_20240102"]
+    assert np.array_equal(images["carl_20240101"], whole)
+
+
+def test_a_study_in_subfolders_is_one_case_named_after_the_input(tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    series(study / "a", "anna", 2)
+    image = series(study / "b", "anna", 3)
+    (only,) = cases(study, "3").items()
+    assert only[0] == "study"
+    assert np.array_equal(only[1], image)
+    with pytest.raises(UserError, match="expected one CT series, but it holds 2"):
+        cases(study)
+
+
+def test_what_is_no_scan_makes_no_case(tmp_path: Path) -> None:
+    """An MR and a localiser: other studies of the patient that hold nothing to segment."""
+    cohort = tmp_path / "cohort"
+    series(cohort / "anna", "anna", 2)
+    series(cohort / "anna" / "mr", "anna", 3, study=2, Modality="MR")
+    series(cohort / "anna" / "scout", "anna", 4, study=3, ImageType="ORIGINAL\\PRIMARY\\LOCALIZER")
+    assert list(cases(cohort)) == ["anna"]
+
+
+def test_files_without_identities_stay_apart(tmp_path: Path) -> None:
+    cohort = tmp_path / "cohort"
+    series(cohort / "a", "anna", 2)
+    for file in cohort.rglob("*.dcm"):
+        dataset = dcmread(file)
+        dataset.PatientID = dataset.StudyInstanceUID = ""
+        dataset.save_as(file)
+    shutil.copytree(cohort / "a", cohort / "b")
+    assert list(cases(cohort)) == ["a", "b"]
