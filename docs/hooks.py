@@ -2,8 +2,8 @@
 
 import posixpath
 import re
-import subprocess
-import sys
+from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,10 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbformat import NotebookNode
+
+from medseg.commands.entry import COMMANDS, compose
+from medseg.config.help import Group, Key, list_keys, value_text
+from medseg.config.schema import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # File of the repository to its page; the files of docs/ are pages anyway.
@@ -30,8 +34,9 @@ PAGES = {
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
-# Commands whose keys are listed; the others take the keys of `train` and a few of their own.
-COMMANDS = ("train", "predict", "evaluate", "export", "import")
+# A code block, whose text is copied and must stay what the source says.
+PRE = re.compile(r"(<pre\b.*?</pre>)", re.DOTALL)
+INLINE_CODE = re.compile(r"(?<=<code>)[^<]+")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -70,8 +75,14 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let long names in tables break after their signs, so that columns stay narrow."""
-    return re.sub(r"(?<!</span>)(?<=<code>)[^<]+", lambda text: re.sub(r"([_.=/,])(?=\w)", r"\1<wbr>", text[0]), html)
+    """Let long names in tables break after their signs, so that columns stay narrow; code blocks stay as written."""
+    parts = PRE.split(html)
+    parts[::2] = [INLINE_CODE.sub(_breakable, part) for part in parts[::2]]  # the odd ones are code blocks
+    return "".join(parts)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return re.sub(r"([_.=/,])(?=\w)", r"\1<wbr>", code[0])
 
 
 def notebook_page(notebook: NotebookNode) -> str:
@@ -84,15 +95,54 @@ def notebook_page(notebook: NotebookNode) -> str:
 
 
 def keys_page() -> str:
-    """List every key of the main commands, as `medseg <command> --help` prints it."""
+    """Write a table of the keys of each command, with an anchor `<command>.<key>` for each."""
+    trained, groups = compose("train")
+    shared = {entry.name: _row_cells(entry) for entry in list_keys(TrainConfig, trained, groups)}
     lines = [
         "# Every key",
         "",
-        "The keys of the main commands with their default, type, range and meaning, as `medseg <command> --help` prints them. Commands that are not listed take the keys of",
-        "`train` and a few of their own.",
+        "Type a key as `key=value`; `medseg <command> --help` prints the same with the current values. "
+        "A row can be linked: its name is the link. `???` must be given.",
     ]
-    for command in COMMANDS:
-        arguments = [sys.executable, "-m", "medseg.commands.cli", command, "--help"]
-        printed = subprocess.run(arguments, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout
-        lines += ["", f"## medseg {command}", "", "```text", *printed.splitlines(), "```"]
+    for command, (schema, _, sentence) in COMMANDS.items():
+        entries = list(list_keys(schema, *compose(command)))
+        lines += ["", f"## medseg {command} {{ #{command} }}", "", f"{sentence[0].upper()}{sentence[1:]}."]
+        if issubclass(schema, TrainConfig) and schema is not TrainConfig:
+            lines += ["", "It takes [every key of `train`](#train) too; these are its own, or have another default:"]
+            entries = [entry for entry in entries if shared.get(entry.name) != _row_cells(entry)]
+        lines += ["", *_key_tables(command, entries)]
     return "\n".join(lines)
+
+
+def _key_tables(command: str, entries: Sequence[Key | Group]) -> Iterator[str]:
+    """Write the keys as HTML tables, each group with its headline above."""
+    is_open = False
+    for entry in entries:
+        if isinstance(entry, Group) or not is_open:
+            if is_open:
+                yield "</tbody></table>\n"
+            if isinstance(entry, Group):
+                anchor = f"{command}.{entry.name}"
+                yield f"### {entry.name} {{ #{anchor} }}\n\n{escape(entry.sentence)}{_choices(entry)}\n"
+            yield '<table class="keys"><thead><tr><th>key</th><th>default</th><th>type</th><th>meaning</th></tr></thead><tbody>'
+            is_open = True
+        if isinstance(entry, Key):
+            anchor, (value, kind, meaning) = escape(f"{command}.{entry.name}"), _row_cells(entry)
+            yield (
+                f'<tr id="{anchor}"><td><a href="#{anchor}"><code>{escape(entry.name)}</code></a></td>'
+                f"<td><code>{value}</code></td><td>{kind}</td><td>{meaning}</td></tr>"
+            )
+    if is_open:
+        yield "</tbody></table>"
+
+
+def _row_cells(entry: Key | Group) -> tuple[str, ...]:
+    """Write default, type and meaning of a key; the sentence of a group."""
+    if isinstance(entry, Group):
+        return (entry.sentence, *entry.choices)
+    return escape(value_text(entry.value)), escape(entry.type_text()), escape(entry.knob.sentence) + _choices(entry)
+
+
+def _choices(entry: Key | Group) -> str:
+    """List the files that may be chosen."""
+    return f" One of {', '.join(f'<code>{name}</code>' for name in entry.choices)}." if entry.choices else ""

@@ -184,7 +184,15 @@ def predict_on_ray(
         )
         arguments = (os.getcwd(), loading, overwrite, wanted, len(cases))
         num_actors = min(options.num_actors or room, math.ceil(len(cases) / CASES_PER_ACTOR))
-        _Cohort(ray, make, arguments, options.retries, lambda name: on_begin(name, len(cases)), on_end).run(cases, num_actors)
+        own_node = ray.get_runtime_context().get_node_id()
+
+        def is_lost() -> bool:
+            """Whether Ray has declared the node of this process dead: no actor would start any more."""
+            alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+            return own_node not in alive
+
+        cohort = _Cohort(ray, make, arguments, options.retries, lambda name: on_begin(name, len(cases)), on_end, is_lost)
+        cohort.run(cases, num_actors)
     finally:
         ray.shutdown()
 
@@ -200,9 +208,10 @@ class _Cohort:
         retries: int,
         on_begin: Callable[[str], None],
         on_end: Callable[[BatchCase], None],
+        is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.ray, self.make, self.arguments, self.retries = ray, make, arguments, retries
-        self.on_begin, self.on_end = on_begin, on_end
+        self.on_begin, self.on_end, self.is_lost = on_begin, on_end, is_lost
         self.actors: list[Any] = []  # those that have loaded the weights
         self.starting: dict[Any, Any] = {}  # reference of `load` to its actor
         self.running: dict[Any, tuple[Any, BatchCase]] = {}  # reference of `predict` to its actor and case
@@ -217,6 +226,10 @@ class _Cohort:
             self.start()
         while self.waiting or self.running:
             done, _ = self.ray.wait([*self.running, *self.starting], num_returns=1, timeout=WAIT_S)
+            # Asked before the outcomes are looked at: they would count as deaths of actors, and others be started.
+            if self.is_lost():
+                self.give_up()
+                return
             if not done and not self.running:
                 say("engine=ray: waiting until the cluster has room for an actor")
             for reference in done:
@@ -225,6 +238,19 @@ class _Cohort:
                 elif reference in self.running:
                     self.ended(reference)
             self.fill()
+
+    def give_up(self) -> None:
+        """Let the cases that have no outcome fail, each with a sentence: the cluster is gone."""
+        unfinished = [*(case for _, case in self.running.values()), *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        for case in unfinished:
+            case.exit_code = EXIT_FAILED
+            case.messages = [
+                "not segmented: the cluster has lost the node of this command, as where memory is full or a machine "
+                "is switched off; give the same command again, which keeps what is finished"
+            ]
+            self.on_end(case)
 
     def start(self) -> None:
         """Ask for an actor; Ray places it when a node has room."""

@@ -11,6 +11,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from medseg.commands.entry import COMMANDS, compose
+from medseg.config.help import list_keys
+from medseg.config.schema import TrainConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 # Attributes that a browser follows by itself.
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src")}
@@ -76,6 +80,60 @@ def test_no_markdown_is_left_in_the_pages(site: Path) -> None:
         text = re.sub(r"<[^>]+>", "", body)
         left = re.findall(r"^\s*\|.*\|\s*$|^\s*\* .*|\]\([^)]*\)|\*\*\w[^*]*\*\*|`[^`\n]+`", text, re.MULTILINE)
         assert not left, f"{path.relative_to(site)}: {left[:3]}"
+
+
+class CodeBlocks(HTMLParser):
+    """Text of each code block of a page, and the tags inside them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.depth = 0
+        self.texts: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "pre":
+            self.depth += 1
+            self.texts.append("")
+        elif self.depth:
+            self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.depth -= tag == "pre"
+
+    def handle_data(self, data: str) -> None:
+        if self.depth:
+            self.texts[-1] += data
+
+
+@pytest.mark.slow
+def test_a_code_block_is_what_its_source_says(site: Path) -> None:
+    """What is copied from a page can be pasted."""
+    num_blocks = 0
+    for source in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        name = "index.html" if source.name == "README.md" else f"{source.stem}/index.html"
+        page = CodeBlocks((site / name).read_text(encoding="utf-8"))
+        assert page.tags <= {"code", "span", "a"}, f"{name}: {page.tags}"
+        text = "\n".join(line.strip() for line in source.read_text(encoding="utf-8").splitlines())
+        for block in page.texts:
+            if source.name != "api.md":  # signatures are made from the code
+                lines = "\n".join(line.strip() for line in block.strip().splitlines())
+                assert lines in text, f"{name}: {block}"
+                num_blocks += 1
+    assert num_blocks >= 100
+
+
+@pytest.mark.slow
+def test_every_key_of_every_command_has_an_anchor(site: Path) -> None:
+    page = Links((site / "keys" / "index.html").read_text(encoding="utf-8"))
+    trained = {entry.name for entry in list_keys(TrainConfig, *compose("train"))}
+    for command, (schema, *_) in COMMANDS.items():
+        assert command in page.anchors
+        names = {entry.name for entry in list_keys(schema, *compose(command))}
+        own = names - trained if issubclass(schema, TrainConfig) and command != "train" else names
+        missing = {f"{command}.{name}" for name in own} - page.anchors
+        assert not missing
 
 
 def test_the_readme_is_short() -> None:

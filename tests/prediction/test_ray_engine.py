@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +163,74 @@ def test_a_case_that_ends_every_actor_fails_alone(num_actors: int) -> None:
     failed = [case for case in cases if case.exit_code]
     assert [case.scan.name for case in failed] == ["case5"]
     assert "its actor died 4 times (The actor died.); give actors more memory with ray.memory_gib" in failed[0].messages
+
+
+def test_a_cluster_without_its_node_ends_with_the_remaining_cases_named() -> None:
+    """Ray reports the actors as dead, takes requests for others, and never starts them."""
+    fake = FakeRay(lambda *_: False)
+    cases = [BatchCase(Scan(f"case{number}", Path("x")), Path("y")) for number in range(NUM_SCANS)]
+    ended: list[str] = []
+    cohort = ray_engine._Cohort(
+        fake,
+        fake,
+        (),
+        2,
+        lambda _: None,
+        lambda case: ended.append(case.scan.name),
+        is_lost=lambda: len(fake.written) == 7,
+    )
+    cohort.run(cases, 3)
+    assert sorted(ended) == sorted(case.scan.name for case in cases)
+    lost = [case for case in cases if case.exit_code]
+    assert len(lost) == NUM_SCANS - 7
+    assert all("give the same command again" in case.messages[0] for case in lost)
+
+
+LOST_NODE = """
+import os, sys, threading, time
+from pathlib import Path
+import psutil
+
+output = Path(sys.argv[1])
+
+def kill_raylet():
+    while not list(output.glob("*.json")):
+        time.sleep(0.1)
+    for process in psutil.Process().children(recursive=True):
+        if process.name() == "raylet":
+            process.kill()
+
+threading.Thread(target=kill_raylet, daemon=True).start()
+sys.argv = ["medseg", "predict", *sys.argv[2:]]
+from medseg.commands.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_raylet_that_is_killed_ends_the_command_and_a_repeat_goes_on(
+    checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    output = tmp_path / "out"
+    output.mkdir()
+    given = [f"input={scans}", f"output={output}", f"coarse={checkpoint}", "engine=ray", "precision=fp32"]
+    given += ["ray.num_actors=1", "ray.memory_gib=0.5"]
+    first = subprocess.run(
+        [sys.executable, "-c", LOST_NODE, str(output), *given],
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=240,
+    )
+    assert first.returncode == 1, first.stderr
+    num_finished = len(list(output.glob("*.json")))
+    assert 0 < num_finished < NUM_SCANS
+    num_lost = first.stderr.count("not segmented: the cluster has lost the node")
+    assert num_lost >= NUM_SCANS - num_finished
+    assert predict(*given) == 0
+    assert len(list(output.glob("*.json"))) == NUM_SCANS
 
 
 def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
