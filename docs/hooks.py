@@ -123,7 +123,7 @@ def _key_tables(command: str, entries: Sequence[Key | Group]) -> Iterator[str]:
                 yield "</tbody></table>\n"
             if isinstance(entry, Group):
                 anchor = f"{command}.{entry.name}"
-                yield f"### {entry.name} {{ #{anchor} }}\n\n{escape(entry.sentence)}{_choices(entry)}\n"
+                yield f"### {entry.name} {{ #{anchor} }}\n\n{_prose(entry.sentence)}{_choices(entry)}\n"
             yield '<table class="keys"><thead><tr><th>key</th><th>default</th><th>type</th><th>meaning</th></tr></thead><tbody>'
             is_open = True
         if isinstance(entry, Key):
@@ -140,7 +140,12 @@ def _row_cells(entry: Key | Group) -> tuple[str, ...]:
     """Write default, type and meaning of a key; the sentence of a group."""
     if isinstance(entry, Group):
         return (entry.sentence, *entry.choices)
-    return escape(value_text(entry.value)), escape(entry.type_text()), escape(entry.knob.sentence) + _choices(entry)
+    return escape(value_text(entry.value)), escape(entry.type_text()), _prose(entry.knob.sentence) + _choices(entry)
+
+
+def _prose(text: str) -> str:
+    """Write a sentence of the schema as HTML; what stands in backticks is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _choices(entry: Key | Group) -> str:
