@@ -6,13 +6,15 @@ least the stated probability, every region of the new patient reaches its bound 
 random choice of the calibration patients as well as of the new patient. Here each patient of the calibration was segmented by the
 networks of the cross-validation that were trained without that patient, while new patients are segmented by networks that were
 trained on all patients of the calibration: the bound holds if these networks are no worse. It covers only regions that the scan
-really shows, and says nothing about missed or false regions. Scans of one patient are not independent, so a patient counts once,
-with the worst of its regions.
+really shows, and says nothing about missed or false regions. Nor does it cover a region to which parts of the coarse stage were
+added: what one stage alone says has no second stage to agree with. Scans of one patient are not independent, so a patient counts
+once, with the worst of its regions.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 # Full agreement leaves this much room for an error, so that the bound does not rest on the last thousandth of it.
 OFFSET = 0.02
@@ -44,6 +46,50 @@ class DiceBound:
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
         return max(0.0, 1.0 - self.factor * (1.0 - agreement + self.offset))
+
+    def stated(self, agreement: float) -> "StatedBound":
+        """State the bound of a region whose stages agree this much, rounded down to four digits."""
+        return StatedBound(_rounded_down(self.at(agreement), 4), self.level, self.num_patients)
+
+
+@dataclass(frozen=True)
+class StatedBound:
+    """Lower bound on the Dice coefficient of one region of one scan, as `<case>.json` holds it.
+
+    Attributes:
+        value: Dice coefficient that the region reaches, in [0, 1].
+        level: Share of patients whose regions all reach their bounds, in (0, 1).
+        patients: Patients of the calibration.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+
+    value: float
+    level: float
+    patients: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.value <= 1 and 0 < self.level < 1 and self.patients >= 1):
+            raise ValueError(f"expected a value in [0, 1], a level in (0, 1) and a patient, got {self}")
+
+    def __str__(self) -> str:
+        """Say the bound to a reader.
+
+        Example:
+            >>> str(StatedBound(0.9871, 0.9, 26)), str(StatedBound(0.5, 0.95, 1))
+            ('at least 0.98 in 9 of 10 patients (26 patients)', 'at least 0.50 in 19 of 20 patients (1 patient)')
+        """
+        share = Fraction(self.level).limit_denominator(10_000)
+        calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"
+        least = f"at least {_rounded_down(self.value, 2):.2f}"
+        return f"{least} in {share.numerator} of {share.denominator} patients ({calibrated_on})"
+
+
+def _rounded_down(value: float, digits: int) -> float:
+    """Round down, but not from 0.57 to 0.56 for the binary form of the number."""
+    scale = 10**digits
+    return math.floor(round(scale * value, 6)) / scale
 
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]

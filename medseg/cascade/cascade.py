@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from medseg.cascade.additions import add_coarse_parts
-from medseg.cascade.bound import DiceBound
+from medseg.cascade.bound import DiceBound, StatedBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import MIN_REPORTED_ML, Localisation, localise, predict_body, stacked
 from medseg.cascade.plausibility import (
@@ -76,7 +76,8 @@ class Segmentation:
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
         added_ml: Volume by region that only the coarse stage finds and that was added, see `medseg.cascade.additions`; without zeros.
-        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`; empty for stages without one.
+        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`. Absent are regions to which
+            anything was added, and all regions where the stages were not calibrated together.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
         statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone leaves it empty.
@@ -94,7 +95,7 @@ class Segmentation:
     distortions: dict[str, float] = field(default_factory=dict)
     agreements: dict[str, float] = field(default_factory=dict)
     added_ml: dict[str, float] = field(default_factory=dict)
-    dice_at_least: dict[str, float] = field(default_factory=dict)
+    dice_at_least: dict[str, StatedBound] = field(default_factory=dict)
     status: str = "ok"
     most_disputed_xyz_mm: tuple[float, ...] | None = None
     statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -207,14 +208,15 @@ class Cascade:
                 result.agreements = agreement(found.labels, found.grid, labels, grid, regions, added)
                 result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid, added)
                 result.added_ml = added_volumes(found.grid, labels, grid, regions, added)
+        # Read now: the next step forgets what was added to the regions that it removes, and regions may share a label.
+        changed_labels = {label for region in task.regions if region.name in result.added_ml for label in region.labels}
         _remove_contradictions(result, labels, first, task, options)
         result.warnings += [
             f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: check the result"
             for name, volume_ml in result.added_ml.items()
             if volume_ml >= MIN_REPORTED_ML
         ]
-        if (bound := self.dice_bound) is not None:
-            result.dice_at_least = {name: bound.at(agreed) for name, agreed in result.agreements.items() if name in result.boxes}
+        result.dice_at_least = self._stated_bounds(result, changed_labels)
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
             result.warnings.append("no label found at all: the result is empty; check that the scan shows the organs of the task")
         result.warnings += volume_warnings(result.volumes_ml, labels, task)
@@ -226,6 +228,23 @@ class Cascade:
         if self.last.has_views(options):
             result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
+
+    def _stated_bounds(self, result: Segmentation, changed_labels: set[str]) -> dict[str, StatedBound]:
+        """State the bound of each region that was found and to which nothing was added.
+
+        Args:
+            result: Volumes, boxes and agreements after the removal of contradictions.
+            changed_labels: Labels to which parts of the coarse stage were added.
+        """
+        bounds: dict[str, StatedBound] = {}
+        if self.dice_bound is None:
+            return bounds
+        for region in self.coarse.task.regions:
+            is_empty = not any(result.volumes_ml[label] for label in region.labels)
+            if region.name not in result.boxes or is_empty or not changed_labels.isdisjoint(region.labels):
+                continue
+            bounds[region.name] = self.dice_bound.stated(result.agreements[region.name])
+        return bounds
 
     def within(self, budget_gib: float) -> "Cascade":
         """Return the same cascade with a bound on the memory of a network pass."""

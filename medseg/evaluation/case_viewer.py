@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from medseg.cascade.bound import StatedBound
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
@@ -40,7 +41,7 @@ class CaseReport(NamedTuple):
     warnings: Sequence[str] = ()
     agreements: Mapping[str, float] = {}
     most_disputed_xyz_mm: Sequence[float] | None = None
-    dice_at_least: Mapping[str, float] = {}
+    dice_at_least: Mapping[str, StatedBound] = {}
 
 
 def pack_case(
@@ -111,7 +112,7 @@ def write_case_viewer(
         {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
         report.agreements,
         USUAL_AGREEMENT,
-        report.dice_at_least,
+        {region: str(bound) for region, bound in report.dice_at_least.items()},
         {name: point for name, point in places.items() if point is not None},
     )
     write_viewer(path, packed.volumes, words, structures_of(task), task.channels[0].window_hu, is_ct=task.is_ct)

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
+from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
 from medseg.report.cases import Files, render_cases
@@ -82,6 +83,7 @@ def write_page(
     statistics: Sequence[Row],
     viewers: Mapping[str, Path],
     prediction_viewers: Mapping[str, Path],
+    bounds: Mapping[str, Mapping[str, StatedBound]],
     output: Path,
     num_pictures: int,
     progress: Callable[[str], None],
@@ -99,6 +101,7 @@ def write_page(
         statistics: Statistics over all trusts.
         viewers: Case to its viewer with the reference.
         prediction_viewers: Case to the viewer that `predict` wrote beside the label map.
+        bounds: Case to the bound on Dice that its prediction states for each region.
         output: Folder to write to.
         num_pictures: Largest number of overlays inside the page.
         progress: Takes each line for the console.
@@ -124,7 +127,9 @@ def write_page(
         picture = overlays / f"{case}.png" if overlays else None
         picture = picture if picture and picture.is_file() else None
         linked = picture, viewers.get(case), prediction_viewers.get(case)
-        files[case] = Files(picture, *(_link(path, output) if path else "" for path in linked))
+        links = [_link(path, output) if path else "" for path in linked]
+        sentences = {region: str(bound) for region, bound in bounds.get(case, {}).items()}
+        files[case] = Files(picture, *links, dice_at_least=sentences)
     page = render_cases(
         rows,
         statistics,

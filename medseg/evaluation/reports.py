@@ -1,8 +1,11 @@
 """Reports of predictions: time and memory, warnings and the path of the scan, read from `<case>.json` beside a label map."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from medseg.cascade.bound import StatedBound
 from medseg.data.case_table import Case
 from medseg.data.task import Task
 from medseg.errors import UserError, require
@@ -58,10 +61,22 @@ def read_words(prediction: Path) -> CaseReport:
             [str(text) for text in report["warnings"]],
             {str(name): float(dice) for name, dice in report["agreements"].items()},
             None if place is None else [float(x) for x in place],
-            {str(name): float(dice) for name, dice in report.get("dice_at_least", {}).items()},  # absent from older reports
+            read_bounds(report),
         )
     except _NO_REPORT:
         return CaseReport()
+
+
+def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
+    """Read the lower bounds on Dice of a report, by region; empty where there are none.
+
+    Reports of older versions hold bare numbers without level and patients, also for regions with additions. They state no bound, nor
+    does a damaged entry.
+    """
+    try:
+        return {str(region): StatedBound(**entry) for region, entry in report["dice_at_least"].items()}
+    except _NO_REPORT:
+        return {}
 
 
 def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from medseg.cascade.bound import StatedBound
 from medseg.data.task import LabelValues, Region, Task
 from medseg.errors import UserError, require
 from medseg.evaluation.case_viewer import SUFFIX
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair, some_of
 from medseg.evaluation.page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.evaluation.pictures import draw_overlay, write_viewers
-from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, scan_of
+from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
 from medseg.metrics.scores import score_region
@@ -139,7 +140,8 @@ def evaluate_folder(
         if overlays:
             viewers = write_viewers(summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers)
         found = {name: path for name, (files, _) in pairs.items() if (path := beside(files[0], SUFFIX)).is_file()}
-        _write_page(summary, viewers, found, output, overlays, num_pictures, baseline, baseline_rows, progress)
+        bounds = {name: read_words(files[0]).dice_at_least for name, (files, _) in pairs.items()}
+        _write_page(summary, viewers, found, bounds, output, overlays, num_pictures, baseline, baseline_rows, progress)
     progress(f"written to {output}")
     if summary.without_prediction:
         progress(
@@ -271,6 +273,7 @@ def _write_page(
     summary: EvaluationSummary,
     viewers: Mapping[str, Path],
     prediction_viewers: Mapping[str, Path],
+    bounds: Mapping[str, Mapping[str, StatedBound]],
     output: Path,
     overlays: Path | None,
     num_pictures: int,
@@ -284,6 +287,7 @@ def _write_page(
         [one for one in summary.statistics if one["trust"] == ALL],
         viewers,
         prediction_viewers,
+        bounds,
         output,
         num_pictures,
         progress,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from medseg.io.label_table import Structure
-from medseg.pictures.overlay import Canvas, draw_marks, grey_range
+from medseg.pictures.overlay import TEXT, Canvas, draw_marks, grey_range
 from medseg.pictures.plots import shortened, write_png
 
 MAX_LONG = 6
@@ -74,8 +74,9 @@ def draw_preview(
     figures: Mapping[int, str],
     warnings: Sequence[str],
     window: tuple[float, float] | None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Draw the slices side by side, the labels with their figures and the warnings below.
+    """Draw the slices side by side, the labels with their figures, the notes and the warnings below.
 
     Args:
         slices: From `cut_slices`.
@@ -85,6 +86,7 @@ def draw_preview(
         figures: Label value to its figures in words.
         warnings: Sentences of the report.
         window: Values that are drawn black and white; None takes percentiles.
+        notes: Further sentences, above the warnings.
 
     Raises:
         UserError: If the file cannot be written.
@@ -101,7 +103,7 @@ def draw_preview(
     top, bottom = _HEADER_PX, _HEADER_PX + max(rows for rows, _ in sizes)
     num_columns = 1 if len(structures) <= MAX_LONG else 3
     label_rows = -(-len(structures) // num_columns)
-    canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * (label_rows + len(lines)) + 24)
+    canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * (label_rows + len(notes) + len(lines)) + 24)
     canvas.write(12, _HEADER_PX / 2, shortened(title, _MAX_TITLE), fontsize=14, fontweight="bold", va="center")
     left = (_WIDTH_PX - sum(columns for _, columns in sizes) - _GAP_PX * (len(slices) - 1)) / 2
     range_values = grey_range(np.concatenate([one.image.ravel() for one in slices]), window)
@@ -124,8 +126,8 @@ def draw_preview(
         x, y = 12 + column * _WIDTH_PX / num_columns, bottom + 24 + _LINE_PX * row
         canvas.write(x, y, shortened(entry.name.replace("_", " "), 28), color=entry.colour, fontsize=10, fontweight="bold")
         canvas.write(x + 190, y, figures.get(entry.value, ""), fontsize=10)
-    for number, line in enumerate(lines):
-        canvas.write(
-            12, bottom + 32 + _LINE_PX * (label_rows + number), line, fontsize=10, color="#fbbf24" if warnings else "#86efac"
-        )
+    colour = "#fbbf24" if warnings else "#86efac"
+    below_labels = [(note, TEXT) for note in notes] + [(line, colour) for line in lines]
+    for number, (line, line_colour) in enumerate(below_labels, start=label_rows):
+        canvas.write(12, bottom + 32 + _LINE_PX * number, line, fontsize=10, color=line_colour)
     write_png(canvas.figure, path)

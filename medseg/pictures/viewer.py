@@ -156,7 +156,7 @@ class ViewerWords:
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient of the two stages.
         usual_agreement: Smaller coefficients are marked.
-        dice_at_least: Region to a lower bound on its Dice coefficient with a reference.
+        dice_at_least: Region to the sentence about the lower bound on its Dice coefficient with a reference.
         places: What a key jumps to: name to world point (LPS) in mm.
     """
 
@@ -167,7 +167,7 @@ class ViewerWords:
     rows: Mapping[int, Sequence[str]]
     agreements: Mapping[str, float]
     usual_agreement: float
-    dice_at_least: Mapping[str, float]
+    dice_at_least: Mapping[str, str]
     places: Mapping[str, Sequence[float]]
 
 

@@ -13,10 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from medseg.cascade.bound import StatedBound
 from medseg.cascade.cascade import Cascade, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.console import say
+from medseg.data.task import Task
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
+from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable
 from medseg.io.read import read_grid
@@ -55,7 +58,7 @@ SUMMARY_FILE = "summary.csv"
 # First columns of the table of the same name that `evaluate` writes.
 SCORES = ("region", "trust", "metric")
 # Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see `label_statistics` for the figures.
-SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "warnings")
+SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "dice_at_least", "warnings")
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
 # With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not be read twice.
@@ -182,7 +185,7 @@ def predict_scans(
         require(not is_shared, "engine=ray distributes scans by itself; start the command without torchrun")
         elsewhere(cases, cascades[0].cascade)
         if is_batch:
-            write_summary(output, cases)
+            write_summary(output, cases, task)
         return cases
     shares = share_memory(inference.get("max_ram_gib"))  # of what the loaded weights leave
     cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
@@ -192,7 +195,7 @@ def predict_scans(
     with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
     if is_batch:
-        write_summary(output, cases)
+        write_summary(output, cases, task)
     return cases
 
 
@@ -207,10 +210,15 @@ def _outputs(output: Path, source: Path | Sequence[Path], scans: Sequence[Scan])
     return output_paths(output, names, is_one_scan=not _is_batch(source, scans))
 
 
-def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
+def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
     """Write `summary.csv`: a row for each case and label, and one for a case that failed.
 
     Rows of cases that earlier predictions wrote into the folder stay.
+
+    Args:
+        folder: Folder of the results.
+        cases: Cases with their outcomes.
+        task: Its regions tell which bound on Dice belongs to a label.
 
     Raises:
         UserError: If the file cannot be written, unless cases have failed already, such as on a full disk, which the command reports.
@@ -226,10 +234,10 @@ def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
         )
         volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
         figures = report.get("statistics", {})
-        rows += [
-            {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml, **status}
-            for label, volume_ml in volumes.items()
-        ]
+        bounds = read_bounds({} if case.exit_code else report)
+        for label, volume_ml in volumes.items():
+            row = {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml, **status}
+            rows.append({**row, "dice_at_least": _bound_of(label, bounds, task)})
     with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(), locked_folder(folder):
         try:
             known = read_csv(path)
@@ -238,6 +246,16 @@ def write_summary(folder: Path, cases: Sequence[BatchCase]) -> None:
         own = {case.scan.name for case in cases}
         kept = [row for row in known if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own]
         write_csv(path, [*kept, *rows], SUMMARY)
+
+
+def _bound_of(label: str, bounds: Mapping[str, StatedBound], task: Task) -> str:
+    """Say the bounds on Dice of the regions of a label; a region of another name than the label is named."""
+    sentences = []
+    for region in task.regions:
+        if label in region.labels and region.name in bounds:
+            name = "" if region.name == label else f"{region.name} "
+            sentences.append(f"{name}{bounds[region.name]}")
+    return " | ".join(sentences)
 
 
 def is_under_torchrun() -> bool:

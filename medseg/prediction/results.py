@@ -231,4 +231,5 @@ def _write_preview(path: Path, result: Segmentation, views: Views, task: Task, s
         figures,
         result.warnings,
         task.channels[0].window_hu,
+        [f"{region.replace('_', ' ')}: Dice {bound}" for region, bound in result.dice_at_least.items()],
     )

@@ -26,12 +26,14 @@ class Files(NamedTuple):
         picture_link: Address of the overlay relative to the page.
         viewer_link: Address of the viewer with the reference relative to the page, or "".
         prediction_link: Address of the viewer that the prediction wrote, or "".
+        dice_at_least: Region to the sentence about the lower bound on its Dice that the prediction states.
     """
 
     picture: Path | None
     picture_link: str
     viewer_link: str
     prediction_link: str = ""
+    dice_at_least: Mapping[str, str] = {}
 
 
 def render_cases(

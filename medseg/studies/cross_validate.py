@@ -118,7 +118,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
     run_steps(list(dict.fromkeys(map(tuple, steps))))
     rows = fold_rows(scored, output, task, values)
     write_rows(rows, output, groups)
-    write_bound([row for row in rows if row["case"] in groups[""]], {name: case for name, (_, case) in scored.items()}, config)
+    # `predict` states no bound for a region to which anything was added, so these do not calibrate it.
+    bound_rows = [row for row in rows if row["case"] in groups[""] and not row["added_ml"]]
+    write_bound(bound_rows, {name: case for name, (_, case) in scored.items()}, config)
     print((output / "folds.md").read_text(encoding="utf-8"))
     return 0
 
@@ -159,6 +161,7 @@ def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, 
                 "trust": score["trust"],
                 **{metric: float(score[metric]) for metric in METRICS},
                 "agreement": report["agreements"].get(region) if region in report["boxes"] else None,
+                "added_ml": report["added_ml"].get(region, 0.0),
                 "share_in_crop": share_in_crop(case, region_values, report["boxes"].get(region)),
                 "total_s": round(report["durations_s"]["total"], 1),
             }

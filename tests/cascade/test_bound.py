@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medseg.cascade.bound import DiceBound, calibrate, count_covered
+from medseg.cascade.bound import DiceBound, StatedBound, calibrate, count_covered
 
 
 def patients(count: int, rng: np.random.Generator) -> dict[str, list[tuple[float, float]]]:
@@ -65,3 +65,31 @@ def test_a_bound_has_the_offset_of_its_calibration() -> None:
         assert bound.at(1.0) == pytest.approx(1 - 2 * offset)
         assert bound.at(0.99) == pytest.approx(bound.at(1.0) - 0.02)
     assert DiceBound(factor=10.0, level=0.9, num_patients=26).at(0.5) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("level", "num_patients", "sentence"),
+    [
+        (0.9, 26, "at least 0.57 in 9 of 10 patients (26 patients)"),
+        (0.95, 19, "at least 0.57 in 19 of 20 patients (19 patients)"),
+        (0.999, 1, "at least 0.57 in 999 of 1000 patients (1 patient)"),
+    ],
+)
+def test_a_stated_bound_says_the_level_and_the_patients_of_its_calibration(
+    level: float, num_patients: int, sentence: str
+) -> None:
+    bound = DiceBound(0.43, level, num_patients, offset=1.0).stated(1.0)
+    assert (bound.value, bound.level, bound.patients) == (0.57, level, num_patients)
+    assert str(bound) == sentence
+
+
+def test_a_stated_bound_is_never_rounded_up() -> None:
+    bound = DiceBound(1.0, 0.9, 26, offset=0.00009).stated(1.0)
+    assert bound.value == 0.9999
+    assert str(bound).startswith("at least 0.99 in")
+
+
+@pytest.mark.parametrize("numbers", [(1.1, 0.9, 26), (0.9, 1.0, 26), (0.9, 0.9, 0)])
+def test_a_bound_that_no_calibration_gives_is_refused(numbers: tuple[float, float, int]) -> None:
+    with pytest.raises(ValueError, match="expected a value"):
+        StatedBound(*numbers)

@@ -239,10 +239,54 @@ def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
         return Cascade(*stages).segment(volume)
 
     result = segment(bound, DiceBound(0.5, 0.9, 20))
-    assert result.dice_at_least == {name: bound.at(agreed) for name, agreed in result.agreements.items()}
-    assert result.dice_at_least["right_lung"] <= dice(result.labels == 2, target == 2)
+    assert result.dice_at_least == {name: bound.stated(agreed) for name, agreed in result.agreements.items()}
+    assert result.dice_at_least["right_lung"].value <= dice(result.labels == 2, target == 2)
     for others in ((bound, None), (None, None), (bound, DiceBound(0.4, 0.9, 20))):
         assert segment(*others).dice_at_least == {}
+
+
+def bounded_cascade(fine: FineOracle, task: Task = TASK, options: CascadeOptions | None = None) -> Cascade:
+    """Stages of one calibration, of which the coarse one adds what it alone finds."""
+    shared = {"task": task, "dice_bound": DiceBound(0.5, 0.9, 20)}
+    coarse = replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0, **shared)
+    return Cascade(coarse, replace(stage(fine, "fine"), **shared), options or CascadeOptions())
+
+
+def test_a_region_with_an_addition_has_no_bound_on_dice() -> None:
+    volume, _ = scan()
+    cascade = bounded_cascade(Upper())
+    result = cascade.segment(volume)
+    assert list(result.added_ml) == ["left_lung"]
+    assert list(result.dice_at_least) == ["right_lung"]
+    unasked = replace(cascade, options=CascadeOptions(add_parts=False)).segment(volume)
+    assert list(unasked.dice_at_least) == ["left_lung", "right_lung"]
+
+
+def test_a_region_that_shares_a_label_with_an_addition_has_no_bound_on_dice() -> None:
+    """What is thick enough in one region may be too thin in a region of fewer labels, which it changes all the same."""
+    task = replace(TASK, regions=(*TASK.regions, Region("chest", ("left_lung", "right_lung"))))
+    volume, _ = scan()
+    cascade = bounded_cascade(FineOracle())
+    result = cascade.segment(volume)
+    assert list(result.dice_at_least) == ["left_lung", "right_lung"]
+    result.boxes["chest"], result.agreements["chest"] = result.boxes["left_lung"], 1.0
+    stages = [replace(one, task=task) for one in cascade.stages]
+    assert list(Cascade(*stages)._stated_bounds(result, {"left_lung"})) == ["right_lung"]
+
+
+def test_an_empty_region_has_no_bound_on_dice() -> None:
+    class Nothing(FineOracle):
+        """Sees nothing on the left."""
+
+        def forward(self, image, region):  # type: ignore[no-untyped-def]
+            logits = super().forward(image, region)
+            logits[:, 1] = torch.where((region == 0).reshape(-1, 1, 1, 1), -30.0, logits[:, 1])
+            return logits
+
+    volume, _ = scan()
+    result = bounded_cascade(Nothing(), options=CascadeOptions(add_parts=False)).segment(volume)
+    assert result.volumes_ml["left_lung"] == 0
+    assert list(result.dice_at_least) == ["right_lung"]
 
 
 def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:

@@ -60,10 +60,12 @@ def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
         "status": "warnings",
         "warnings": ["the bed was taken for a lung"],
         "agreements": {"organ": 0.71},
-        "dice_at_least": {"organ": 0.64},
+        "dice_at_least": {"organ": {"value": 0.648, "level": 0.95, "patients": 31}},
     }
     (folder / "pred" / "bad.json").write_text(json.dumps({**report, "most_disputed_xyz_mm": [0, 25, 9]}))
     (folder / "pred" / "worse.json").write_text('{"status": 1, "warnings": [], "agreements": []}')
+    older = report | {"dice_at_least": {"organ": 0.91}, "most_disputed_xyz_mm": None}
+    (folder / "pred" / "good.json").write_text(json.dumps(older))
     page = evaluated(folder, "cases.csv", num_viewers=2)
     assert viewers(folder) == {"bad.html", "worse.html"}
     assert page.index('href="viewers/worse.html"') < page.index('href="viewers/bad.html"')
@@ -74,7 +76,10 @@ def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
     viewer = (folder / "out" / "viewers" / "bad.html").read_text(encoding="utf-8")
     assert "the bed was taken for a lung" in viewer
     assert "0.710" in viewer, "agreement of the stages"
-    assert "at least (in 9 of 10 patients)</dt><dd>0.64<" in viewer, "and what it says of the Dice coefficient"
+    bound = "at least 0.64 in 19 of 20 patients (31 patients)"
+    assert f"<dd>{bound}<" in viewer, "and what it says of the Dice coefficient"
+    assert page.count(f"(expected {bound})") == 1
+    assert page.count("(expected") == 1, "the bare number of an older report is no bound"
     assert "0.700" in viewer, "Dice"
     assert 'class="status' not in (folder / "out" / "viewers" / "worse.html").read_text(encoding="utf-8"), (
         "report of another program"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ import pytest
 from dicom_files import save_slice
 from oracle import GRID, CoarseOracle, FineOracle, dice, scan, stage
 
+from medseg.cascade.bound import DiceBound
 from medseg.commands import predict as app
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
@@ -23,6 +25,7 @@ from medseg.io.dicom.read import open_slices
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
 from medseg.metrics.intensity import HU_FIGURES
+from medseg.pictures.overlay import Canvas
 from medseg.preprocess.orient import Orientation
 from medseg.report.tables import read_csv
 
@@ -127,6 +130,29 @@ def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(scans: Pat
     for row in rows[3:]:
         figures = report["statistics"][row["label"]]
         assert {name: float(row[name]) for name in HU_FIGURES} == {name: figures[name] for name in HU_FIGURES}
+
+
+def test_the_bound_on_dice_is_one_sentence_in_all_results(scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
+    bound = DiceBound(0.5, 0.9, 26)
+    monkeypatch.setattr(
+        "medseg.build.stages.load_stage",
+        lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"}, dice_bound=bound),
+    )
+    written: list[str] = []
+    monkeypatch.setattr(Canvas, "write", lambda self, left, top, text, **style: written.append(text))
+    out = tmp_path / "out"
+    assert predict(scans, out, "save=[labels,viewer,preview]") == 0
+    report = json.loads((out / "a.json").read_text(encoding="utf-8"))
+    rows = {row["label"]: row for row in read_csv(out / "summary.csv") if row["case"] == "a"}
+    viewer = (out / "a.html").read_text(encoding="utf-8")
+    assert set(report["dice_at_least"]) == set(LABELS)
+    for name, stated in report["dice_at_least"].items():
+        assert stated == {"value": bound.stated(report["agreements"][name]).value, "level": 0.9, "patients": 26}
+        sentence = f"at least {math.floor(100 * stated['value']) / 100:.2f} in 9 of 10 patients (26 patients)"
+        assert rows[name]["dice_at_least"] == sentence
+        assert f"<dd>{sentence}</dd>" in viewer
+        assert f"{name.replace('_', ' ')}: Dice {sentence}" in written
 
 
 def test_scores_of_an_evaluation_are_not_replaced(scans: Path, tmp_path: Path) -> None:
