@@ -16,7 +16,8 @@ def report(config: ReportConfig) -> int:
     folder = Path(config.runs).absolute()
     require(folder.is_dir(), f"runs={config.runs}: there is no such folder")
     output = Path(config.output or folder).absolute()
-    print(
-        f"{write_report(folder, output, config.num_pictures, config.baseline)} runs: {output / 'report.html'}, {output / 'report.csv'}"
-    )
+    comparison = write_report(folder, output, config.num_pictures, config.baseline)
+    print(f"{len(comparison.runs)} runs: {output / 'report.html'}, {output / 'report.csv'}")
+    if comparison.verdict:
+        print(comparison.verdict)
     return 0

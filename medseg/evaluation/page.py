@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,9 +10,10 @@ from urllib.parse import quote
 
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError, require
+from medseg.evaluation.matching import some_of
 from medseg.io.atomic import replace_text
 from medseg.report.cases import Files, render_cases
-from medseg.report.differences import FORMATS, Difference, paired_difference, write_difference
+from medseg.report.differences import FORMATS, Difference, describe_patients, paired_difference, write_difference
 from medseg.report.tables import read_csv, write_csv
 
 # Metric to 1 where more is better, or -1 where less is.
@@ -47,35 +48,54 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate again.") from error
 
 
-def compare_rows(rows: Sequence[Row], baseline: Sequence[Row]) -> list[tuple[str, str, Difference]]:
+def compare_rows(rows: Sequence[Row], baseline: Sequence[Row], patients: Mapping[str, str]) -> list[tuple[str, str, Difference]]:
     """Compute the paired differences of each region and metric, and of the means of each case over its regions (`ALL`).
+
+    A region whose score is not finite on one side, such as the distance of one that was missed, counts on neither.
 
     Args:
         rows: `case`, `region` and the metrics of `RANKED`.
         baseline: The same of the baseline; only pairs of case and region that both have count.
+        patients: Case to its patient, whose cases count together.
 
     Returns:
         Region, metric and difference; combinations without a pair of finite scores are left out.
     """
-    known = {(row["case"], row["region"]) for row in baseline}
-    common = {(row["case"], row["region"]) for row in rows} & known
-    regions = list(dict.fromkeys(row["region"] for row in rows if (row["case"], row["region"]) in common))
-    found = []
+    before = {(row["case"], row["region"]): row for row in baseline}
+    pairs = [(row, before[row["case"], row["region"]]) for row in rows if (row["case"], row["region"]) in before]
+    regions = list(dict.fromkeys(row["region"] for row, _ in pairs))
+    compared = []
     for region in [*regions, ALL] if len(regions) > 1 else regions:
+        of_region = [(row, other) for row, other in pairs if region in (row["region"], ALL)]
         for metric, better in RANKED.items():
-            wanted = {pair for pair in common if region in (pair[1], ALL)}
-            if difference := paired_difference(_case_means(rows, wanted, metric), _case_means(baseline, wanted, metric), better):
-                found.append((region, metric, difference))
-    return found
+            finite = [(row, other) for row, other in of_region if math.isfinite(row[metric]) and math.isfinite(other[metric])]
+            scores, baseline_scores = (_case_means(side, metric) for side in zip(*finite, strict=True)) if finite else ({}, {})
+            if difference := paired_difference(scores, baseline_scores, better, patients):
+                compared.append((region, metric, difference))
+    return compared
 
 
-def _case_means(rows: Sequence[Row], wanted: Collection[tuple[str, str]], metric: str) -> dict[str, float]:
-    """Mean score of each case over the wanted pairs of case and region."""
+def _case_means(rows: Sequence[Row], metric: str) -> dict[str, float]:
+    """Mean score of each case over its regions."""
     scores: dict[str, list[float]] = {}
     for row in rows:
-        if (row["case"], row["region"]) in wanted:
-            scores.setdefault(row["case"], []).append(row[metric])
+        scores.setdefault(row["case"], []).append(row[metric])
     return {case: fmean(values) for case, values in scores.items()}
+
+
+def _describe_pairs(rows: Sequence[Row], baseline: Sequence[Row], patients: Mapping[str, str]) -> list[str]:
+    """Say which cases the differences are of, how their patients count, and which cases have scores on one side only."""
+    scored, before = ({row["case"]: None for row in side} for side in (rows, baseline))
+    sentences = [describe_patients([case for case in scored if case in before], patients)]
+    if not patients:
+        sentences.append("a folder of references names no patients; ref=<case table> does, by its column patient")
+    for where, alone in (
+        ("the baseline", [case for case in before if case not in scored]),
+        ("this evaluation", [case for case in scored if case not in before]),
+    ):
+        if alone:
+            sentences.append(f"not compared, as only {where} has scores of them: {some_of(alone)}")
+    return sentences
 
 
 def write_page(
@@ -93,6 +113,7 @@ def write_page(
     costs: Sequence[tuple[str, str]],
     baseline: Path | None,
     baseline_rows: Sequence[Row],
+    patients: Mapping[str, str],
 ) -> None:
     """Write `report.html`, and with a baseline `differences.csv` and a line for each region.
 
@@ -110,9 +131,11 @@ def write_page(
         costs: Pairs of a name and a figure.
         baseline: Folder of the baseline, or None.
         baseline_rows: Its scores.
+        patients: Case to its patient, where the references name patients.
     """
     rows = [{**row, **{metric: round(row[metric], TABLE_DIGITS) for metric in RANKED}} for row in rows]
-    compared = compare_rows(rows, baseline_rows)
+    compared = compare_rows(rows, baseline_rows, patients)
+    pairing: list[str] = []
     if baseline is not None:
         require(bool(compared), f"baseline={baseline}: it has none of the scored cases; give scores of the same cases.")
         table = [{"region": region, "metric": metric, **one._asdict()} for region, metric, one in compared]
@@ -120,8 +143,12 @@ def write_page(
         for region, metric, one in compared:
             if metric == "dice":
                 progress(
-                    f"{region}: Dice {write_difference(one)} to the baseline, {one.cases} cases ({one.better} better, {one.worse} worse)"
+                    f"{region}: Dice {write_difference(one)} to the baseline, {one.cases} cases of {one.patients} patients "
+                    f"({one.better} cases better, {one.worse} worse), p = {one.wilcoxon_p:.2g} (Wilcoxon)"
                 )
+        pairing = _describe_pairs(rows, baseline_rows, patients)
+        for sentence in pairing:
+            progress(f"differences: {sentence}")
     files = {}
     for case in {row["case"]: None for row in rows}:
         picture = overlays / f"{case}.png" if overlays else None
@@ -143,6 +170,7 @@ def write_page(
         baseline=str(baseline or ""),
         baseline_dices={(row["case"], row["region"]): row["dice"] for row in baseline_rows if math.isfinite(row["dice"])},
         compared=compared,
+        pairing=pairing,
     )
     replace_text(output / "report.html", page)
 

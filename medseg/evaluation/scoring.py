@@ -141,7 +141,8 @@ def evaluate_folder(
             viewers = write_viewers(summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers)
         found = {name: path for name, (files, _) in pairs.items() if (path := beside(files[0], SUFFIX)).is_file()}
         bounds = {name: read_words(files[0]).dice_at_least for name, (files, _) in pairs.items()}
-        _write_page(summary, viewers, found, bounds, output, overlays, num_pictures, baseline, baseline_rows, progress)
+        patients = {one.name: one.case.patient for one in references.values() if one.case is not None}
+        _write_page(summary, viewers, found, bounds, output, overlays, num_pictures, baseline, baseline_rows, patients, progress)
     progress(f"written to {output}")
     if summary.without_prediction:
         progress(
@@ -279,6 +280,7 @@ def _write_page(
     num_pictures: int,
     baseline: Path | None,
     baseline_rows: Sequence[Row],
+    patients: Mapping[str, str],
     progress: Callable[[str], None],
 ) -> None:
     """Write the page with all that the console says."""
@@ -305,6 +307,7 @@ def _write_page(
         ],
         baseline=baseline,
         baseline_rows=baseline_rows,
+        patients=patients,
     )
 
 

@@ -50,6 +50,7 @@ def render_cases(
     baseline: str,
     baseline_dices: Mapping[tuple[str, str], float],
     compared: Sequence[tuple[str, str, Difference]],
+    pairing: Sequence[str],
 ) -> str:
     """Render the page.
 
@@ -67,6 +68,7 @@ def render_cases(
         baseline: Name of the baseline, or "".
         baseline_dices: Case and region to the Dice of the baseline.
         compared: Region, metric and its difference to the baseline.
+        pairing: Sentences about the cases and patients of the differences.
 
     Returns:
         HTML.
@@ -121,6 +123,7 @@ def render_cases(
             for region, metric, difference in compared
         ],
         method=METHOD,
+        pairing=pairing,
         missing=MISSING,
         write_score=_write_score,
     )

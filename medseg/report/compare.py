@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from medseg.report.differences import Difference, paired_difference
+from medseg.report.differences import Difference, is_established, paired_difference
 
 FINISHED = "finished"
 # No result yet: neither a success nor a failure.
@@ -17,18 +17,30 @@ PRUNED = "pruned"
 # Runs that differ in nothing else are repeats of one setting: their standard deviation says how much a difference is worth.
 REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
+# Settings that a sentence names.
+MAX_NAMED = 5
 # No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would overflow.
 LARGEST = 1e30
 
 
 class CaseScore(NamedTuple):
-    """Dice of one label of a validation case at one step; `picture` is the file name of its overlay, or ""."""
+    """Dice of one label of a validation case at one step.
+
+    Attributes:
+        step: Optimiser step.
+        case: Name of the case.
+        label: Name of the label.
+        dice: Its Dice coefficient.
+        picture: File name of the overlay, or "".
+        patient: Patient of the case, or "" in runs of versions that did not record it.
+    """
 
     step: int
     case: str
     label: str
     dice: float
     picture: str = ""
+    patient: str = ""
 
 
 class Picture(NamedTuple):
@@ -235,10 +247,14 @@ class Comparison:
         setting_of: The setting of each run.
         ranked: Indices of the settings from the best mean validation Dice to the worst; those with unfinished runs after them, and
             those without a result last.
-        best: Index of the best setting with all its runs finished, the smaller peak deciding between equals; None without results.
+        best: Index of the setting with the best mean and all its runs finished, the smaller peak deciding between equals; None without
+            results.
+        tied: Indices of the other settings with a result that are not established to be worse than the best, see `is_established`;
+            every pair of settings counts as a comparison that could have been made.
         same: Flat configuration that all runs share.
         baseline: Index of the setting of the baseline run, or None.
         differences: Index of each other setting to its difference to the baseline: mean Dice of the common validation cases.
+        patients: Validation case to its patient; cases of runs that do not record it are missing.
     """
 
     runs: tuple[Run, ...]
@@ -251,6 +267,29 @@ class Comparison:
     same: Mapping[str, str]
     baseline: int | None = None
     differences: Mapping[int, Difference] = field(default_factory=dict)
+    tied: Sequence[int] = ()
+    patients: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence about the best setting and those that are not established to be worse; "" without a best one."""
+        if self.best is None:
+            return ""
+        others = [number for number in self.ranked if number != self.best and VAL_DICE.key in self.settings[number].metrics]
+        if not others:
+            return ""
+        cases = self.settings[self.best].case_means()
+        num_patients = len({self.patients.get(case, case) for case in cases})
+        test = f"paired t-test over {num_patients} validation patients, corrected for the choice among {1 + len(others)} settings"
+        if not self.tied:
+            return f"The best setting is established: it is better than each of the others ({test})."
+        labels = [self.settings[number].label for number in self.tied[:MAX_NAMED]]
+        more = len(self.tied) - len(labels)
+        named = "; ".join(labels) + (f"; and {more} more" if more else "")
+        return (
+            f"The best setting is not established: it has the best mean, but {len(self.tied)} of {len(others)} others may be as good "
+            f"({test}): {named}."
+        )
 
 
 def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
@@ -280,14 +319,9 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
 
     ranked = sorted(range(len(settings)), key=merit)
     has_best = bool(ranked) and settings[ranked[0]].is_complete and VAL_DICE.key in settings[ranked[0]].metrics
+    best = ranked[0] if has_best else None
     base = next((setting_of[index].number for index, run in enumerate(runs) if run.name == baseline), None)
-    differences = {
-        one.number: difference
-        for one in settings
-        if base is not None
-        and one.number != base
-        and (difference := paired_difference(one.case_means(), settings[base].case_means()))
-    }
+    patients = {score.case: score.patient for run in runs for score in run.cases if score.patient}
     return Comparison(
         runs=tuple(runs),
         columns=columns,
@@ -295,15 +329,48 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         settings=settings,
         setting_of=[setting_of[index] for index in range(len(runs))],
         ranked=ranked,
-        best=ranked[0] if has_best else None,
+        best=best,
         same={key: values.pop() for key, values in known.items() if len(values) == 1},
         baseline=base,
-        differences=differences,
+        differences={} if base is None else _differences(settings, base, patients),
+        tied=() if best is None else _tied(settings, ranked, best, patients),
+        patients=patients,
     )
 
 
+def _differences(settings: Sequence[Setting], baseline: int, patients: Mapping[str, str]) -> dict[int, Difference]:
+    """Differences of the other settings to the baseline, by index; those without a common case are left out."""
+    differences = {}
+    for setting in settings:
+        if setting.number == baseline:
+            continue
+        difference = paired_difference(setting.case_means(), settings[baseline].case_means(), patients=patients)
+        if difference is not None:
+            differences[setting.number] = difference
+    return differences
+
+
+def _tied(settings: Sequence[Setting], ranked: Sequence[int], best: int, patients: Mapping[str, str]) -> list[int]:
+    """Settings with a result that the best one is not established to beat, in the order of `ranked`.
+
+    The best was chosen after all were seen: any pair could have become the comparison of the best with another one.
+    """
+    with_result = [number for number in ranked if VAL_DICE.key in settings[number].metrics]
+    num_pairs = len(with_result) * (len(with_result) - 1) // 2
+    best_means = settings[best].case_means()
+    tied = []
+    for number in with_result:
+        if number == best or is_established(best_means, settings[number].case_means(), patients, num_pairs):
+            continue
+        tied.append(number)
+    return tied
+
+
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """Rows of `report.csv`, one per run: keys that differ, status, metrics, and mean and standard deviation of its setting."""
+    """Rows of `report.csv`, one per run: keys that differ, status, metrics, and mean and standard deviation of its setting.
+
+    `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to beat.
+    """
     rows = []
     for index, (run, setting) in enumerate(zip(comparison.runs, comparison.setting_of, strict=True)):
         dices = setting.metrics.get(VAL_DICE.key, ())
@@ -318,6 +385,7 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 "setting_val_dice_sd": f"{stdev(dices):.6g}" if len(dices) > 1 else None,
                 "setting_runs": len(dices),
                 "is_best": comparison.best == setting.number,
+                "tied_with_best": setting.number in comparison.tied,
                 "checkpoint": run.summary.get("checkpoint", ""),
                 "message": run.message,
             }

@@ -20,7 +20,7 @@ from medseg.report.compare import (
     Study,
     write_duration,
 )
-from medseg.report.differences import METHOD
+from medseg.report.differences import METHOD, describe_patients
 from medseg.report.html import data_uri, render_page
 
 # A reader can distinguish so many hues; more settings get shades by rank.
@@ -95,6 +95,7 @@ def render(
         differences=baseline_rows,
         baseline_label=None if comparison.baseline is None else settings[comparison.baseline].label,
         method=METHOD,
+        pairing=describe_patients({case for setting in settings for case, _ in setting.cases}, comparison.patients),
         failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
         pictures=pictures,
         num_left_out=max(0, sum(len(run.pictures) for run in runs) - num_pictures),

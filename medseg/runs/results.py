@@ -12,7 +12,7 @@ from typing import Any
 from medseg.console import say
 from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
-from medseg.report.compare import FINISHED, LARGEST, METRICS, CaseScore, Picture, Run, Study, compare, csv_rows
+from medseg.report.compare import FINISHED, LARGEST, METRICS, CaseScore, Comparison, Picture, Run, Study, compare, csv_rows
 from medseg.report.differences import FORMATS, Difference
 from medseg.report.page import difference_rows, render
 from medseg.report.tables import read_csv, write_csv
@@ -28,7 +28,7 @@ MAX_KEYS = 1000
 HIDDEN_KEYS = frozenset({"name", "resume", "retry_failed", "run_dir", "data.cache", "data.phantoms.folder", "logger.save_dir"})
 
 
-def write_report(folder: Path, output: Path, num_pictures: int, baseline: str | None = None) -> int:
+def write_report(folder: Path, output: Path, num_pictures: int, baseline: str | None = None) -> Comparison:
     """Write `report.html` and `report.csv` over all runs of a folder, and `differences.csv` where there is a baseline.
 
     Args:
@@ -38,7 +38,7 @@ def write_report(folder: Path, output: Path, num_pictures: int, baseline: str | 
         baseline: Name of the run that the others are compared with, as in the column `run` of `report.csv`.
 
     Returns:
-        Number of runs.
+        The runs side by side.
 
     Raises:
         UserError: If there is no run in the folder, no baseline of this name or without scores of cases, or the output cannot be
@@ -61,7 +61,7 @@ def write_report(folder: Path, output: Path, num_pictures: int, baseline: str | 
         rows = [{key: value for key, value in row.items() if key != "colour"} for row in difference_rows(comparison)]
         write_csv(output / "differences.csv", rows, ("name", "setting", *Difference._fields), FORMATS)
     replace_text(output / "report.html", page)
-    return len(runs)
+    return comparison
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -130,7 +130,8 @@ def read_scores(path: Path) -> list[CaseScore]:
     scores = []
     for row in read_file(path, read_csv) or []:
         with suppress(KeyError, TypeError, ValueError):
-            scores.append(CaseScore(int(row["step"]), row["case"], row["label"], float(row["dice"]), row["picture"]))
+            score = CaseScore(int(row["step"]), row["case"], row["label"], float(row["dice"]), row["picture"])
+            scores.append(score._replace(patient=row.get("patient") or ""))
     return [score for score in scores if 0 <= score.dice <= 1 and score.case and score.label]
 
 

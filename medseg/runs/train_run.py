@@ -95,7 +95,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, STOP
     )
     pictures = ValidationPictures(run_dir / "pictures", make_views(config))
-    callbacks: list[Any] = [history, pictures, ValidationScores(run_dir / "validation.csv", pictures), checkpoints]
+    validation_scores = ValidationScores(run_dir / "validation.csv", pictures)
+    callbacks: list[Any] = [history, pictures, validation_scores, checkpoints]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
         is_coarse = config.stage.name is StageName.coarse
         callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
@@ -116,6 +117,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         _note_start(run_dir, {"seed": config.seed, **collect_versions()})
     module = make_module(config, network, make_metadata(config, read_config(run_dir)))
     data = make_data_module(config)
+    validation_scores.patients = data.patients
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(last) if start_step else None, weights_only=True)
     except SystemExit as end:

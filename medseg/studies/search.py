@@ -91,9 +91,11 @@ def search(config: SearchConfig) -> int:
         replace_text(folder / STUDY_FILE, json.dumps(journal.summary(), indent=1))
         if status is Status.interrupted:
             return EXIT_RESUME
-    write_report(folder, folder, num_pictures=24)
+    comparison = write_report(folder, folder, num_pictures=24)
     best = journal.summary()["best"]
     print(f"best: {', '.join(f'trial {number}' for number in best) or 'none has a result'}")
+    if len(best) == 1 and comparison.verdict:
+        print(comparison.verdict)
     return 0 if best else EXIT_FAILED
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,7 @@ from medseg.pictures.overlay import overlay_montage
 from medseg.report.tables import write_csv
 from medseg.training.loggers import earlier_rows
 
-SCORE_COLUMNS = ("step", "case", "label", "dice", "picture")
+SCORE_COLUMNS = ("step", "case", "label", "dice", "picture", "patient")
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,15 @@ class ValidationScores(pl.Callback):
     Args:
         path: CSV file.
         pictures: Callback that draws the cases.
+
+    Attributes:
+        patients: Case to its patient, known once the data module is made.
     """
 
     def __init__(self, path: Path, pictures: ValidationPictures) -> None:
         self.path = path
         self.pictures = pictures
+        self.patients: Mapping[str, str] = {}
         self.rows: list[dict[str, Any]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -132,6 +136,7 @@ class ValidationScores(pl.Callback):
                 "label": name,
                 "dice": round(dice, 6),
                 "picture": self.pictures.drawn.get((case, region), ""),
+                "patient": self.patients.get(case, ""),
             }
             for (case, region, value), dice in scores.items()
             if isinstance(value, int) and (name := views[region].label_names.get(value))
@@ -147,6 +152,8 @@ def _typed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         KeyError: If a column is missing.
         ValueError: If a number is none.
     """
+    # Files of older versions have no patients.
+    rows = [{"patient": "", **row} for row in rows]
     return [
         {column: row[column] for column in SCORE_COLUMNS} | {"step": int(row["step"]), "dice": float(row["dice"])} for row in rows
     ]

@@ -140,6 +140,11 @@ class CasesDataModule(pl.LightningDataModule):
         self.weights: list[float] = []
         self.crops = StageCrops()
 
+    @property
+    def patients(self) -> dict[str, str]:
+        """Validation case to its patient."""
+        return {case.name: case.patient for source in self.sources for case in source.split.val}
+
     def prepare_data(self) -> None:
         """Fill the cache; Lightning calls this once per machine."""
         from rich.progress import track

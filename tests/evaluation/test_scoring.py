@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
@@ -19,10 +20,11 @@ from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig
 from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
+from medseg.evaluation.page import ALL, compare_rows
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image, write_labels
-from medseg.report.tables import read_csv
+from medseg.report.tables import read_csv, write_csv
 
 TASK = Task(
     "lungs",
@@ -447,6 +449,77 @@ def test_differences_to_a_baseline_are_those_of_scipy(world: World) -> None:
     )
     same = read_csv(world.folder / "same" / "differences.csv")
     assert {(float(row["difference"]), row["better"], row["worse"]) for row in same} == {(0.0, "0", "0")}
+
+
+def test_scans_of_a_patient_count_together_and_cases_of_one_side_are_named(world: World) -> None:
+    for name, shift in (("a1", 0), ("a2", 1), ("b", 4), ("new", 0)):
+        world.add(name, _labels(shift), _labels())
+        write_labels(world.folder / "older" / f"{name}.nii.gz", _labels(2), GRID)
+    world.add("gone", _labels(), _labels())
+    older = world.folder / "older scores"
+    (world.folder / "older" / "new.nii.gz").rename(world.folder / "older" / "gone.nii.gz")
+    (world.pred / "gone.nii.gz").unlink()
+    evaluate_folder(world.folder / "older", world.table, older, TASK, VALUES, pictures=False, progress=_say_nothing)
+    rows = read_csv(world.table)
+    write_csv(world.table, [row | {"patient": row["case"][0]} for row in rows])
+    said: list[str] = []
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, pictures=False, progress=said.append, baseline=older)
+    before = {(row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")}
+    gains = {key: float(row["dice"]) - before[key] for key, row in world.metrics().items() if key in before}
+    left = {case: gain for (case, region), gain in gains.items() if region == "left_lung"}
+    by_patient = [(left["a1"] + left["a2"]) / 2, left["b"]]
+    (row,) = [row for row in world.read("differences.csv") if (row["region"], row["metric"]) == ("left_lung", "dice")]
+    assert (row["cases"], row["patients"]) == ("3", "2")
+    assert float(row["difference"]) == pytest.approx(np.mean(by_patient), abs=2e-6)
+    interval = stats.ttest_1samp(by_patient, 0.0).confidence_interval(0.95)
+    assert float(row["ci95_low"]) == pytest.approx(interval.low, abs=1e-5)
+    assert float(row["wilcoxon_p"]) == pytest.approx(stats.wilcoxon(by_patient).pvalue)
+    told = [line.removeprefix("differences: ") for line in said if line.startswith("differences: ")]
+    assert told == [
+        "3 cases of 2 patients; the cases of a patient count together, by their mean",
+        "not compared, as only the baseline has scores of them: gone",
+        "not compared, as only this evaluation has scores of them: new",
+    ]
+    page = (world.output / "report.html").read_text(encoding="utf-8")
+    assert all(sentence in page for sentence in told)
+    assert "Wilcoxon p" in page
+
+
+def test_without_patients_each_case_counts_as_one_and_it_is_said(world: World) -> None:
+    for name in "ab":
+        world.add(name, _labels(1), _labels())
+    references = world.folder / "references"
+    for name in "ab":
+        write_labels(references / f"{name}.nii.gz", _labels(), GRID)
+    evaluate_folder(world.pred, references, world.folder / "older", TASK, VALUES, progress=_say_nothing, pictures=False)
+    said: list[str] = []
+    evaluate_folder(
+        world.pred,
+        references,
+        world.output,
+        TASK,
+        VALUES,
+        pictures=False,
+        progress=said.append,
+        baseline=world.folder / "older",
+    )
+    assert {row["patients"] for row in world.read("differences.csv")} == {"2"}
+    assert {row["wilcoxon_p"] for row in world.read("differences.csv")} == {"1"}, "equal scores"
+    assert "differences: each of the 2 cases counts as a patient of its own, since no patient is named for several cases" in said
+    assert any("ref=<case table> does, by its column patient" in line for line in said)
+
+
+def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None:
+    def rows(left: float, right: float) -> list[dict[str, Any]]:
+        return [
+            {"case": "a", "region": region, "dice": 0.9, "nsd_1mm": 0.9, "nsd_2mm": 0.9, "hd95_mm": distance}
+            for region, distance in (("left", left), ("right", right))
+        ]
+
+    compared = compare_rows(rows(math.inf, 2.0), rows(5.0, 3.0), {})
+    distances = {region: one for region, metric, one in compared if metric == "hd95_mm"}
+    assert list(distances) == ["right", ALL]
+    assert {one.difference for one in distances.values()} == {-1.0}
 
 
 @pytest.mark.parametrize(

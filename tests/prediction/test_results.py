@@ -132,7 +132,11 @@ def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(scans: Pat
         assert {name: float(row[name]) for name in HU_FIGURES} == {name: figures[name] for name in HU_FIGURES}
 
 
-def test_the_bound_on_dice_is_one_sentence_in_all_results(scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_on_dice_is_one_sentence_in_all_results(
+    scans: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     bound = DiceBound(0.5, 0.9, 26)
     monkeypatch.setattr(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
+import numpy as np
 import pytest
 
 from medseg.report.compare import CaseScore, Run, compare, csv_rows
@@ -115,6 +116,62 @@ def test_differences_pair_the_cases_of_settings() -> None:
     assert page.index("Validation cases, worst first") < page.index("Differences to the baseline") < page.index('id="settings"')
     cases = re.findall(r'<tr data-case="(\w)"', page)
     assert cases == ["c", "c", "a", "a", "b", "b"], "the worst first"
+
+
+def setting_run(name: str, dices: dict[str, float], patients: dict[str, str], lr: int) -> Run:
+    """A finished run whose mean is that of its cases."""
+    scores = tuple(CaseScore(10, case, "lung", dice, patient=patients.get(case, "")) for case, dice in dices.items())
+    return replace(run(name, sum(dices.values()) / len(dices), lr=lr), cases=scores)
+
+
+def test_the_best_says_which_settings_may_be_as_good() -> None:
+    cases = {f"{patient}_{scan}": patient for patient in "abc" for scan in range(8)}
+    gains = {"a": 0.03, "b": 0.02, "c": -0.01}
+    rng = np.random.default_rng(0)
+    noise = {case: float(rng.normal(0.0, 0.001)) for case in cases}
+    base = {case: 0.8 + noise[case] for case in cases}
+    best = {case: 0.8 + gains[patient] for case, patient in cases.items()}
+    bad = {case: 0.3 + noise[case] for case in cases}
+    runs = [setting_run(str(n), dices, cases, n) for n, dices in enumerate((base, best, bad))]
+    comparison = compare(runs)
+    assert (comparison.best, comparison.tied) == (1, [0]), "eight scans of a patient are not eight patients"
+    assert [row["is_best"] for row in csv_rows(comparison)] == [False, True, False]
+    assert [row["tied_with_best"] for row in csv_rows(comparison)] == [True, False, False]
+    assert "1 of 2 others may be as good" in comparison.verdict
+    assert "over 3 validation patients, corrected for the choice among 3 settings" in comparison.verdict
+    assert comparison.verdict.endswith(": lr 0.")
+    page = render(comparison, None, "", "", 0, print)
+    assert "Best run by its mean alone</h2>" in page
+    assert comparison.verdict in page
+    # Runs of versions that did not record patients: each case counts as one.
+    assert compare([setting_run(str(n), dices, {}, n) for n, dices in enumerate((base, best, bad))]).tied == []
+
+
+def test_runs_without_scores_of_cases_establish_nothing() -> None:
+    comparison = compare([run("0", 0.9, lr=1), run("1", 0.2, lr=2), run("2", None, "failed", lr=3)])
+    assert (comparison.best, comparison.tied) == (0, [1])
+    assert compare([run("0", 0.9, lr=1)]).verdict == ""
+
+
+def test_of_equal_settings_one_is_rarely_established_as_the_best() -> None:
+    """Of six equal settings the best mean was better than the worst, as if chosen before, in a third of the draws."""
+    rng = np.random.default_rng(0)
+    num_established = 0
+    for _ in range(150):
+        runs = [setting_run(str(n), {str(c): float(rng.normal(0.9, 0.02)) for c in range(10)}, {}, n) for n in range(6)]
+        num_established += len(compare(runs).tied) < 5
+    assert num_established <= 0.09 * 150
+
+
+def test_differences_to_a_baseline_count_patients() -> None:
+    cases = {"a_1": "a", "a_2": "a", "b": "b"}
+    runs = [setting_run("0", dict.fromkeys(cases, 0.8), cases, 1)]
+    runs.append(setting_run("1", {"a_1": 0.9, "a_2": 0.7, "b": 0.9}, cases, 2))
+    (difference,) = compare(runs, baseline="0").differences.values()
+    assert (difference.cases, difference.patients) == (3, 2)
+    assert difference.difference == pytest.approx(0.05)
+    page = render(compare(runs, baseline="0"), None, "", "", 0, print)
+    assert "3 cases of 2 patients; the cases of a patient count together" in page
 
 
 def test_folds_are_repeats_too() -> None:

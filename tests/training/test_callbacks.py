@@ -68,6 +68,18 @@ def test_scores_of_cases_are_kept_of_the_best_and_the_last_validation(tmp_path: 
     assert len(validate(started(60), 80, 0.7, 0.7)) == 2
 
 
+def test_scores_name_the_patient_and_rows_of_older_versions_stay(tmp_path: Path) -> None:
+    path = tmp_path / "validation.csv"
+    path.write_text("step,case,label,dice,picture\n20,a_1,lung,0.9,\n")
+    scores = ValidationScores(path, ValidationPictures(tmp_path, [View({1: "lung"}, False)]))
+    scores.patients = {"a_1": "a"}
+    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=40)
+    scores.on_train_start(trainer, None)  # type: ignore[arg-type]
+    module: Any = SimpleNamespace(case_scores={("a_1", 0, 1): 0.8})
+    scores.on_validation_end(trainer, module)
+    assert [(row["step"], row["patient"]) for row in read_csv(path)] == [("20", ""), ("40", "a")]
+
+
 def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = Distortions(["left_lung", "right_lung"])
     batch = {"case": ["a", "b"], "region": torch.tensor([0, 1]), "spacing_mm": [(3.0, 1.5, 2.0), (1.0, 1.0, 1.0)]}
