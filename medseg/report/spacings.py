@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from medseg.report.differences import is_established
 from medseg.report.tables import markdown_table
 
 # Upper ends of the first classes of slice thickness, in mm.
@@ -74,8 +75,13 @@ def prediction_costs(strategy: Strategy) -> tuple[float, float]:
     return (fmean(s for s, _ in cases), max(gb for _, gb in cases)) if cases else (math.nan, math.nan)
 
 
-def markdown(strategies: Sequence[Strategy]) -> str:
-    """Format the comparison: costs, means by thickness, the best of each class, failures, every case."""
+def markdown(strategies: Sequence[Strategy], patients: Mapping[str, str] | None = None) -> str:
+    """Format the comparison: costs, means by thickness, the best of each class, failures, every case.
+
+    Args:
+        strategies: The rows.
+        patients: Case to its patient; a case that is missing is a patient of its own.
+    """
     failures = "".join(f"* {strategy.name}: failed, {strategy.failure}\n" for strategy in strategies if strategy.failure)
     done = {strategy.name: strategy for strategy in strategies if not strategy.failure}
     if not done:
@@ -83,10 +89,15 @@ def markdown(strategies: Sequence[Strategy]) -> str:
     means = {name: means_of(strategy) for name, strategy in done.items()}
     shown = [thickness for thickness in (*THICKNESSES, ALL) if any(thickness in known for known in means.values())]
     bests = {one: max((name for name in done if one in means[name]), key=lambda name: means[name][one]["dice"]) for one in shown}
-    lines = [
-        f"* {one}: {best} has the best mean Dice, {means[best][one]['dice']:.4f} over {means[best][one]['number']} regions\n"
-        for one, best in bests.items()
-    ]
+    lines = []
+    for thickness, best in bests.items():
+        mean = means[best][thickness]
+        sentence = f"{best} has the best mean Dice, {mean['dice']:.4f} over {mean['number']} regions"
+        rivals = [name for name in done if name != best and thickness in means[name]]
+        tied = _tied(done, best, rivals, thickness, patients or {})
+        if tied:
+            sentence += f"; not established against {', '.join(tied)} (paired t-test over the patients)"
+        lines.append(f"* {thickness}: {sentence}\n")
     lines += [f"* {name}: no result of {case} ({why})\n" for name, one in done.items() for case, why in one.missing.items()]
     return (
         f"{_cost_table(done)}\n"
@@ -94,6 +105,42 @@ def markdown(strategies: Sequence[Strategy]) -> str:
         f"{_mean_table(done, means, shown)}\n{''.join(lines)}{failures}\n"
         f"Dice / HD95 mm of every case:\n\n{_case_table(done)}"
     )
+
+
+def _tied(
+    strategies: Mapping[str, Strategy], best: str, rivals: Sequence[str], thickness: str, patients: Mapping[str, str]
+) -> list[str]:
+    """Rows that the one with the best mean is not established to beat on the regions that both have.
+
+    The best was chosen after all were seen, so every pair of rows counts as a comparison.
+    """
+    num_pairs = len(rivals) * (1 + len(rivals)) // 2
+    own = _sure_dices(strategies[best], thickness)
+    tied = []
+    for rival in rivals:
+        other = _sure_dices(strategies[rival], thickness)
+        common = own.keys() & other.keys()
+        scores, other_scores = ({key: dices[key] for key in common} for dices in (own, other))
+        if not is_established(_case_means(scores), _case_means(other_scores), patients, num_pairs):
+            tied.append(rival)
+    return tied
+
+
+def _sure_dices(strategy: Strategy, thickness: str) -> dict[tuple[str, str], float]:
+    """Dice by case and region of a class of thickness, where the reference is sure."""
+    return {
+        (score["case"], score["region"]): score["dice"]
+        for score in strategy.scores
+        if score["trust"] in SURE and thickness in (thickness_of(score["slice_mm"]), ALL)
+    }
+
+
+def _case_means(dices: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """Mean Dice of each case over its regions."""
+    by_case: dict[str, list[float]] = {}
+    for (case, _), dice in dices.items():
+        by_case.setdefault(case, []).append(dice)
+    return {case: fmean(values) for case, values in by_case.items()}
 
 
 def _cost_table(done: Mapping[str, Strategy]) -> str:

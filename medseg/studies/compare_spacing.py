@@ -19,6 +19,7 @@ from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
+from medseg.memory.accounting import StepMemory
 from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.step import Shape, count_memory
 from medseg.preprocess.orient import oriented_grid
@@ -30,6 +31,7 @@ from medseg.studies.recipes import (
     Step,
     check_names,
     compose_train,
+    failure_of,
     folder_name,
     label_values_argument,
     last_checkpoint,
@@ -77,6 +79,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
+    patients = {case.name: case.patient for case in cases}
     reference = [label_values_argument(config.data.label_values or {}), *(one for one in given if one.startswith("task"))]
     failed: dict[Path, str] = {}
     strategies = []
@@ -87,7 +90,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         except UserError as error:
             say(f"{name}: {error}")
             strategies.append(Strategy(name, {}, [], {}, str(error)))
-        write(strategies, output)
+        write(strategies, output, patients)
     print("\n" + (output / "comparison.md").read_text(encoding="utf-8"))
     print(f"{output / 'comparison.csv'}, comparison.md, comparison.png")
     return EXIT_FAILED if any(strategy.failure or strategy.missing for strategy in strategies) else 0
@@ -145,30 +148,41 @@ def run_row(
     predictions, scores = folder / "predictions" / of_runs, folder / "scores" / of_runs
     trainer = fine.config.trainer
     predictions.mkdir(parents=True, exist_ok=True)  # `predict` writes a single case into a folder only if the folder exists
-    steps: list[Step] = [
-        [
-            "predict",
-            f"input={table}",
-            f"output={predictions}",
-            f"accelerator={trainer.accelerator.value}",
-            *([f"threads={trainer.threads}"] if trainer.threads else []),
-            *(f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages),
-        ],
-        ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}", "pictures=false", *reference],
+    predict_step: Step = [
+        "predict",
+        f"input={table}",
+        f"output={predictions}",
+        f"accelerator={trainer.accelerator.value}",
+        *([f"threads={trainer.threads}"] if trainer.threads else []),
+        *(f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages),
     ]
-    for step in steps:
-        code = run_until_failure([step])
-        require(code == 0, f"{step[0]} ended with exit code {code}; see the message above")
+    predict_failure = failure_of(predict_step)
     reports = {
         case: json.loads(path.read_text(encoding="utf-8")) for case in grids if (path := predictions / f"{case}.json").is_file()
     }
+    reasons = failed_predictions(predictions)
+    if predict_failure or not reports:
+        of_cases = "; ".join(f"{case}: {reason}" for case, reason in reasons.items())
+        raise UserError(f"no case could be predicted: {of_cases or predict_failure}")
+    evaluate_step = ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}", "pictures=false", *reference]
+    if evaluate_failure := failure_of(evaluate_step):
+        raise UserError(f"no case could be scored: {evaluate_failure}")
+    summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
+    missing = {case: reasons.get(case, "no prediction") for case in summary["without_prediction"]} | summary["failed"]
+    entries = read_scores(scores / "metrics.csv", grids, reports)
+    crops = [shape for report in reports.values() if (shape := crop_shape(fine.config, report)) is not None]
     costs = {
         coarse.name: stage_costs(coarse, max((whole_shape(coarse.config, grid) for grid in grids.values()), key=math.prod)),
-        fine.name: stage_costs(fine, max((crop_shape(fine.config, report) for report in reports.values()), key=math.prod)),
+        fine.name: stage_costs(fine, max(crops, key=math.prod, default=None)),
     }
-    summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
-    missing = dict.fromkeys(summary["without_prediction"], "no prediction") | summary["failed"]
-    return Strategy(name, costs, read_scores(scores / "metrics.csv", grids, reports), missing)
+    return Strategy(name, costs, entries, missing)
+
+
+def failed_predictions(predictions: Path) -> dict[str, str]:
+    """Read why cases have no prediction, from the `summary.csv` of the batch: case to its message."""
+    path = predictions / "summary.csv"
+    rows = read_csv(path) if path.is_file() else []
+    return {row["case"]: row["warnings"] for row in rows if row["status"] == "failed"}
 
 
 def train(stage: Stage, failed: dict[Path, str]) -> None:
@@ -183,23 +197,39 @@ def train(stage: Stage, failed: dict[Path, str]) -> None:
     require(stage.run_dir not in failed, failed.get(stage.run_dir, ""))
 
 
-def stage_costs(stage: Stage, whole: Shape) -> dict[str, Any]:
-    """Measure the training costs of a stage.
+def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
+    """Measure the training costs of a stage; bytes that cannot be counted are None.
 
     Args:
         stage: Trained stage.
-        whole: Voxels of the largest whole input.
+        whole: Voxels of the largest whole input; None where no region was found.
     """
     config, history = stage.config, read_csv(stage.run_dir / "history.csv")
-    step = count_memory(config, config.stage.patch_size or whole)
+    step = _counted(stage, config.stage.patch_size or whole)
+    whole_step = _counted(stage, whole)
     return {
         "spacing": spacing_in_words(config.spacing),
-        "saved_bytes_per_voxel": round(step.saved_per_voxel, 2),
-        "step_peak_mib": round(step.peak / 2**20, 1),
-        "whole_peak_mib": round(count_memory(config, whole).peak / 2**20, 1),
+        "saved_bytes_per_voxel": None if step is None else round(step.saved_per_voxel, 2),
+        "step_peak_mib": None if step is None else round(step.peak / 2**20, 1),
+        "whole_peak_mib": None if whole_step is None else round(whole_step.peak / 2**20, 1),
         "step_s": round(median(float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]), 4),
         "train_s": read_summary(stage.run_dir)["train_s"],
     }
+
+
+def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
+    """Count a training step; None without a shape, or where it cannot be counted, which is said.
+
+    A trained row keeps its scores then: a network may refuse an input as small as the crop of a few voxels.
+    """
+    if shape is None:
+        return None
+    try:
+        return count_memory(stage.config, shape)
+    except UserError as error:
+        voxels = "×".join(map(str, shape))
+        say(f"{stage.run_dir.name}: a step of {voxels} voxels was not counted, its cells stay empty ({error})")
+        return None
 
 
 def spacing_in_words(spacing: SpacingConfig) -> str:
@@ -227,11 +257,11 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     return depth, height, width
 
 
-def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape:
-    """Network input of the largest crop in the report of a prediction; the smallest input if no region was found."""
+def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
+    """Network input of the largest crop in the report of a prediction; None if no region was found."""
     divisor = find_divisor(config)
     boxes = [VoxelBox(**box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
-    return max((box.shape for box in boxes), key=math.prod, default=divisor)
+    return max((box.shape for box in boxes), key=math.prod, default=None)
 
 
 def read_scores(path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -250,8 +280,14 @@ def read_scores(path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str
     ]
 
 
-def write(strategies: Sequence[Strategy], output: Path) -> None:
-    """Write the tables and the picture of the rows that are known so far."""
+def write(strategies: Sequence[Strategy], output: Path, patients: Mapping[str, str] | None = None) -> None:
+    """Write the tables and the picture of the rows that are known so far.
+
+    Args:
+        strategies: The rows.
+        output: Folder.
+        patients: Held-out case to its patient; a case that is missing is a patient of its own.
+    """
     rows: list[dict[str, Any]] = []
     for strategy in strategies:
         costs = {f"{stage}_{name}": value for stage, known in strategy.costs.items() for name, value in known.items()}
@@ -259,7 +295,7 @@ def write(strategies: Sequence[Strategy], output: Path) -> None:
         lost += [{"failure": strategy.failure}] if strategy.failure else []
         rows += [{"row": strategy.name, **entry, **costs} for entry in (*strategy.scores, *lost)]
     write_csv(output / "comparison.csv", rows, COLUMNS)
-    replace_text(output / "comparison.md", markdown(strategies))
+    replace_text(output / "comparison.md", markdown(strategies, patients))
     if not any(strategy.scores for strategy in strategies):
         return
     means = {(one.name, thickness): mean["dice"] for one in strategies for thickness, mean in means_of(one).items()}

@@ -64,9 +64,41 @@ def run_until_failure(steps: Sequence[Step]) -> int:
         code = subprocess.run([sys.executable, "-m", "medseg.commands.cli", *step], check=False).returncode
         if status_of(code) is Status.interrupted:
             sys.exit(code)
-        if code and not (code == EXIT_FAILED and step[0] in ("predict", "evaluate")):
+        if has_failed(step, code):
             return code
     return 0
+
+
+def failure_of(step: Step) -> str:
+    """Print and run one command; its error stream is passed on, and its last message is kept.
+
+    A prediction or an evaluation in which single cases failed has not failed as a whole.
+
+    Returns:
+        Why the command failed; empty where it did not.
+
+    Raises:
+        SystemExit: With the exit code of a command that was interrupted.
+    """
+    print(f"\n$ medseg {shlex.join(step)}", flush=True)
+    message = ""
+    command = [sys.executable, "-m", "medseg.commands.cli", *step]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
+        assert process.stderr is not None, "it is a pipe"
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            message = line.strip().removeprefix("medseg: ") or message
+    code = process.returncode
+    if status_of(code) is Status.interrupted:
+        sys.exit(code)
+    if not has_failed(step, code):
+        return ""
+    return f"{step[0]} ended with exit code {code}: {message or 'without a message'}"
+
+
+def has_failed(step: Step, code: int) -> bool:
+    """Whether a command failed as a whole, by its exit code; single cases of a prediction or an evaluation may fail."""
+    return code != 0 and not (code == EXIT_FAILED and step[0] in ("predict", "evaluate"))
 
 
 def run_steps(steps: Sequence[Step]) -> None:

@@ -60,3 +60,14 @@ def test_markdown_names_the_best_of_each_class_missing_cases_and_failures() -> N
         "| thick | 8 | right_lung | approximate | 0.1000 / 2.0 | none |"
     )
     assert markdown([Strategy("huge", {}, [], {}, "out of memory")]) == "* huge: failed, out of memory\n"
+
+
+def test_the_best_row_is_judged_by_patients() -> None:
+    """Six scans of two patients: as independent cases their difference would be established."""
+    scans = {f"{patient}_{scan}": patient for patient in "ab" for scan in range(3)}
+    gains = {"a": 0.03, "b": 0.01}
+    low = Strategy("low", {}, [score(case, 0.8, 0.8) for case in scans], {})
+    high = Strategy("high", {}, [score(case, 0.8, 0.8 + gains[patient]) for case, patient in scans.items()], {})
+    best = "* all: high has the best mean Dice, 0.8200 over 6 regions"
+    assert f"{best}\n" in markdown([low, high])
+    assert f"{best}; not established against low (paired t-test over the patients)\n" in markdown([low, high], scans)

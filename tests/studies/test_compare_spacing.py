@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import forked
@@ -16,7 +18,9 @@ from medseg.config.schema import CompareSpacingConfig
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.report.spacings import Strategy
+from medseg.report.tables import write_csv
 from medseg.studies import compare_spacing as app
+from medseg.studies.recipes import failure_of
 
 
 def compose(*overrides: str) -> CompareSpacingConfig:
@@ -68,7 +72,7 @@ def test_whole_inputs_are_counted_as_the_stages_take_them() -> None:
     assert app.whole_shape(cubes.config, grid) == (112, 112, 112)
     boxes = {name: {"voxels": {"start": [0, 0, 0], "stop": stop}} for name, stop in (("a", [30, 50, 33]), ("b", [17, 16, 16]))}
     assert app.crop_shape(fine.config, {"boxes": boxes}) == (32, 64, 48)
-    assert app.crop_shape(fine.config, {"boxes": {}}) == (16, 16, 16)
+    assert app.crop_shape(fine.config, {"boxes": {}}) is None
 
 
 def test_a_table_and_a_picture_of_what_is_known(tmp_path: Path) -> None:
@@ -118,3 +122,122 @@ def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept
     assert "| strategy | > 3 mm | all |" in text
     assert "* wrong: failed, the fine stage could not be trained" in text
     assert (tmp_path / "out" / "comparison.png").is_file()
+
+
+class Commands:
+    """Stands in for `predict` and `evaluate`: writes what they would write, and ends with given messages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **failures: str) -> None:
+        self.failures = failures
+        self.boxes: dict[str, dict[str, object]] = {"a": {}, "b": {}}
+        self.failed: dict[str, str] = {}
+        monkeypatch.setattr(app, "failure_of", self.run)
+        monkeypatch.setattr(app, "train", lambda stage, failed: None)
+
+    def run(self, step: Sequence[str]) -> str:
+        folder = Path(next(one for one in step if one.startswith("output=")).removeprefix("output="))
+        folder.mkdir(parents=True, exist_ok=True)
+        write = self.predict if step[0] == "predict" else self.evaluate
+        write(folder)
+        return self.failures.get(step[0], "")
+
+    def predict(self, folder: Path) -> None:
+        for case, boxes in self.boxes.items():
+            report = {"boxes": boxes, "durations_s": {"total": 1.0}, "peak_resident_bytes": 1e9}
+            (folder / f"{case}.json").write_text(json.dumps(report))
+        rows = [{"case": case, "status": "failed", "warnings": why} for case, why in self.failed.items()]
+        write_csv(folder / "summary.csv", rows, ("case", "status", "warnings"))
+
+    def evaluate(self, folder: Path) -> None:
+        dices = {"dice": 0.0, "nsd_1mm": 0.0, "nsd_2mm": 0.0, "hd95_mm": float("inf")}
+        write_csv(folder / "metrics.csv", [{"case": case, "region": "left_lung", "trust": "", **dices} for case in self.boxes])
+        without = [case for case in "ab" if case not in self.boxes]
+        (folder / "summary.json").write_text(json.dumps({"without_prediction": without, "failed": {}}))
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> Callable[[], Strategy]:
+    """Runs a row whose stages are trained."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        stages = app.stages_of("isotropic 2 mm", compose(), [], tmp_path / "runs")
+    for stage in stages:
+        stage.run_dir.mkdir(parents=True)
+        (stage.run_dir / "history.csv").write_text("step,seconds_per_step\n1,0.5\n")
+        (stage.run_dir / "summary.json").write_text('{"train_s": 3.0}')
+    grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
+    return lambda: app.run_row("x", stages, tmp_path / "row", tmp_path / "t.csv", {"a": grid, "b": grid}, [], {})
+
+
+def test_a_row_that_finds_no_region_has_its_scores(
+    row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Commands(monkeypatch)
+    counted = []
+    monkeypatch.setattr(app, "_counted", lambda stage, shape: counted.append((stage.name, shape)))
+    strategy = row()
+    assert [score["dice"] for score in strategy.scores] == [0.0, 0.0]
+    assert (strategy.failure, strategy.missing) == ("", {})
+    assert ("fine", None) in counted, "there is no whole crop to count"
+    app.write([strategy], tmp_path)
+    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert "x has the best mean Dice, 0.0000 over 2 regions" in text
+    assert "failed" not in text
+
+
+def test_a_step_that_cannot_be_counted_leaves_its_cells_empty(
+    row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: object, shape: object) -> None:
+        raise UserError("plan: Expected more than 1 value per channel when training")
+
+    monkeypatch.setattr(app, "count_memory", refuse)
+    commands = Commands(monkeypatch)
+    commands.boxes["a"] = {"left_lung": {"voxels": {"start": [0, 0, 0], "stop": [4, 4, 4]}}}
+    strategy = row()
+    assert len(strategy.scores) == 2
+    assert strategy.costs["fine"]["whole_peak_mib"] is None
+    assert "a step of 16×16×16 voxels was not counted, its cells stay empty (plan: Expected" in capsys.readouterr().err
+
+
+def test_a_failed_row_says_the_cause_of_its_case(row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Commands(monkeypatch, predict="predict ended with exit code 3: 1 of 1 cases failed")
+    commands.boxes.clear()
+    commands.failed["a"] = "out of memory; free some"
+    with pytest.raises(UserError, match="no case could be predicted: a: out of memory; free some"):
+        row()
+    commands.failed.clear()
+    with pytest.raises(UserError, match="no case could be predicted: predict ended with exit code 3: 1 of 1"):
+        row()
+
+
+def test_a_case_without_a_prediction_says_why(row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_counted", lambda stage, shape: None)
+    commands = Commands(monkeypatch)
+    del commands.boxes["b"]
+    commands.failed["b"] = "damaged"
+    assert row().missing == {"b": "damaged"}
+
+
+@pytest.mark.parametrize(
+    ("code", "command", "failure"),
+    [
+        (0, "predict", ""),
+        (1, "predict", ""),
+        (2, "predict", "predict ended with exit code 2: coarse=x does not exist"),
+        (1, "train", "train ended with exit code 1: coarse=x does not exist"),
+    ],
+)
+def test_the_last_message_of_a_command_is_its_failure(
+    code: int,
+    command: str,
+    failure: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho 'medseg: first' >&2\necho 'medseg: coarse=x does not exist' >&2\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert failure_of([command, "input=x"]) == failure
+    assert capfd.readouterr().err == "medseg: first\nmedseg: coarse=x does not exist\n", "passed on"
