@@ -15,10 +15,15 @@ from medseg.build.cases import file_values
 from medseg.config.schema import Engine, PredictConfig
 from medseg.console import say
 from medseg.errors import EXIT_FAILED
+from medseg.io.inputs import with_case_name
 from medseg.prediction.batch import BatchCase, predict_scans
 from medseg.prediction.cascades import EVERY_SPACING_MM
+from medseg.prediction.case import report_path
 from medseg.prediction.results import Wanted
 from medseg.preprocess.scale import HuScale
+
+# Files of a case that its line names.
+MAX_FILES = 3
 
 
 def predict(config: PredictConfig) -> int:
@@ -125,9 +130,18 @@ def _wanted(config: PredictConfig) -> Wanted:
 def _show(case: BatchCase) -> None:
     """Print the outcome of a case: messages on the error stream, the result on the output stream."""
     for message in case.messages:
-        say(f"{case.scan.name}: {message}")
+        say(with_case_name(case.scan.name, message, [case.scan.path]))
     if case.is_skipped:
-        print(f"{case.output}: finished before, skipped", flush=True)
+        print(f"{_results_of(case)}: finished before, skipped", flush=True)
     elif case.report is not None:
         volumes = ", ".join(f"{name} {volume_ml:.0f} ml" for name, volume_ml in case.report["volume_ml"].items())
-        print(f"{case.output}: {volumes}, {case.report['durations_s']['total']:.1f} s", flush=True)
+        print(f"{_results_of(case)}: {volumes}, {case.report['durations_s']['total']:.1f} s", flush=True)
+
+
+def _results_of(case: BatchCase) -> str:
+    """Name the label map of a case; where `save` has none the other files, and where it is empty the report."""
+    if case.output in case.result_paths:
+        return str(case.output)
+    files = [str(path) for path in case.result_paths or [report_path(case.output)]]
+    more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
+    return ", ".join(files[:MAX_FILES]) + more

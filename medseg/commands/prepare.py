@@ -19,6 +19,7 @@ from medseg.data.case_table import Case
 from medseg.data.task import Channel, Task
 from medseg.errors import EXIT_FAILED
 from medseg.io.atomic import check_writable, replace_text
+from medseg.io.inputs import with_case_name
 from medseg.pictures.audit import CaseView, Slice, audit_pictures, cut_slices
 from medseg.preprocess.intensity import normalise, percentile
 
@@ -64,7 +65,7 @@ def shown_image(image: np.ndarray, channel: Channel) -> np.ndarray:
 def print_case(one: AuditedCase) -> None:
     """Print the result of one case: its size and volumes on the standard output, its problems on the error stream."""
     if one.failure:
-        say(f"{one.case.name}: {one.failure}")
+        say(with_case_name(one.case.name, one.failure, [one.case.image, one.case.labels]))
     elif one.status == READY and one.audit is not None:
         print(f"{one.case.name}: {describe(one.audit)}", flush=True)
     if not one.failure:

@@ -1,7 +1,7 @@
 """Input paths: the scans at a path, and their case names."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from medseg.errors import UserError, require
@@ -122,6 +122,26 @@ def case_name(path: Path) -> str:
         return CONTROL_CHARACTERS.sub("_", path.name[: -len(suffix)])
     folder = path.parent if path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path) else path
     return CONTROL_CHARACTERS.sub("_", folder.name if folder.name not in ("", "..") else folder.resolve().name)
+
+
+def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str:
+    """Put the name of a case before a message, unless the message begins with a file that is named like it.
+
+    Args:
+        name: Name of the case.
+        message: Sentence about it.
+        files: Files and folders of the case.
+
+    Example:
+        >>> with_case_name("a", "ct/a.nii.gz: it is empty", [Path("ct/a.nii.gz")])
+        'ct/a.nii.gz: it is empty'
+        >>> with_case_name("patient 1", "ct/a.nii.gz: it is empty", [Path("ct/a.nii.gz")])
+        'patient 1: ct/a.nii.gz: it is empty'
+    """
+    for file in files:
+        if file is not None and message.startswith(str(file)) and case_name(file) == name:
+            return message
+    return f"{name}: {message}"
 
 
 def input_format(path: Path) -> str:

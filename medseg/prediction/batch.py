@@ -76,7 +76,8 @@ class BatchCase:
 
     Attributes:
         scan: The scan.
-        output: Path of its label map.
+        output: Path of its label map, whether or not `save` has it.
+        result_paths: Files that are written beside the report.
         chosen: Its cascade, set when it is read.
         known: Report that was there when it was read.
         messages: Sentences for the error stream.
@@ -87,6 +88,7 @@ class BatchCase:
 
     scan: Scan
     output: Path
+    result_paths: Sequence[Path] = ()
     chosen: RangeCascade = field(init=False)
     known: dict[str, Any] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
@@ -180,7 +182,7 @@ def predict_scans(
     check_outputs([file for paths in placed for file in paths.values()], protected)
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
-    cases = [BatchCase(scan, path) for scan, path in zip(scans, outputs, strict=True)]
+    cases = [BatchCase(scan, path, list(paths.values())) for scan, path, paths in zip(scans, outputs, placed, strict=True)]
     if elsewhere is not None:
         require(not is_shared, "engine=ray distributes scans by itself; start the command without torchrun")
         elsewhere(cases, cascades[0].cascade)

@@ -72,7 +72,7 @@ def test_slicer_gets_a_segmentation(tmp_path: Path, labels: np.ndarray) -> None:
     write_labels(path, labels, GRID, structures=TABLE)
     image = SimpleITK.ReadImage(str(path))
     fields = {key: image.GetMetaData(key) for key in image.GetMetaDataKeys()}
-    assert fields["Segment0_Name"] == "left lung"
+    assert fields["Segment0_Name"] == fields["Segment0_ID"] == "left_lung"
     assert fields["Segment0_LabelValue"] == "1"
     assert fields["Segment0_Extent"] == "4 4 2 5 1 2"
     assert [round(255 * float(part)) for part in fields["Segment1_Color"].split()] == [0xFB, 0x92, 0x3C]

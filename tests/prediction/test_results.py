@@ -132,6 +132,40 @@ def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(scans: Pat
         assert {name: float(row[name]) for name in HU_FIGURES} == {name: figures[name] for name in HU_FIGURES}
 
 
+@pytest.mark.parametrize(
+    ("save", "named"),
+    [
+        ("[masks]", ["a.left_lung.nii.gz", "a.right_lung.nii.gz"]),
+        ("[preview,labels]", ["a.nii.gz"]),
+        ("[viewer,masks,preview]", ["a.html", "a.left_lung.nii.gz", "a.right_lung.nii.gz and 1 more"]),
+    ],
+)
+def test_the_line_of_a_case_names_files_that_were_written(
+    save: str,
+    named: list[str],
+    scans: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    for ending in ("left_lung ", "finished before, skipped"):
+        assert predict(scans / "a.nii.gz", out / "a.nii.gz", f"save={save}") == 0
+        files, _, outcome = capsys.readouterr().out.partition(": ")
+        assert [Path(file).name for file in files.split(", ")] == named
+        assert outcome.startswith(ending)
+        assert all(Path(file.removesuffix(" and 1 more")).is_file() for file in files.split(", "))
+
+
+def test_a_message_names_its_case_once(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = scans / "a.nii.gz"
+    damaged.write_bytes(b"damaged")
+    (scans / "cases.csv").write_text("case,image\na,a.nii.gz\npatient 1,a.nii.gz\n")
+    assert predict(scans / "cases.csv", tmp_path / "out") == 1
+    first, second, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"medseg: {damaged}: expected a NIfTI file")
+    assert second.startswith(f"medseg: patient 1: {damaged}: expected a NIfTI file")
+
+
 def test_the_bound_on_dice_is_one_sentence_in_all_results(
     scans: Path,
     tmp_path: Path,

@@ -18,13 +18,10 @@ from medseg import __version__
 from medseg.errors import require
 from medseg.io.atomic import replace_path
 from medseg.io.dicom.read import SourceSlices
-from medseg.io.dicom.structures import labels_on_slices, source_headers
+from medseg.io.dicom.structures import labels_on_slices, source_headers, stored_name
 from medseg.io.label_table import Structure
 
 SIDES = {"left": codes.SCT.Left, "right": codes.SCT.Right}
-
-MAX_MEANING = 64
-"""Characters of a code's meaning and of a segment's label."""
 
 
 def write_segmentation(
@@ -114,7 +111,7 @@ def _share_geometry(header: Dataset, step_mm: float) -> None:
 
 def _describe(number: int, structure: Structure) -> SegmentDescription:
     """Describe a segment. A label without a SNOMED code gets a private one, which consists of its name."""
-    name = structure.name[:MAX_MEANING]
+    name = stored_name(structure.name)
     code = (structure.code[0], "SCT", structure.code[1]) if structure.code else (name[:16], "99MEDSEG", name)
     kind = CodedConcept(*code)
     for side in structure.code[2:]:

@@ -15,7 +15,7 @@ from medseg.io.atomic import replace_path
 from medseg.io.dicom.contours import outlines
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
-from medseg.io.dicom.structures import labels_on_slices, points_of, source_headers
+from medseg.io.dicom.structures import labels_on_slices, points_of, source_headers, stored_name
 from medseg.io.label_table import Structure
 
 STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
@@ -80,7 +80,7 @@ def write_structure_set(path: Path, labels: np.ndarray, slices: SourceSlices, st
             _item(
                 ROINumber=number,
                 ReferencedFrameOfReferenceUID=first.FrameOfReferenceUID,
-                ROIName=one.name[:64],
+                ROIName=stored_name(one.name),
                 ROIGenerationAlgorithm="AUTOMATIC",
             )
             for number, one in enumerate(structures, start=1)

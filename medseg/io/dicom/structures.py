@@ -15,8 +15,16 @@ from medseg.io.label_table import Structure
 IDENTITY = ("SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID")
 """Fields by which an object refers to its source."""
 
+MAX_NAME = 64
+"""Characters of a segment's label, of the name of a region of interest, and of a code's meaning."""
+
 TYPE_2 = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex", "AccessionNumber", "StudyID", "StudyDate", "StudyTime")
 """Fields of patient and study that must be present and may be empty; removed from many public series."""
+
+
+def stored_name(name: str) -> str:
+    """Name of a label in DICOM: itself, cut to the length of the field, without the sign that separates values."""
+    return name.replace("\\", "_")[:MAX_NAME]
 
 
 def labels_on_slices(labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]) -> np.ndarray:

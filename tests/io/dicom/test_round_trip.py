@@ -13,7 +13,8 @@ from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import SourceSlices, open_slices
 from medseg.io.dicom.segmentation import write_segmentation
 from medseg.io.dicom.structure_set import write_structure_set
-from medseg.io.label_table import Structure
+from medseg.io.label_table import Structure, itk_snap_text
+from medseg.io.write import write_labels
 
 STRUCTURES = (Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")), Structure("Gefäß", 4, "#fb923c"))
 
@@ -96,3 +97,19 @@ def test_some_orientations(kind: str, number: int, tmp_path: Path) -> None:
 def test_all_orientations(kind: str, form: str, tmp_path: Path) -> None:
     for number, direction in enumerate(ORIENTATIONS):
         check(tmp_path / str(number), kind, direction, form)
+
+
+def test_names_of_labels_come_back_as_they_are(tmp_path: Path) -> None:
+    """Of every format that keeps names; a sign that separates values in DICOM becomes `_`."""
+    slices = open_slices(make_series(tmp_path / "s", "plain", np.eye(3)))
+    names = ["left_lung", "Gefäß links", "lobe/upper", "a" * 64]
+    structures = [Structure(name, value) for value, name in enumerate(names, start=1)]
+    labels = np.ones(slices.grid.shape, np.uint8)
+    for write in (write_segmentation, write_structure_set):
+        write(tmp_path / "a.dcm", labels, slices, [*structures, Structure("a\\b", 9)])
+        assert list(open_label_file(tmp_path / "a.dcm").names.values()) == [*names, "a_b"]
+    write_labels(tmp_path / "a.seg.nrrd", labels, slices.grid, structures=structures)
+    header = (tmp_path / "a.seg.nrrd").read_bytes().partition(b"\n\n")[0].decode("utf-8")
+    stored = dict(line.split(":=", 1) for line in header.splitlines() if ":=" in line)
+    assert [stored[f"Segment{number}_Name"] for number in range(len(names))] == names
+    assert all(f'"{name}"' in itk_snap_text(structures) for name in names)
