@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 ROOT = Path(__file__).resolve().parents[2]
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
@@ -60,6 +62,17 @@ def test_issue_forms_have_the_fields_of_the_schema(path: Path) -> None:
     assert len({field["id"] for field in fields}) == len(fields)
 
 
+def test_the_licence_of_each_bundled_script_is_in_the_metadata() -> None:
+    """The expression names the licences of all texts, and the texts go into `dist-info/licenses`."""
+    metadata = ProjectMetadata(str(ROOT), PluginManager()).core
+    texts = [path.relative_to(ROOT).as_posix() for path in (ROOT / "medseg").rglob("*LICENSE*")]
+    bundles = {path.parent for path in (ROOT / "medseg").rglob("*.js") if (path.parent / "SHA256SUMS").is_file()}
+    assert bundles == {(ROOT / text).parent for text in texts}
+    assert set(metadata.license_files) == {"LICENSE", *texts}
+    named = set(metadata.license_expression.split(" AND "))
+    assert named == {"Apache-2.0", "0BSD", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "Unlicense"}
+
+
 @pytest.mark.slow
 def test_wheel_and_sdist_are_ready_for_the_index(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
@@ -82,6 +95,8 @@ def test_wheel_and_sdist_are_ready_for_the_index(tmp_path: Path) -> None:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
     assert {"medseg/weights/lungs_fine.safetensors", "medseg/conf/train.yaml"} <= names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert "License-Expression: Apache-2.0" in metadata
+    licences = {name.partition("dist-info/licenses/")[2] for name in names if "dist-info/licenses/" in name}
+    assert licences == {"LICENSE", "medseg/pictures/viewer/niivue.LICENSE.txt", "medseg/report/page/vega/LICENSE.txt"}
+    assert "License-Expression: Apache-2.0 AND 0BSD AND BSD-2-Clause" in metadata
+    assert all(f"License-File: {licence}\n" in metadata for licence in licences)
     assert "](docs/" not in metadata, "links of a page on the index must not be relative"
