@@ -6,9 +6,9 @@ least the stated probability, every region of the new patient reaches its bound 
 random choice of the calibration patients as well as of the new patient. Here each patient of the calibration was segmented by the
 networks of the cross-validation that were trained without that patient, while new patients are segmented by networks that were
 trained on all patients of the calibration: the bound holds if these networks are no worse. It covers only regions that the scan
-really shows, and says nothing about missed or false regions. Nor does it cover a region to which parts of the coarse stage were
-added: what one stage alone says has no second stage to agree with. Scans of one patient are not independent, so a patient counts
-once, with the worst of its regions.
+really shows, and says nothing about missed or false regions. Nor does it cover a region to which parts of
+the coarse stage were added: what one stage alone says has no second stage to agree with. Scans of one patient are not
+independent, so a patient counts once, with the worst of its regions.
 """
 
 import math
@@ -71,14 +71,18 @@ class StatedBound:
 
     def __post_init__(self) -> None:
         if not (0 <= self.value <= 1 and 0 < self.level < 1 and self.patients >= 1):
-            raise ValueError(f"expected a value in [0, 1], a level in (0, 1) and a patient, got {self}")
+            raise ValueError(
+                f"expected a value in [0, 1], a level in (0, 1) and a patient, got {self.value}, {self.level} and {self.patients}"
+            )
 
     def __str__(self) -> str:
         """Say the bound to a reader.
 
         Example:
-            >>> str(StatedBound(0.9871, 0.9, 26)), str(StatedBound(0.5, 0.95, 1))
-            ('at least 0.98 in 9 of 10 patients (26 patients)', 'at least 0.50 in 19 of 20 patients (1 patient)')
+            >>> print(StatedBound(0.9871, 0.9, 26))
+            at least 0.98 in 9 of 10 patients (26 patients)
+            >>> print(StatedBound(0.5, 0.95, 1))
+            at least 0.50 in 19 of 20 patients (1 patient)
         """
         share = Fraction(self.level).limit_denominator(10_000)
         calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"

@@ -76,8 +76,8 @@ class Segmentation:
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
         added_ml: Volume by region that only the coarse stage finds and that was added, see `medseg.cascade.additions`; without zeros.
-        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`. Absent are regions to which
-            anything was added, and all regions where the stages were not calibrated together.
+        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`. Absent
+            are regions to which anything was added, and all where the stages were not calibrated together.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
         statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone leaves it empty.
@@ -208,8 +208,11 @@ class Cascade:
                 result.agreements = agreement(found.labels, found.grid, labels, grid, regions, added)
                 result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid, added)
                 result.added_ml = added_volumes(found.grid, labels, grid, regions, added)
-        # Read now: the next step forgets what was added to the regions that it removes, and regions may share a label.
-        changed_labels = {label for region in task.regions if region.name in result.added_ml for label in region.labels}
+        # Read now: the next step forgets what was added to the regions that it removes.
+        changed_labels: set[str] = set()
+        for region in task.regions:
+            if region.name in result.added_ml:
+                changed_labels.update(region.labels)
         _remove_contradictions(result, labels, first, task, options)
         result.warnings += [
             f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: check the result"
@@ -241,7 +244,10 @@ class Cascade:
             return bounds
         for region in self.coarse.task.regions:
             is_empty = not any(result.volumes_ml[label] for label in region.labels)
-            if region.name not in result.boxes or is_empty or not changed_labels.isdisjoint(region.labels):
+            if region.name not in result.boxes or is_empty:
+                continue
+            # Regions may share a label: one may be changed by what was added to another.
+            if not changed_labels.isdisjoint(region.labels):
                 continue
             bounds[region.name] = self.dice_bound.stated(result.agreements[region.name])
         return bounds

@@ -135,11 +135,12 @@ def _show(case: BatchCase) -> None:
         print(f"{_results_of(case)}: finished before, skipped", flush=True)
     elif case.report is not None:
         volumes = ", ".join(f"{name} {volume_ml:.0f} ml" for name, volume_ml in case.report["volume_ml"].items())
-        print(f"{_results_of(case)}: {volumes}, {case.report['durations_s']['total']:.1f} s", flush=True)
+        total_s = case.report["durations_s"]["total"]
+        print(f"{_results_of(case)}: {volumes}, {total_s:.1f} s", flush=True)
 
 
 def _results_of(case: BatchCase) -> str:
-    """Name the label map of a case; where `save` has none the other files, and where it is empty the report."""
+    """Name the label map of a case; without one in `save` the other files, or else the report."""
     if case.output in case.result_paths:
         return str(case.output)
     files = [str(path) for path in case.result_paths or [report_path(case.output)]]

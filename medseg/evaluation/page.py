@@ -48,10 +48,15 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate again.") from error
 
 
-def compare_rows(rows: Sequence[Row], baseline: Sequence[Row], patients: Mapping[str, str]) -> list[tuple[str, str, Difference]]:
+def compare_rows(
+    rows: Sequence[Row],
+    baseline: Sequence[Row],
+    patients: Mapping[str, str],
+) -> list[tuple[str, str, Difference]]:
     """Compute the paired differences of each region and metric, and of the means of each case over its regions (`ALL`).
 
-    A region whose score is not finite on one side, such as the distance of one that was missed, counts on neither.
+    A region whose score is not finite on one side, such as the distance of one that was missed, counts on
+    neither.
 
     Args:
         rows: `case`, `region` and the metrics of `RANKED`.
@@ -62,14 +67,16 @@ def compare_rows(rows: Sequence[Row], baseline: Sequence[Row], patients: Mapping
         Region, metric and difference; combinations without a pair of finite scores are left out.
     """
     before = {(row["case"], row["region"]): row for row in baseline}
-    pairs = [(row, before[row["case"], row["region"]]) for row in rows if (row["case"], row["region"]) in before]
+    scored = {(row["case"], row["region"]): row for row in rows}
+    pairs = [(row, before[key]) for key, row in scored.items() if key in before]
     regions = list(dict.fromkeys(row["region"] for row, _ in pairs))
     compared = []
     for region in [*regions, ALL] if len(regions) > 1 else regions:
         of_region = [(row, other) for row, other in pairs if region in (row["region"], ALL)]
         for metric, better in RANKED.items():
-            finite = [(row, other) for row, other in of_region if math.isfinite(row[metric]) and math.isfinite(other[metric])]
-            scores, baseline_scores = (_case_means(side, metric) for side in zip(*finite, strict=True)) if finite else ({}, {})
+            finite = [pair for pair in of_region if all(math.isfinite(row[metric]) for row in pair)]
+            scores = _case_means([row for row, _ in finite], metric)
+            baseline_scores = _case_means([row for _, row in finite], metric)
             if difference := paired_difference(scores, baseline_scores, better, patients):
                 compared.append((region, metric, difference))
     return compared
@@ -83,12 +90,18 @@ def _case_means(rows: Sequence[Row], metric: str) -> dict[str, float]:
     return {case: fmean(values) for case, values in scores.items()}
 
 
-def _describe_pairs(rows: Sequence[Row], baseline: Sequence[Row], patients: Mapping[str, str]) -> list[str]:
-    """Say which cases the differences are of, how their patients count, and which cases have scores on one side only."""
+def _describe_pairs(
+    rows: Sequence[Row],
+    baseline: Sequence[Row],
+    patients: Mapping[str, str],
+) -> list[str]:
+    """Say how the patients of the differences count, and which cases have scores on one side only."""
     scored, before = ({row["case"]: None for row in side} for side in (rows, baseline))
     sentences = [describe_patients([case for case in scored if case in before], patients)]
     if not patients:
-        sentences.append("a folder of references names no patients; ref=<case table> does, by its column patient")
+        sentences.append(
+            "a folder of references names no patients; ref=<case table> does, by its column patient",
+        )
     for where, alone in (
         ("the baseline", [case for case in before if case not in scored]),
         ("this evaluation", [case for case in scored if case not in before]),
@@ -142,9 +155,11 @@ def write_page(
         write_csv(output / "differences.csv", table, ("region", "metric", *Difference._fields), FORMATS)
         for region, metric, one in compared:
             if metric == "dice":
+                pairs = f"{one.cases} cases of {one.patients} patients"
+                changes = f"{one.better} cases better, {one.worse} worse"
                 progress(
-                    f"{region}: Dice {write_difference(one)} to the baseline, {one.cases} cases of {one.patients} patients "
-                    f"({one.better} cases better, {one.worse} worse), p = {one.wilcoxon_p:.2g} (Wilcoxon)"
+                    f"{region}: Dice {write_difference(one)} to the baseline, {pairs} ({changes}), "
+                    f"p = {one.wilcoxon_p:.2g} (Wilcoxon)"
                 )
         pairing = _describe_pairs(rows, baseline_rows, patients)
         for sentence in pairing:
@@ -154,9 +169,9 @@ def write_page(
         picture = overlays / f"{case}.png" if overlays else None
         picture = picture if picture and picture.is_file() else None
         linked = picture, viewers.get(case), prediction_viewers.get(case)
-        links = [_link(path, output) if path else "" for path in linked]
+        picture_link, viewer_link, prediction_link = (_link(path, output) if path else "" for path in linked)
         sentences = {region: str(bound) for region, bound in bounds.get(case, {}).items()}
-        files[case] = Files(picture, *links, dice_at_least=sentences)
+        files[case] = Files(picture, picture_link, viewer_link, prediction_link, sentences)
     page = render_cases(
         rows,
         statistics,

@@ -70,11 +70,12 @@ def read_words(prediction: Path) -> CaseReport:
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
     """Read the lower bounds on Dice of a report, by region; empty where there are none.
 
-    Reports of older versions hold bare numbers without level and patients, also for regions with additions. They state no bound, nor
-    does a damaged entry.
+    Reports of older versions hold bare numbers without level and patients, also for regions with additions.
+    They state no bound, nor does a damaged entry.
     """
     try:
-        return {str(region): StatedBound(**entry) for region, entry in report["dice_at_least"].items()}
+        entries = report["dice_at_least"].items()
+        return {str(region): StatedBound(**entry) for region, entry in entries}
     except _NO_REPORT:
         return {}
 

@@ -125,7 +125,7 @@ def case_name(path: Path) -> str:
 
 
 def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str:
-    """Put the name of a case before a message, unless the message begins with a file that is named like it.
+    """Put the name of a case before a message, unless the message begins with a file of that name.
 
     Args:
         name: Name of the case.

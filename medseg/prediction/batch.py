@@ -182,7 +182,9 @@ def predict_scans(
     check_outputs([file for paths in placed for file in paths.values()], protected)
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
-    cases = [BatchCase(scan, path, list(paths.values())) for scan, path, paths in zip(scans, outputs, placed, strict=True)]
+    cases = []
+    for scan, path, paths in zip(scans, outputs, placed, strict=True):
+        cases.append(BatchCase(scan, path, list(paths.values())))
     if elsewhere is not None:
         require(not is_shared, "engine=ray distributes scans by itself; start the command without torchrun")
         elsewhere(cases, cascades[0].cascade)
@@ -238,8 +240,8 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         figures = report.get("statistics", {})
         bounds = read_bounds({} if case.exit_code else report)
         for label, volume_ml in volumes.items():
-            row = {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml, **status}
-            rows.append({**row, "dice_at_least": _bound_of(label, bounds, task)})
+            row = {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml}
+            rows.append({**row, **status, "dice_at_least": _bound_of(label, bounds, task)})
     with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(), locked_folder(folder):
         try:
             known = read_csv(path)
@@ -251,7 +253,7 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
 
 
 def _bound_of(label: str, bounds: Mapping[str, StatedBound], task: Task) -> str:
-    """Say the bounds on Dice of the regions of a label; a region of another name than the label is named."""
+    """Say the bounds on Dice of the regions of a label; a region of another name is named."""
     sentences = []
     for region in task.regions:
         if label in region.labels and region.name in bounds:

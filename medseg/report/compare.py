@@ -247,10 +247,10 @@ class Comparison:
         setting_of: The setting of each run.
         ranked: Indices of the settings from the best mean validation Dice to the worst; those with unfinished runs after them, and
             those without a result last.
-        best: Index of the setting with the best mean and all its runs finished, the smaller peak deciding between equals; None without
-            results.
-        tied: Indices of the other settings with a result that are not established to be worse than the best, see `is_established`;
-            every pair of settings counts as a comparison that could have been made.
+        best: Index of the setting with the best mean and all its runs finished, the smaller peak deciding
+            between equals; None without results.
+        tied: Indices of the other settings with a result that are not established to be worse than the best,
+            see `is_established`; every pair of settings counts as a comparison that could have been made.
         same: Flat configuration that all runs share.
         baseline: Index of the setting of the baseline run, or None.
         differences: Index of each other setting to its difference to the baseline: mean Dice of the common validation cases.
@@ -272,23 +272,21 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence about the best setting and those that are not established to be worse; "" without a best one."""
-        if self.best is None:
-            return ""
-        others = [number for number in self.ranked if number != self.best and VAL_DICE.key in self.settings[number].metrics]
-        if not others:
+        """One sentence about the best setting and those that may be as good; "" without others."""
+        num_settings = sum(VAL_DICE.key in setting.metrics for setting in self.settings)
+        if self.best is None or num_settings < 2:
             return ""
         cases = self.settings[self.best].case_means()
         num_patients = len({self.patients.get(case, case) for case in cases})
-        test = f"paired t-test over {num_patients} validation patients, corrected for the choice among {1 + len(others)} settings"
+        test = f"paired t-test over {num_patients} validation patients, corrected for the choice among {num_settings} settings"
         if not self.tied:
             return f"The best setting is established: it is better than each of the others ({test})."
         labels = [self.settings[number].label for number in self.tied[:MAX_NAMED]]
         more = len(self.tied) - len(labels)
         named = "; ".join(labels) + (f"; and {more} more" if more else "")
         return (
-            f"The best setting is not established: it has the best mean, but {len(self.tied)} of {len(others)} others may be as good "
-            f"({test}): {named}."
+            f"The best setting is not established: it has the best mean, but {len(self.tied)} of "
+            f"{num_settings - 1} others may be as good ({test}): {named}."
         )
 
 
@@ -367,7 +365,7 @@ def _tied(settings: Sequence[Setting], ranked: Sequence[int], best: int, patient
 
 
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """Rows of `report.csv`, one per run: keys that differ, status, metrics, and mean and standard deviation of its setting.
+    """Rows of `report.csv`, one per run: keys that differ, status, metrics, mean and deviation of its setting.
 
     `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to beat.
     """

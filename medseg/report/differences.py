@@ -8,8 +8,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 METHOD = (
-    "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the differences of the patients, each the mean "
-    "over the cases of a patient"
+    "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the differences of "
+    "the patients, each the mean over the cases of a patient"
 )
 # Gains that differ by less are rounding errors of means: they are ties, and zeros, of the rank test.
 _DIGITS = 9
@@ -30,8 +30,9 @@ class Difference(NamedTuple):
         better: Number of cases with a better score than the baseline's.
         worse: Number of cases with a worse one.
         patients: Number of patients.
-        wilcoxon_p: Two-sided p of Wilcoxon's signed-rank test over the patients. Patients with equal means are left out, and p is 1
-            where all are equal. Five patients cannot give less than 0.06, nor six less than 0.03.
+        wilcoxon_p: Two-sided p of Wilcoxon's signed-rank test over the patients. Patients with equal means
+            are left out, and p is 1 where all are equal. Five patients cannot give less than 0.06, nor six
+            less than 0.03.
     """
 
     cases: int
@@ -46,18 +47,22 @@ class Difference(NamedTuple):
     wilcoxon_p: float
 
 
-FORMATS = {**dict.fromkeys(("baseline_mean", "mean", "difference", "ci95_low", "ci95_high"), ".6f"), "wilcoxon_p": ".4g"}
+_SCORES = ("baseline_mean", "mean", "difference", "ci95_low", "ci95_high")
+FORMATS = {**dict.fromkeys(_SCORES, ".6f"), "wilcoxon_p": ".4g"}
 """Formats of a CSV table with the fields of `Difference`."""
 
 
 def paired_difference(
-    scores: Mapping[str, float], baseline: Mapping[str, float], better: int = 1, patients: Mapping[str, str] | None = None
+    scores: Mapping[str, float],
+    baseline: Mapping[str, float],
+    better: int = 1,
+    patients: Mapping[str, str] | None = None,
 ) -> Difference | None:
     """Compare two results patient by patient.
 
-    The patients count equally, whatever the number of their cases. Their differences then vary by different amounts, with which
-    Student's t keeps its level or is a little too careful (Ibragimov and Müller, Journal of Business & Economic Statistics 28 (2010)
-    453).
+    The patients count equally, whatever the number of their cases. Their differences then vary by different
+    amounts, with which Student's t keeps its level or is a little too careful (Ibragimov and Müller, Journal
+    of Business & Economic Statistics 28 (2010) 453).
 
     Args:
         scores: Case to its score.
@@ -69,8 +74,8 @@ def paired_difference(
         The difference, or None without a common case with two finite scores.
 
     Source:
-        Student's t for paired samples, as in `scipy.stats.ttest_rel(...).confidence_interval()`, and `scipy.stats.wilcoxon`, exact for
-        up to 50 patients without ties and 13 with some.
+        Student's t for paired samples, as in `scipy.stats.ttest_rel(...).confidence_interval()`, and
+        `scipy.stats.wilcoxon`, exact for up to 50 patients without ties and 13 with some.
     """
     from scipy.stats import sem, t
 
@@ -99,7 +104,10 @@ def paired_difference(
 
 
 def is_established(
-    scores: Mapping[str, float], others: Mapping[str, float], patients: Mapping[str, str], num_comparisons: int = 1
+    scores: Mapping[str, float],
+    others: Mapping[str, float],
+    patients: Mapping[str, str],
+    num_comparisons: int = 1,
 ) -> bool:
     """Whether scores are better than others by more than chance: a paired t-test over the patients at a level of 5 %.
 
@@ -133,11 +141,12 @@ def describe_patients(cases: Collection[str], patients: Mapping[str, str]) -> st
         >>> describe_patients(["a_1", "a_2", "b"], {"a_1": "a", "a_2": "a"})
         '3 cases of 2 patients; the cases of a patient count together, by their mean'
         >>> describe_patients(["a", "b"], {})
-        'each of the 2 cases counts as a patient of its own, since no patient is named for several cases'
+        'each of the 2 cases counts as a patient of its own: no patient is named for several cases'
     """
     num_patients = len({patients.get(case, case) for case in cases})
     if num_patients == len(cases):
-        return f"each of the {len(cases)} cases counts as a patient of its own, since no patient is named for several cases"
+        own = f"each of the {len(cases)} cases counts as a patient of its own"
+        return f"{own}: no patient is named for several cases"
     noun = "patient" if num_patients == 1 else "patients"
     return f"{len(cases)} cases of {num_patients} {noun}; the cases of a patient count together, by their mean"
 

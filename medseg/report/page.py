@@ -54,6 +54,7 @@ def render(
     pictures = _pictures(comparison, places, num_pictures, say)
     baseline_rows = difference_rows(comparison)
     case_settings = [settings[number] for number in comparison.ranked if settings[number].cases]
+    case_rows = _case_rows(case_settings[:_MAX_CASE_SETTINGS], pictures)
     return render_page(
         "runs.html",
         "report",
@@ -91,11 +92,11 @@ def render(
         metrics=metrics,
         case_settings=case_settings[:_MAX_CASE_SETTINGS],
         num_hidden_settings=len(case_settings[_MAX_CASE_SETTINGS:]),
-        case_rows=_case_rows(case_settings[:_MAX_CASE_SETTINGS], pictures),
+        case_rows=case_rows,
         differences=baseline_rows,
         baseline_label=None if comparison.baseline is None else settings[comparison.baseline].label,
         method=METHOD,
-        pairing=describe_patients({case for setting in settings for case, _ in setting.cases}, comparison.patients),
+        pairing=describe_patients({row["case"] for row in case_rows}, comparison.patients),
         failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
         pictures=pictures,
         num_left_out=max(0, sum(len(run.pictures) for run in runs) - num_pictures),

@@ -108,7 +108,11 @@ def markdown(strategies: Sequence[Strategy], patients: Mapping[str, str] | None 
 
 
 def _tied(
-    strategies: Mapping[str, Strategy], best: str, rivals: Sequence[str], thickness: str, patients: Mapping[str, str]
+    strategies: Mapping[str, Strategy],
+    best: str,
+    rivals: Sequence[str],
+    thickness: str,
+    patients: Mapping[str, str],
 ) -> list[str]:
     """Rows that the one with the best mean is not established to beat on the regions that both have.
 

@@ -130,8 +130,8 @@ def read_scores(path: Path) -> list[CaseScore]:
     scores = []
     for row in read_file(path, read_csv) or []:
         with suppress(KeyError, TypeError, ValueError):
-            score = CaseScore(int(row["step"]), row["case"], row["label"], float(row["dice"]), row["picture"])
-            scores.append(score._replace(patient=row.get("patient") or ""))
+            step, dice, patient = int(row["step"]), float(row["dice"]), row.get("patient") or ""
+            scores.append(CaseScore(step, row["case"], row["label"], dice, row["picture"], patient))
     return [score for score in scores if 0 <= score.dice <= 1 and score.case and score.label]
 
 

@@ -164,13 +164,16 @@ def run_row(
     if predict_failure or not reports:
         of_cases = "; ".join(f"{case}: {reason}" for case, reason in reasons.items())
         raise UserError(f"no case could be predicted: {of_cases or predict_failure}")
-    evaluate_step = ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}", "pictures=false", *reference]
+    files = [f"pred={predictions}", f"ref={table}", f"output={scores}"]
+    evaluate_step = ["evaluate", *files, "pictures=false", *reference]
     if evaluate_failure := failure_of(evaluate_step):
         raise UserError(f"no case could be scored: {evaluate_failure}")
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
-    missing = {case: reasons.get(case, "no prediction") for case in summary["without_prediction"]} | summary["failed"]
+    without = summary["without_prediction"]
+    missing = {case: reasons.get(case, "no prediction") for case in without} | summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
-    crops = [shape for report in reports.values() if (shape := crop_shape(fine.config, report)) is not None]
+    shapes = [crop_shape(fine.config, report) for report in reports.values()]
+    crops = [shape for shape in shapes if shape is not None]
     costs = {
         coarse.name: stage_costs(coarse, max((whole_shape(coarse.config, grid) for grid in grids.values()), key=math.prod)),
         fine.name: stage_costs(fine, max(crops, key=math.prod, default=None)),
@@ -228,7 +231,8 @@ def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
         return count_memory(stage.config, shape)
     except UserError as error:
         voxels = "×".join(map(str, shape))
-        say(f"{stage.run_dir.name}: a step of {voxels} voxels was not counted, its cells stay empty ({error})")
+        what = f"a step of {voxels} voxels was not counted, its cells stay empty"
+        say(f"{stage.run_dir.name}: {what} ({error})")
         return None
 
 
@@ -280,7 +284,11 @@ def read_scores(path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str
     ]
 
 
-def write(strategies: Sequence[Strategy], output: Path, patients: Mapping[str, str] | None = None) -> None:
+def write(
+    strategies: Sequence[Strategy],
+    output: Path,
+    patients: Mapping[str, str] | None = None,
+) -> None:
     """Write the tables and the picture of the rows that are known so far.
 
     Args:

@@ -97,7 +97,7 @@ def failure_of(step: Step) -> str:
 
 
 def has_failed(step: Step, code: int) -> bool:
-    """Whether a command failed as a whole, by its exit code; single cases of a prediction or an evaluation may fail."""
+    """Whether a command failed as a whole; single cases of a prediction or an evaluation may fail."""
     return code != 0 and not (code == EXIT_FAILED and step[0] in ("predict", "evaluate"))
 
 

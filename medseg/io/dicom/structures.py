@@ -23,7 +23,7 @@ TYPE_2 = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex", "Accessi
 
 
 def stored_name(name: str) -> str:
-    """Name of a label in DICOM: itself, cut to the length of the field, without the sign that separates values."""
+    """Name of a label in DICOM: cut to the length of the field, without the sign that separates values."""
     return name.replace("\\", "_")[:MAX_NAME]
 
 
