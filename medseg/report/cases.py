@@ -50,7 +50,7 @@ def render_cases(
     baseline: str,
     baseline_dices: Mapping[tuple[str, str], float],
     compared: Sequence[tuple[str, str, Difference]],
-    pairing: Sequence[str],
+    pairing: Sequence[str] = (),
 ) -> str:
     """Render the page.
 

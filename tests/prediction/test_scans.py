@@ -92,15 +92,15 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
     assert predict(scans, tmp_path / "out") == 1
     said = capsys.readouterr().err.replace(f"{scans}/", "").splitlines()
     assert said == [
-        "medseg: colours: colours.nii: expected one number per voxel, but the NIfTI header says RGB (colours, complex or very long "
+        "medseg: colours.nii: expected one number per voxel, but the NIfTI header says RGB (colours, complex or very long "
         "numbers); export the scan as grey values.",
-        "medseg: cut: cut.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again.",
-        "medseg: empty: empty.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
-        "medseg: header: header.mhd: its voxels should be in 'header.zraw', which does not exist; copy both files.",
-        "medseg: html: html.mha: expected a MetaImage file with a name, '=' and a value on each line of its header, got '<html>404 not "
+        "medseg: cut.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again.",
+        "medseg: empty.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
+        "medseg: header.mhd: its voxels should be in 'header.zraw', which does not exist; copy both files.",
+        "medseg: html.mha: expected a MetaImage file with a name, '=' and a value on each line of its header, got '<html>404 not "
         "found</html>'; check the file.",
         *(
-            f"medseg: nothing_{suffix}: nothing_{suffix}.{suffix}: expected a scan, but every voxel holds -1000; export it again."
+            f"medseg: nothing_{suffix}.{suffix}: expected a scan, but every voxel holds -1000; export it again."
             for suffix in ("mha", "nii", "nrrd")
         ),
         "medseg: 8 of 9 cases failed",
