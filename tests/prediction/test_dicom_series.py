@@ -78,7 +78,7 @@ def test_predict_says_what_there_is_to_choose(study: Path, tmp_path: Path, capsy
     overrides = [f"input='{study}'", f"output='{tmp_path / 'o.nii.gz'}'"]
     assert predict_app.predict(compose("predict", *overrides)) == 2
     said = capsys.readouterr().err
-    assert f"medseg: study 1: {study}: expected one CT series, but it holds 2: series=3 (" in said
+    assert f"medseg: {study}: expected one CT series, but it holds 2: series=3 (" in said
     assert "choose one with series=, or in the column series of a case table." in said
 
 
