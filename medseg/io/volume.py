@@ -46,6 +46,13 @@ MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
 SURE_BYTES, SURE_RATIO = 2**28, 16
 """Above this size and this ratio to the compressed bytes, decode once to verify the promised length."""
 
+ROUNDING = 2.0**-23
+"""Largest relative error of a scaled label that counts as rounding, the distance of neighbouring 32-bit numbers near 1: half of it
+for the slope and the intercept of a header, which most formats store in 32 bits, and half for the value or its product."""
+
+MAX_ROUNDING = 0.25
+"""Largest distance from a whole number that counts as rounding, however large the label is."""
+
 IMAGE_DTYPES = (np.int16, np.float32)
 LABEL_DTYPES = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
 
@@ -351,18 +358,17 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
     for values in filter(len, volume.runs()):
         if (volume.slope, volume.intercept) != (1.0, 0.0):
             values = values.astype(np.float64) * volume.slope + volume.intercept
-        if np.float32 in dtypes and values.dtype.kind == "f":
+        is_float = values.dtype.kind == "f"
+        if is_float and np.float32 not in dtypes:
+            values = _whole(values, volume)
+        elif is_float:
             values = values.astype(np.float32, copy=False)
             gaps = ~np.isfinite(values)
             if gaps.any():
                 values, num_gaps = np.where(gaps, np.float32(air), values), num_gaps + int(gaps.sum())
         fitting = [dtype for dtype in dtypes if _is_exact(values, dtype)]
         if not fitting:
-            strange = [*values[values != np.rint(values)][:1], values.flat[int(np.argmax(np.abs(values)))]]
-            raise UserError(
-                f"{volume.path}: expected a label map of whole numbers, but the file holds values such as {float(strange[0]):g}; is it "
-                "an image or a probability map?"
-            )
+            raise _no_label_map(volume.path, values.flat[int(np.argmax(np.abs(values)))])
         if array.dtype not in fitting:
             wider = new_array((num_voxels,), np.promote_types(array.dtype, fitting[0]))
             wider[:first] = array[:first]
@@ -370,6 +376,35 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
         array[first : first + len(values)] = values
         first += len(values)
     return array.reshape(volume.grid.shape), num_gaps
+
+
+def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
+    """Round the labels of a file to the whole numbers that they stand for.
+
+    A label may miss its number by the rounding of the scale in the header: the value 255 with the slope 1/255 in 32 bits gives
+    1.00000006. The error is relative to the product and to the intercept, which may nearly cancel.
+
+    Args:
+        values: Scaled labels, float.
+        volume: Their file, for its intercept and for the message.
+
+    Raises:
+        UserError: If a value misses every whole number by more than rounding.
+    """
+    whole = np.rint(values)
+    sizes = np.abs(values - volume.intercept) + abs(volume.intercept)
+    is_whole = np.abs(values - whole) <= np.minimum(ROUNDING * sizes, MAX_ROUNDING)
+    if not is_whole.all():
+        raise _no_label_map(volume.path, values[~is_whole][0])
+    return whole
+
+
+def _no_label_map(path: Path, value: float) -> UserError:
+    """Refuse a file for one of its values, with more digits than its rounding error has."""
+    return UserError(
+        f"{path}: expected a label map of whole numbers, but the file holds values such as {float(value):.12g}; is it "
+        "an image or a probability map?"
+    )
 
 
 def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:

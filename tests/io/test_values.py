@@ -104,6 +104,47 @@ def test_probabilities_are_no_labels(tmp_path: Path) -> None:
         read_labels(tmp_path / "l.mha")
 
 
+@pytest.mark.parametrize(
+    ("stored", "slope", "intercept", "label"),
+    [
+        (255, 1 / 255, 0.0, 1),
+        (32767, 1 / 65535, 32768 / 65535, 1),  # as nibabel stores a mask in int16
+        (3, 0.1, 0.7, 1),
+        (200, 1 / 200, -1.0, 0),
+        (255, 3_000_000 / 255, 0.0, 3_000_000),
+        (7, 1000.0, 0.0, 7000),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".nii", ".mha", ".nrrd"])
+def test_labels_that_miss_a_whole_number_by_rounding(
+    tmp_path: Path, stored: int, slope: float, intercept: float, label: int, suffix: str
+) -> None:
+    """By the scale of a NIfTI header, or by what a program made of it in 32 bits."""
+    values = np.zeros((5, 7, 9), np.int16)
+    values[2, 3, 4] = stored
+    want = np.zeros(values.shape)
+    want[2, 3, 4] = label
+    if suffix == ".nii":
+        values[values == 0] = round(-intercept / slope)
+        save_scaled(tmp_path / "l.nii", values, slope, intercept)
+    else:
+        scaled = values * np.float32(slope) + np.float32(intercept) * (values != 0)
+        save_itk(tmp_path / f"l{suffix}", scaled.astype(np.float32), make_grid(np.eye(3)))
+    assert np.array_equal(read_labels(tmp_path / f"l{suffix}").array, want)
+
+
+@pytest.mark.parametrize(
+    ("value", "told_value"), [(1.00001, "1.00001"), (0.999, "0.999"), (2_000_000.3, "2000000.3"), (1e9 + 0.5, "1000000000.5")]
+)
+def test_labels_that_miss_a_whole_number_by_more_are_named_with_their_digits(
+    tmp_path: Path, value: float, told_value: str
+) -> None:
+    labels = make_labels().astype(np.float64)
+    labels[2, 3, 4] = value
+    save_itk(tmp_path / "l.mha", labels, make_grid(np.eye(3)))
+    assert f"values such as {told_value};" in told(tmp_path / "l.mha", read_labels)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_voxels_without_a_number_count_as_air_with_a_warning(tmp_path: Path, value: float, dtype: type) -> None:
@@ -196,7 +237,7 @@ def test_large_numbers_of_64_bits(tmp_path: Path) -> None:
     values[0, 0, 0] = 2**63
     save_itk(tmp_path / "a.mha", values, make_grid(np.eye(3)))
     assert read_image(tmp_path / "a.mha").array.flat[0] == np.float32(2**63)
-    assert "holds values such as 9.22337e+18" in told(tmp_path / "a.mha", read_labels)
+    assert "holds values such as 9.22337203685e+18" in told(tmp_path / "a.mha", read_labels)
 
 
 @pytest.mark.parametrize(("suffix", "banned"), [(".nii.gz", "SimpleITK"), (".nrrd", "nibabel"), (".mha", "nibabel")])
