@@ -1,12 +1,63 @@
-"""Messages to the user on the error stream."""
+"""Standard streams of a command, and messages to the user on the error stream."""
 
+import errno
+import io
+import os
 import sys
+from contextlib import suppress
+from typing import TextIO
+
+SHOWN_AS_CODE = "backslashreplace"
+"""Error handler of the standard streams: a letter that their encoding lacks is written as its code."""
+
+
+def prepare_streams() -> None:
+    """Let nothing that is printed end this process, or a Python process that it starts, with an error.
+
+    A letter that the terminal cannot show is written as its code. A stream that was closed before the start writes to nowhere; its
+    number would otherwise go to the next file that is opened, and what libraries print would end up in that file.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _open_nowhere(number))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=SHOWN_AS_CODE)
+    # Read by the interpreters of ranks, jobs and loader workers when they start.
+    os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding or 'utf-8'}:{SHOWN_AS_CODE}"
+
+
+def _open_nowhere(number: int) -> TextIO:
+    """Open a stream whose output is dropped, on the descriptor of that number where it is free."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.set_inheritable(nowhere, True)
+    try:
+        os.fstat(number)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+        nowhere = number
+    return os.fdopen(nowhere, "w", encoding="utf-8", errors=SHOWN_AS_CODE)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Send what is still to be written to a stream to nowhere; its reader has left, and Python would fail at its exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def say(message: str) -> None:
     """Tell the user something on the error stream, so that results can be piped.
 
-    A control character, as a file name may contain, is written as its code and cannot act on the terminal.
+    A control character, as a file name may contain, is written as its code and cannot act on the terminal. Where nobody reads the
+    error stream any more, the message is dropped.
     """
     plain = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in message)
-    print(f"medseg: {plain}", file=sys.stderr, flush=True)
+    try:
+        print(f"medseg: {plain}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        with suppress(OSError, ValueError):  # a stream without a descriptor, as in a notebook
+            drop_output(sys.stderr)

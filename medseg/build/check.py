@@ -1,6 +1,7 @@
 """Check of a run's objects before data is read: each is built and tried once, the network on the meta device."""
 
 import dataclasses
+import os
 import tempfile
 from typing import Any
 
@@ -17,9 +18,13 @@ from medseg.config.rules import divisor_rules, stated_divisor
 from medseg.config.schema import UNET, TrainConfig
 from medseg.config.targets import TARGET
 from medseg.errors import UserError, first_line, require
+from medseg.io.names import is_utf8
 from medseg.memory.switches import select_blocks
 from medseg.models.blocks import InstanceNorm
 from medseg.models.regional import RegionalNetwork
+
+# The one logger that writes its files with Python alone, and so to a folder of any name.
+CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
 
 
 def check_objects(config: TrainConfig) -> bool:
@@ -53,8 +58,24 @@ def check_objects(config: TrainConfig) -> bool:
 
 def _check_loggers(config: TrainConfig) -> None:
     """Make the loggers in a temporary folder: some of them write files at once, and the run may still be refused."""
+    for folder in filter(None, (config.resume, config.run_dir)):
+        if not is_utf8(os.path.abspath(folder)) and _list_targets(config.logger) - {CSV_LOGGER}:
+            raise UserError(
+                f"{os.path.abspath(folder)}: expected a run folder whose name is UTF-8, since the files of this logger cannot be written "
+                "to another one; rename the folder, or give logger=csv"
+            )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         make_loggers(dataclasses.replace(config, logger=_moved(config.logger, config.run_dir, folder)))
+
+
+def _list_targets(node: dict[str, Any]) -> set[str]:
+    """List the classes that the node of a logger, or a map of such nodes by name, names."""
+    if TARGET in node:
+        return {str(node[TARGET])}
+    targets = set[str]()
+    for logger in node.values():
+        targets |= _list_targets(logger) if isinstance(logger, dict) else set()
+    return targets
 
 
 def _moved(node: Any, run_dir: str, folder: str) -> Any:

@@ -5,7 +5,7 @@ import sys
 
 from medseg import __version__
 from medseg.commands.entry import COMMANDS, run_command
-from medseg.console import say
+from medseg.console import prepare_streams, say
 from medseg.errors import EXIT_USER_ERROR
 
 # Commands first, then keys, groups and values, one a line. `=` and `:` do not break words.
@@ -55,6 +55,7 @@ HABITS = {
 
 def main() -> None:
     """Run the command that the first argument names; commands take Hydra's `key=value` arguments."""
+    prepare_streams()
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in COMMANDS:
         # Hydra shows this name in its messages, and launchers start it again.

@@ -47,7 +47,7 @@ from medseg.config.schema import (
 )
 from medseg.config.search import SearchConfig
 from medseg.config.targets import targets_first
-from medseg.console import say
+from medseg.console import drop_output, prepare_streams, say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
 from medseg.memory.heap import map_large_blocks
 from medseg.memory.instructions import train_without_amx
@@ -154,6 +154,7 @@ def run(
                 refused(str(error))
             codes.append(EXIT_USER_ERROR)
 
+    prepare_streams()
     # OpenMP reads this when torch is loaded: threads that wait sleep. On a shared machine, busy waiting at each barrier made a prediction
     # take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -211,7 +212,7 @@ def _is_unread(stream: TextIO) -> bool:
     try:
         print(file=stream, flush=True)  # a write that failed may have left nothing to flush
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        drop_output(stream)
         return True
     return False
 

@@ -425,7 +425,7 @@ def _build(
         for name, array in files.items():
             np.save(temporary / name, np.ascontiguousarray(array))
         record["crc32"] = {name: crc32_of(temporary / name) for name in files}
-        text = json.dumps(record | {"digest": _digest(record)}, indent=1, ensure_ascii=False)
+        text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / "case.json").write_text(text, encoding="utf-8")
         # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
         for path in temporary.iterdir():

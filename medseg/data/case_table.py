@@ -19,6 +19,7 @@ from medseg.data.audit.finding import check_ignored
 from medseg.data.task import LabelValues
 from medseg.errors import UserError, require
 from medseg.io.inputs import CONTROL_CHARACTERS, volume_suffix
+from medseg.io.names import RAW_NAMES, is_utf8
 from medseg.io.text import read_text
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import plain_cell, write_csv
@@ -194,17 +195,32 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of its first line, stripped cells) of each row, the header first."""
     try:
-        reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+        reader = csv.reader(io.StringIO(read_text(path, errors=RAW_NAMES), newline=""), strict=True)
         line = 1
         for cells in reader:
             require(
                 len(cells) <= MAX_COLUMNS,
                 f"{path}, line {line}: expected at most {MAX_COLUMNS} columns, got {len(cells)}; is this a case table?",
             )
+            _check_encoding(path, line, cells)
             yield line, [plain_cell(cell.strip()) for cell in cells]
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}: the case table is not valid CSV ({error}); check its quotes.") from error
+
+
+def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
+    """Refuse a table in another encoding than UTF-8; a file name may have such bytes on the disk itself.
+
+    Raises:
+        UserError: If a cell is not UTF-8 and names no file of these bytes.
+    """
+    for cell in cells:
+        if not is_utf8(cell) and not os.path.exists(table.parent / plain_cell(cell.strip())):
+            raise UserError(
+                f"{table}, line {line}: expected text in UTF-8, but {cell!r} is none, and no file has a name of these bytes; "
+                "save the table in UTF-8 (spreadsheets call it CSV UTF-8)."
+            )
 
 
 def _case(
@@ -301,7 +317,7 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
     ]
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     used = [name for name in columns if name in ("image", "labels") or any(row.get(name) is not None for row in rows)]
-    write_csv(path, [{name: row.get(name) for name in used} for row in rows], used)
+    write_csv(path, [{name: row.get(name) for name in used} for row in rows], used, errors=RAW_NAMES)
     return path
 
 

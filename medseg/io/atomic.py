@@ -68,13 +68,19 @@ def replace_bytes(path: Path, data: bytes | memoryview) -> None:
         part.write_bytes(data)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all; a lone surrogate, as in a file name that is not UTF-8, is written as its number.
+def replace_text(path: Path, text: str, errors: str = "backslashreplace") -> None:
+    """Write a text file in UTF-8, whole or not at all.
+
+    Args:
+        path: The file.
+        text: Its text.
+        errors: How a byte of a file name that is not UTF-8 is written, a lone surrogate in Python: as its code, which JSON and YAML
+            read back and every program can show; or, with `RAW_NAMES` of `medseg.io.names`, as that byte.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    replace_bytes(path, text.encode(errors="backslashreplace"))
+    replace_bytes(path, text.encode(errors=errors))
 
 
 def create_text(path: Path, text: str) -> bool:

@@ -21,6 +21,7 @@ import SimpleITK
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
+from medseg.io.names import RAW_NAMES, utf8_path
 from medseg.io.volume import AIR_HU, LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
 
 MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
@@ -448,7 +449,8 @@ def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid, fields: Ma
     image.SetOrigin(grid.origin_xyz_mm)
     image.SetDirection(np.ravel(grid.direction).tolist())
     try:
-        SimpleITK.WriteImage(image, str(part), True)
+        with utf8_path(part) as writable:
+            SimpleITK.WriteImage(image, str(writable), True)
     except RuntimeError as error:
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
         raise UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.") from error
@@ -488,7 +490,7 @@ def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid, fields: Ma
             finally:
                 whole.unlink(missing_ok=True)
         # The voxels have their name before the header that points to them.
-        replace_bytes(path, header + f"{voxels.name}\n".encode())
+        replace_bytes(path, header + f"{voxels.name}\n".encode(errors=RAW_NAMES))
     except BaseException:
         with suppress(OSError):
             voxels.unlink()

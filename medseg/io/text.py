@@ -1,6 +1,8 @@
 """Text files of unknown origin: UTF-8, JSON and YAML, read up to a limit; a device, a damaged or an oversized file is refused."""
 
+import codecs
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,20 @@ MAX_YAML_BYTES = 2**20
 """Limit of configurations, which have some 20 kB; parsing takes about 10 s for each MiB."""
 
 
-def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Read a text file in UTF-8, with or without a byte order mark.
+# A byte of a file name that is not UTF-8, as JSON and YAML write it.
+_ESCAPED_BYTE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict") -> str:
+    """Read a text file in UTF-8, with or without a byte order mark, or in UTF-16 with one, as spreadsheets write it.
+
+    Args:
+        path: The file.
+        max_bytes: The limit.
+        errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES` of `medseg.io.names` keeps them.
 
     Raises:
-        UserError: If it is missing, no regular file, longer than the limit, or not UTF-8.
+        UserError: If it is missing, no regular file, longer than the limit, or in another encoding.
     """
     try:
         # Devices and pipes may have no end.
@@ -33,7 +44,9 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
             len(data) <= max_bytes,
             f"{path}: expected a text file of at most {max_bytes / 2**20:g} MiB, got a longer one; check the path.",
         )
-        return data.decode("utf-8-sig")
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return data.decode("utf-16")
+        return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: expected text in UTF-8, but byte {error.start} is none; save it in UTF-8.") from error
     except OSError as error:
@@ -76,7 +89,8 @@ def read_yaml_text(path: Path) -> str:
     """
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        # The quick parser refuses the escaped bytes of a file name, which the one that builds the values accepts.
+        events = yaml.parse(_ESCAPED_BYTE.sub(r"\\ufffd", text), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected YAML, but the file is damaged ({first_line(error)}); restore or remove it.") from error

@@ -21,13 +21,13 @@ Formats = Mapping[str, str | Callable[[Any], str]] | None
 """Column key to a format such as `.4f`, or to a function of the value. Other values are written by `str`."""
 
 
-def write_csv(path: Path, rows: Rows, columns: Columns = None, formats: Formats = None) -> None:
-    """Write a CSV file, whole or not at all.
+def write_csv(path: Path, rows: Rows, columns: Columns = None, formats: Formats = None, errors: str = "backslashreplace") -> None:
+    """Write a CSV file, whole or not at all; `errors` is that of `replace_text`.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    replace_text(path, csv_text(rows, columns, formats))
+    replace_text(path, csv_text(rows, columns, formats), errors)
 
 
 def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> str:

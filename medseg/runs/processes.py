@@ -77,7 +77,7 @@ def start_ranks(config: TrainConfig) -> int:
             max_nodes=1,
             nproc_per_node=num_ranks,
             logs_specs=DefaultLogsSpecs(log_dir),
-            run_id=run_dir.name,
+            run_id=ascii(run_dir.name),  # a key of torch's store, which takes UTF-8 only
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",

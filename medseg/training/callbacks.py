@@ -1,7 +1,6 @@
 """Monitoring callbacks: pictures and scores of validation cases, and the distortion of crops of fixed size."""
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from medseg.console import say
 from medseg.geometry.grid_rule import distortion
 from medseg.pictures.overlay import overlay_montage
 from medseg.report.tables import write_csv
@@ -83,7 +83,7 @@ class ValidationPictures(pl.Callback):
             )
         except Exception as error:
             # An error of the drawing library, or a full disk, must not end the training.
-            print(f"medseg: no picture of {shown['case'][0]} ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
+            say(f"no picture of {shown['case'][0]} ({type(error).__name__}: {error})")
             return
         self.drawn[key] = path.name
         for logger in trainer.loggers:

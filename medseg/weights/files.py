@@ -20,6 +20,7 @@ from torch import Tensor
 from medseg import __version__
 from medseg.errors import UserError, first_line, require
 from medseg.io.atomic import replace_bytes
+from medseg.io.names import utf8_path
 from medseg.weights.checks import check_plain, check_tensors
 
 LAST = "checkpoints/last.ckpt"
@@ -54,7 +55,8 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
         damaged is None, f"{given}: not a whole torch checkpoint (the checksum of its part {damaged!r} is wrong); copy it again"
     )
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with utf8_path(path) as readable:
+            checkpoint = torch.load(readable, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise UserError(
@@ -165,7 +167,7 @@ def _check_is_file(path: Path, given: str) -> None:
 
 def _read_safetensors(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with utf8_path(path) as readable, safe_open(readable, framework="pt") as file:
             metadata = json.loads((file.metadata() or {}).get("medseg", "null"))
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:

@@ -196,6 +196,13 @@ def test_callbacks_metrics_and_loggers_are_added_by_name_with_and_without_a_plus
     assert [type(one).__name__ for one in extensions.make_loggers(config)] == ["CSVLogger", "TensorBoardLogger", "CSVLogger"]
 
 
+def test_a_run_folder_that_is_not_utf_8_needs_the_logger_that_can_write_there(tmp_path: Path) -> None:
+    run_dir = f"run_dir='{tmp_path}/Pat_M\udcfcller'"
+    with pytest.raises(UserError, match=r"expected a run folder whose name is UTF-8, .* or give logger=csv"):
+        check_objects(compose("logger=tensorboard", run_dir))
+    check_objects(compose("logger=csv", run_dir))
+
+
 def test_the_check_of_the_loggers_leaves_no_file_in_the_run_folder_and_prints_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

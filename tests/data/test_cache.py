@@ -107,6 +107,16 @@ def test_opening_gives_the_same_and_pickles_small(case: Case, tmp_path: Path, ta
     assert np.array_equal(copy.image_hu, prepared.image_hu)
 
 
+def test_a_case_in_a_folder_that_is_not_utf_8(case: Case, tmp_path: Path, task: Task) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/Pat_M\xfcller"))
+    folder.mkdir()
+    image = Path(shutil.copy(case.image, folder))
+    moved = replace(case, image=image)
+    prepare_case(moved, folder / "cache", SPACING_MM, task, NAMES)
+    assert is_current(moved, folder / "cache", SPACING_MM, task, NAMES)
+    assert open_case(moved, folder / "cache", SPACING_MM, task, NAMES).name == case.name
+
+
 def test_another_filter_is_another_entry_with_the_same_labels(case: Case, tmp_path: Path, task: Task) -> None:
     plain, cubic = (
         prepare_case(case, tmp_path, SPACING_MM, task, NAMES, resampling=resampling) for resampling in ("antialiased", "cubic")

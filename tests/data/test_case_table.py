@@ -52,6 +52,24 @@ def test_channels_are_columns_and_a_missing_one_is_named(tmp_path: Path) -> None
 def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
     plain = read_case_table(write(tmp_path, ROW))
     assert read_case_table(write(tmp_path, ROW, "utf-8-sig")) == plain
+    assert read_case_table(write(tmp_path, ROW, "utf-16")) == plain
+
+
+def test_names_of_files_that_are_not_utf_8_come_back(tmp_path: Path) -> None:
+    image = Path(os.fsdecode(os.fsencode(tmp_path) + b"/M\xfcller.nii.gz"))
+    image.touch()
+    case = Case("a", image, None, "a")
+    table = write_case_table(tmp_path / "cases.csv", [case])
+    assert b"/M\xfcller.nii.gz" in table.read_bytes()
+    assert read_case_table(table) == [case]
+
+
+@pytest.mark.parametrize("row", ["a,M\u00fcller.nii.gz,a_l.nii.gz,p", "a,a.nii.gz,a_l.nii.gz,M\u00fcller"])
+def test_a_table_in_latin_1_is_refused(tmp_path: Path, row: str) -> None:
+    (tmp_path / "M\u00fcller.nii.gz").touch()
+    path = write(tmp_path, f"case,image,labels,patient\n{row}\n", "latin-1")
+    with pytest.raises(UserError, match=r"table.csv, line 2: expected text in UTF-8, .* save the table in UTF-8"):
+        read_case_table(path)
 
 
 def test_a_patient_whose_name_is_written_in_two_ways_is_one(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from medseg.errors import UserError
+from medseg.io.atomic import replace_text
 from medseg.io.text import read_json, read_text, read_yaml_text
 
 READERS: list[Callable[[Path], Any]] = [read_text, read_json, read_yaml_text]
@@ -71,3 +74,20 @@ def test_a_yaml_file_cannot_grow_in_memory(tmp_path: Path) -> None:
     assert told(read_yaml_text, tmp_path / "config.yaml") == (
         "config.yaml: expected YAML without aliases (&name, *name); write the repeated values out."
     )
+
+
+def test_a_byte_of_a_file_name_that_is_not_utf_8_comes_back(tmp_path: Path) -> None:
+    name = "Pat_M\udcfcller"
+    replace_text(tmp_path / "a.json", json.dumps({"a": name}, ensure_ascii=False))
+    replace_text(tmp_path / "a.yaml", OmegaConf.to_yaml({"a": name}))
+    assert read_json(tmp_path / "a.json") == {"a": name}
+    assert OmegaConf.create(read_yaml_text(tmp_path / "a.yaml")) == {"a": name}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1", "utf-16-le"])
+def test_text_of_a_spreadsheet(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes('{"a": "\u00e4"}'.encode(encoding))
+    if encoding in ("latin-1", "utf-16-le"):
+        assert "expected " in told(read_json, tmp_path / "a.json")
+    else:
+        assert read_json(tmp_path / "a.json") == {"a": "\u00e4"}
