@@ -39,7 +39,7 @@ def _open_nowhere(number: int) -> TextIO:
         os.dup2(nowhere, number)
         os.close(nowhere)
         nowhere = number
-    return os.fdopen(nowhere, "w", encoding="utf-8", errors=SHOWN_AS_CODE)
+    return io.TextIOWrapper(io.FileIO(nowhere, "w"), encoding="utf-8", errors=SHOWN_AS_CODE, write_through=True)
 
 
 def drop_output(stream: TextIO) -> None:

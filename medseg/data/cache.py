@@ -38,7 +38,7 @@ from medseg.preprocess.intensity import HU_LIMITS, Intensity, percentile, zscore
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 DIGEST_LENGTH = 8
 
 

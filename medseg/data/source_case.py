@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Severity, find
-from medseg.data.audit.image import audit_channels, hash_voxels, make_thumbnail, measure_image
-from medseg.data.audit.labels import ABSENT, audit_grids, audit_labels, map_values, measure_volumes
+from medseg.data.audit.image import check_channels, hash_voxels, make_thumbnail
+from medseg.data.audit.labels import ABSENT, audit_extent, audit_grids, audit_labels, map_values, measure_volumes
 from medseg.data.audit.placement import audit_placement, audit_shift
+from medseg.data.audit.profile import make_profile
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
 from medseg.data.task import LabelValues, Task
@@ -22,7 +23,7 @@ class SourceCase:
 
     Attributes:
         sources: Role of each file to its fingerprint, taken before it was read.
-        images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding.
+        images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding below air.
         labels: Label map in the task's values on the same grid, uint8; None where the case has none, or none that fits.
         grid: Grid of all.
         audit: Measurements and findings.
@@ -76,11 +77,11 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     outside, modalities = [one.outside for one in task.channels], [one.modality for one in task.channels]
     stacked, volume = read_channels(paths, outside, series=case.series, scales=[case.hu], modalities=modalities)
     image_hu, grid, orientation = orient(stacked[0], volume.grid)
-    images = [image_hu, *map(orientation.to_lps, stacked[1:])]
-    facts = [measure_image(image) for image in images]
-    findings = audit_channels(facts, [one.modality for one in task.channels])
+    images, facts, findings = check_channels([image_hu, *map(orientation.to_lps, stacked[1:])], modalities)
+    image_hu = images[0]
     is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
     findings += [find("reading", remark=remark) for remark in volume.remarks]
+    findings += audit_extent(grid)
     labels = None
     if case.labels is not None:
         label_volume, values = read_reference(
@@ -109,7 +110,13 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
                     findings += audit_placement(image_hu, labels, grid) or audit_shift(image_hu, labels, grid)
     volumes_ml = {} if labels is None else measure_volumes(labels, grid, task)
     audit = CaseAudit(
-        grid, facts[0].summary(), hash_voxels(image_hu), volumes_ml, tuple(findings), make_thumbnail(image_hu) if is_hu else ()
+        grid,
+        facts[0].summary(),
+        hash_voxels(image_hu),
+        volumes_ml,
+        tuple(findings),
+        make_thumbnail(image_hu) if is_hu else (),
+        make_profile(image_hu, grid.spacing_mm) if is_hu else (),
     )
     source = SourceCase(sources, images, labels, grid, audit)
     if audit.heeded(case.ignore_findings, Severity.error):

@@ -16,8 +16,8 @@ import numpy as np
 
 from medseg import __version__
 from medseg.cascade.cascade import Cascade, Segmentation
-from medseg.data.audit.finding import Severity
-from medseg.data.audit.image import audit_channels, measure_image
+from medseg.data.audit.finding import Finding, Severity
+from medseg.data.audit.image import check_channels
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.data.task import Task
 from medseg.errors import UserError, require
@@ -143,7 +143,13 @@ def segment_case(
 
 
 def segment_scan(
-    volume: Volume, name: str | Path, cascade: Cascade, more_channels: Sequence[np.ndarray] = (), **options: Any
+    volume: Volume,
+    name: str | Path,
+    cascade: Cascade,
+    more_channels: Sequence[np.ndarray] = (),
+    *,
+    is_owned: bool = True,
+    **options: Any,
 ) -> Segmentation:
     """Segment a scan that has just been read, after a check of its values.
 
@@ -152,6 +158,7 @@ def segment_scan(
         name: Its name in messages.
         cascade: The trained stages.
         more_channels: The other channels on its grid, (D, H, W) each.
+        is_owned: Whether the channels may be changed in place, as where a constant is filled in outside the field of view.
         options: `on_step` and `keep_probabilities` of `Cascade.segment`.
 
     Returns:
@@ -164,9 +171,12 @@ def segment_scan(
     require(not is_constant, f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
     arrays = [volume.array, *more_channels]
     modalities = [channel.modality for channel in cascade.coarse.task.channels]
-    findings = audit_channels([measure_image(array) for array in arrays], modalities) if len(arrays) == len(modalities) else []
-    findings = [one for one in findings if one.severity is not Severity.note]
-    result = cascade.segment(volume, more_channels, **options)
+    findings: list[Finding] = []
+    if len(arrays) == len(modalities):  # otherwise the cascade refuses them
+        arrays, _, found = check_channels(arrays, modalities, is_owned=is_owned)
+        findings = [finding for finding in found if finding.severity is not Severity.note]
+        volume = replace(volume, array=arrays[0])
+    result = cascade.segment(volume, arrays[1:], **options)
     task = cascade.coarse.task
     result.statistics = label_statistics(volume.array if task.is_ct else None, result.labels, volume.grid, task.labels)
     result.warnings[:0] = [*volume.remarks, *map(str, findings)]

@@ -83,7 +83,10 @@ class Segmenter:
                 remarks += [*uncovered, *(f"image_{number}: {remark}" for remark in other.remarks)]
             volume = replace(volume, array=hu.apply(volume.array), remarks=tuple(remarks))
         read_s = time.perf_counter() - start_s
-        result = segment_scan(volume, name, self.cascade, more_channels)
+        # A `Volume` belongs to the caller.
+        result = segment_scan(
+            volume, name, self.cascade, more_channels, is_owned=not any(isinstance(one, Volume) for one in scans)
+        )
         labels: Any = Volume(result.labels, volume.grid, volume.header)
         if is_image:
             from medseg.io.simpleitk import to_simpleitk

@@ -29,7 +29,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints; what the audit thinks of blocks is another test's."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
-    monkeypatch.setattr("medseg.prediction.case.audit_channels", lambda *_: [])
+    monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:

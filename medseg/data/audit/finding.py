@@ -52,7 +52,12 @@ KINDS = {
         ERROR,
         "the values run from {low:g} to {high:g}: they are windowed or normalised, not HU",
         "convert the scan again from its DICOM files, or undo a known window: for one of -1250 to 250 HU set data.hu_slope={slope:.6g} "
-        "data.hu_offset=-1250 (for predict: hu_slope and hu_offset), or these columns of the case table",
+        "data.hu_offset={offset:.6g} (for predict: hu_slope={slope:.6g} hu_offset={offset:.6g}), or these columns of the case table",
+    ),
+    "hu_range:divided": Kind(
+        ERROR,
+        "the values run from {low:g} to {high:g}, and soft tissue lies near 0: they are HU divided by {slope:g}",
+        "data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column hu_slope of the case table",
     ),
     "hu_range:other": Kind(
         ERROR,
@@ -67,6 +72,12 @@ KINDS = {
     "padding:outside": Kind(
         NOTE,
         "{share:.1%} of the voxels {hold}, which is padding outside the scanner's field of view",
+        "nothing to do: it is read as air, {air} HU",
+    ),
+    "padding:replaced": Kind(
+        WARNING,
+        "{share:.1%} of the voxels hold exactly {value:g} HU up to the border of their slices: a constant was filled in outside the field of "
+        "view",
         "nothing to do: it is read as air, {air} HU",
     ),
     "padding:filled": Kind(
@@ -154,6 +165,21 @@ KINDS = {
         "{name} has {volume_ml:.4g} ml, far above {low:g} to {high:g} ml",
         "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, and null turns the check off",
     ),
+    "implausible_volume:tiny": Kind(
+        ERROR,
+        "{name} has {volume_ml:.3g} ml although the scan does not cut it, far below {low:g} to {high:g} ml",
+        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, and null turns the check off",
+    ),
+    "implausible_size:scan": Kind(
+        ERROR,
+        "the scan is {extent} mm large (z, y, x), which shows no part of a patient: a field of view has between {least_mm:g} mm and {most_mm:g} mm",
+        "correct the spacing in the header, which may be in another unit than mm",
+    ),
+    "implausible_size:region": Kind(
+        ERROR,
+        "{name} extends over {extent} mm (z, y, x), but no organ or bone of one side is longer than {most_mm:g} mm",
+        "correct the spacing in the header, often the distance of the slices",
+    ),
     "doubtful_side": Kind(
         WARNING,
         "only {region} is labelled, and it lies {off_mm:.0f} mm across the body's midline, on the opposite side",
@@ -187,6 +213,13 @@ KINDS = {
         ERROR,
         "its image has the same voxels as the case {twin!r}, but the patient is {patient!r} here and {twin_patient!r} there: one could be "
         "used for training and the other for validation",
+        "remove one of them, or give both the same patient in the case table",
+    ),
+    "near_copy:profile": Kind(
+        ERROR,
+        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} (within {difference:.1%}), of which it may be "
+        "a cropped or resampled copy, but the patient is {patient!r} here and {twin_patient!r} there: one could be used for training and the "
+        "other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy": Kind(
@@ -234,6 +267,7 @@ class CaseAudit:
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
         thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if it is no CT.
+        profile: Areas of tissues along the body, see `medseg.data.audit.profile`; empty if it is no CT, or a short one.
         findings: All findings, those that the case ignores included.
     """
 
@@ -243,6 +277,7 @@ class CaseAudit:
     volumes_ml: dict[str, float]
     findings: tuple[Finding, ...]
     thumbnail: tuple[int, ...] = ()
+    profile: tuple[tuple[int, ...], ...] = ()
 
     def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
         """List the findings of these severities that are not ignored."""
@@ -256,7 +291,9 @@ class CaseAudit:
     def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
         findings = tuple(Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"])
-        return cls(**{**data, "grid": VoxelGrid(**data["grid"]), "findings": findings, "thumbnail": tuple(data["thumbnail"])})
+        profile = tuple(map(tuple, data["profile"]))
+        sequences = {"findings": findings, "thumbnail": tuple(data["thumbnail"]), "profile": profile}
+        return cls(**{**data, "grid": VoxelGrid(**data["grid"]), **sequences})
 
 
 def find(kind: str, **values: Any) -> Finding:

@@ -8,10 +8,12 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from medseg.data.audit.finding import Finding, find
+from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.preprocess.intensity import AIR_HU
 
 # A value is a spike if it holds this share of the voxels, and this multiple of the average count of the values nearby.
@@ -34,6 +36,13 @@ TISSUE_SHARE = 0.05  # images in HU hold 8 to 60 % of soft tissue, and 0.1 % at 
 DARK_SHARE = 0.01
 AIR_SHARE = 0.001
 MAX_WINDOWED_RANGE = 256
+# Ends to which programs scale a window, the narrowest first, and the window that the advice takes as an example.
+USUAL_ENDS = ((0, 1), (-1, 1), (0, 255), (-128, 127))
+USUAL_WINDOW_HU = (-1250, 250)
+# HU divided by 1000: lowest value between that of a lung and of air, highest value that of the densest implant in 12 bits and more.
+DIVISOR = 1000
+DIVIDED_LOWS = (-1.1, -0.5)
+DIVIDED_HIGH = 4.1
 # The lowest value of a scanner is -1024; a spike there is normal.
 FLOOR_HU = -1010
 HARMLESS_CLIP_HU = -1000
@@ -128,6 +137,41 @@ def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
     return tuple(np.rint(means).astype(int).ravel().tolist())
 
 
+class CheckedChannels(NamedTuple):
+    """Channels of a case after the check of their values.
+
+    Attributes:
+        images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled in.
+        facts: Histogram of each.
+        findings: What was found and replaced.
+    """
+
+    images: list[np.ndarray]
+    facts: list[ImageFacts]
+    findings: list[Finding]
+
+
+def check_channels(images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True) -> CheckedChannels:
+    """Check the values of all channels of a case, and replace what was filled in outside the field of view of a CT by air.
+
+    Args:
+        images: Image (D, H, W) of each channel; a CT in HU.
+        modalities: Modality of each.
+        is_owned: Whether the images may be changed in place; otherwise one with a fill is copied.
+    """
+    images, replaced = list(images), []
+    for number, (image, modality) in enumerate(zip(images, modalities, strict=True)):
+        fill = find_fill(image) if modality == "ct" else None
+        # Where the scale is wrong, the value of air is unknown.
+        if fill is None or _audit_scale(measure_image(image)) is not None:
+            continue
+        images[number] = image if is_owned else image.copy()
+        share = replace_fill(images[number], fill)
+        replaced.append(_of_channel(find("padding:replaced", share=share, value=fill, air=AIR_HU), number))
+    facts = [measure_image(image) for image in images]
+    return CheckedChannels(images, facts, replaced + audit_channels(facts, modalities))
+
+
 def audit_image(facts: ImageFacts) -> list[Finding]:
     """Check that the values of a CT are plausible, whatever the CT shows.
 
@@ -161,8 +205,13 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
             ours = audit_image(facts)
         else:
             ours = [find("hu_range:constant", low=facts.low_hu)] if facts.low_hu == facts.high_hu else []
-        found += [replace(one, message=f"image_{number}: {one.message}") if number else one for one in ours]
+        found += [_of_channel(finding, number) for finding in ours]
     return found
+
+
+def _of_channel(finding: Finding, number: int) -> Finding:
+    """Name the channel of a finding, except the first."""
+    return replace(finding, message=f"image_{number}: {finding.message}") if number else finding
 
 
 def _audit_scale(facts: ImageFacts) -> Finding | None:
@@ -171,7 +220,7 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     if facts.low_hu == facts.high_hu:
         return find("hu_range:constant", **ends)
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
-        return find("hu_range:window", **ends, slope=1500 / (255 if facts.high_hu > 1 else 1))
+        return _explain_small_range(facts)
     is_dark = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
     is_too_dark = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
     for offset_hu, way, is_suspected in ((OFFSET_HU, "high", not is_dark), (-OFFSET_HU, "low", is_too_dark)):
@@ -189,6 +238,21 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     if not is_dark or share_of(tissue, SOFT_HU[0], np.inf) < AIR_SHARE:
         return find("hu_range:other", **ends, lacking="soft tissue" if is_dark else "fat or air")
     return None
+
+
+def _explain_small_range(facts: ImageFacts) -> Finding:
+    """Say which scale a range that is too small for HU suggests."""
+    low, high = facts.low_hu, facts.high_hu
+    # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image of mean 0 and standard deviation 1.
+    num_near_zero, num_near_one = facts.counts[32768], facts.counts[32769]
+    is_in_range = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1] and high <= DIVIDED_HIGH
+    is_window = low >= -1 and high <= 1
+    if is_in_range and not is_window and num_near_zero > num_near_one:
+        return find("hu_range:divided", low=low, high=high, slope=DIVISOR)
+    fitting = (ends for ends in USUAL_ENDS if ends[0] <= low and high <= ends[1])
+    bottom, top = next(fitting, (low, high))
+    slope = (USUAL_WINDOW_HU[1] - USUAL_WINDOW_HU[0]) / (top - bottom)
+    return find("hu_range:window", low=low, high=high, slope=slope, offset=USUAL_WINDOW_HU[0] - slope * bottom)
 
 
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:

@@ -39,8 +39,15 @@ FIELD_SLICES = 32
 
 # Upside down: see `apex_excess`; the ends of symmetric organs differ by less.
 UPSIDE_DOWN_EXCESS = -0.05
-# Volumes that are too large by this factor come from a wrong header, not from an unusual patient. Small ones may be a child's.
+# Volumes that are too large by this factor come from a wrong header, not from an unusual patient. Small ones may be a child's: those of
+# a newborn, some 45 ml a lung, are a tenth of the least of an adult.
 FAR_FACTOR = 2.0
+TINY_FACTOR = 12.0
+# Longest extent of a scan in mm. Scanners image 50 mm of an inner ear to 2 m of a body on their table; a tenth of a mouse, and a scan of
+# the tallest person, lie within these. A header in metres makes a chest 0.4 mm large.
+EXTENT_MM = (20.0, 2800.0)
+# The longest organ or bone of one side is the femur, 27 % of the stature (Feldesman 1990): 0.6 m at 2.2 m. Lungs reach 0.35 m.
+MAX_REGION_MM = 600.0
 
 
 def audit_grids(
@@ -64,6 +71,19 @@ def audit_grids(
     if label_grid.shape == image_grid.shape:
         return [find("label_shape:axes", difference=difference)]
     return [find("label_shape", shape=times(label_grid.shape), image_shape=times(image_grid.shape))]
+
+
+def audit_extent(grid: VoxelGrid) -> list[Finding]:
+    """Check that a scan is as large as a patient or a part of one."""
+    extents_mm = _extents_mm(grid.shape, grid)
+    least_mm, most_mm = EXTENT_MM
+    if least_mm <= max(extents_mm) <= most_mm:
+        return []
+    return [find("implausible_size:scan", extent=times(extents_mm), least_mm=least_mm, most_mm=most_mm)]
+
+
+def _extents_mm(shape: Sequence[int], grid: VoxelGrid) -> list[float]:
+    return [size * step_mm for size, step_mm in zip(shape, grid.spacing_mm, strict=True)]
 
 
 def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
@@ -212,6 +232,10 @@ def audit_labels(
     cuts = {one.region.name: _cut_ends(image_hu, labels, grid, task, one) for one in regions.values()}
     if position and not is_swapped:
         found.append(find("body_position", position=position, sign=sign))
+    for facts in regions.values():
+        extents_mm = _extents_mm(facts.box.shape, grid)
+        if facts.region.side is not None and max(extents_mm) > MAX_REGION_MM:
+            found.append(find("implausible_size:region", name=facts.region.name, extent=times(extents_mm), most_mm=MAX_REGION_MM))
     found += _audit_volumes(labels, grid, task, {name for name, ends in cuts.items() if ends})
     if any(cuts.values()):
         found.append(
@@ -242,8 +266,12 @@ def _audit_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task, cut: Collect
         volume_ml = volumes_ml[name]
         is_small = 0 < volume_ml < low and regions_of.get(name, name) not in cut
         if is_small or volume_ml > high:
-            values = {"name": name, "volume_ml": volume_ml, "low": low, "high": high}
-            found.append(find("implausible_volume:far" if volume_ml > high * FAR_FACTOR else "implausible_volume", **values))
+            kind = "implausible_volume"
+            if volume_ml > high * FAR_FACTOR:
+                kind = "implausible_volume:far"
+            elif volume_ml < low / TINY_FACTOR:
+                kind = "implausible_volume:tiny"
+            found.append(find(kind, name=name, volume_ml=volume_ml, low=low, high=high))
     return found
 
 

@@ -8,6 +8,7 @@ from statistics import median
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Finding, Severity, find
+from medseg.data.audit.profile import NEAR_PROFILE, profile_distance
 from medseg.data.case_table import Case
 from medseg.report.tables import csv_text
 
@@ -81,6 +82,20 @@ def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], earlie
         yield find(DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients", **names)
     elif distance < NEAR_HU and case.patient != twin.patient:
         yield find("near_copy", difference=distance, **names)
+    elif (near := _nearest_profile(case, audit, earlier)) is not None:
+        difference, twin = near
+        yield find("near_copy:profile", difference=difference, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
+
+
+def _nearest_profile(case: Case, audit: CaseAudit, earlier: Sequence[AuditedCase]) -> tuple[float, Case] | None:
+    """Find the case of another patient whose profile is nearest; None where none is near."""
+    distances = [
+        (profile_distance(other.audit.profile, audit.profile), other.case)
+        for other in earlier
+        if other.audit and other.case.patient != case.patient
+    ]
+    nearest = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
+    return nearest if nearest[0] < NEAR_PROFILE else None
 
 
 def copy_distance(one: CaseAudit, other: CaseAudit) -> float:

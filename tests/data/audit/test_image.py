@@ -7,6 +7,7 @@ import pytest
 
 from medseg.data.audit.finding import Severity
 from medseg.data.audit.image import audit_channels, audit_image, hash_voxels, measure_image, share_of
+from medseg.preprocess.scale import HuScale
 
 
 def ct(seed: int = 0, lung: float = 0.2, soft: float = 0.35) -> np.ndarray:
@@ -127,3 +128,24 @@ def test_the_modality_decides_which_findings_apply() -> None:
         ("hu_range", "image_2"),
         ("hu_range", "image_3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("slope", "offset", "dtype", "advice"),
+    [
+        (1000.0, 0.0, np.float32, "data.hu_slope=1000 corrects them"),
+        (1500.0, -1250.0, np.float32, "data.hu_slope=1500 data.hu_offset=-1250 "),
+        (750.0, -500.0, np.float32, "data.hu_slope=750 data.hu_offset=-500 "),
+        (1500 / 255, -1250.0, np.uint8, "data.hu_slope=5.88235 data.hu_offset=-1250 "),
+    ],
+)
+def test_the_advice_for_a_small_range_follows_from_it_and_works(slope: float, offset: float, dtype: type, advice: str) -> None:
+    """HU divided by 1000; a window of -1250 to 250 HU scaled to [0, 1], to [-1, 1] and to 8 bits."""
+    image_hu = ct(5)
+    if offset:
+        image_hu = np.clip(image_hu, -1250, 250)
+    stored = ((image_hu - offset) / slope).astype(dtype)
+    (finding,) = audit_image(measure_image(stored))
+    assert advice in str(finding)
+    again = HuScale(slope, offset).apply(stored)
+    assert "error" not in {one.severity.value for one in audit_image(measure_image(again))}

@@ -11,6 +11,7 @@ import pytest
 from medseg.data.audit.finding import Finding, Severity
 from medseg.data.audit.labels import (
     GRID_TOLERANCE_MM,
+    audit_extent,
     audit_grids,
     audit_labels,
     audit_vanished,
@@ -200,6 +201,32 @@ def test_a_wrong_spacing_gives_implausible_volumes(task: Task, factor: float, se
     grid = VoxelGrid(GRID.shape, (factor * z, y, x))
     found = audit_labels(None, labels, grid, replace(task, volume_ml=ranges), {})
     assert [one.severity.value for one in found if one.code == "implausible_volume"] == [severity] * 2 * (severity is not None)
+
+
+@pytest.mark.parametrize(("factor", "is_error"), [(1.0, False), (0.001, True), (30.0, True)])
+def test_a_scan_has_the_size_of_a_patient(factor: float, is_error: bool) -> None:
+    """A header in metres makes it a thousand times smaller."""
+    z, y, x = GRID.spacing_mm
+    findings = audit_extent(replace(GRID, spacing_mm=(factor * z, factor * y, factor * x)))
+    expected = [("implausible_size", Severity.error)] * is_error
+    assert [(finding.code, finding.severity) for finding in findings] == expected
+
+
+@pytest.mark.parametrize(("step_z_mm", "is_error"), [(30.0, False), (80.0, True)])
+def test_no_organ_of_one_side_is_longer_than_the_femur(task: Task, step_z_mm: float, is_error: bool) -> None:
+    """As with slices that are several times too thick, while the volume may still be that of a large lung."""
+    image, labels = lungs()
+    grid = replace(GRID, spacing_mm=(step_z_mm, 2.0, 3.0))
+    codes = {finding.code for finding in audit_labels(image, labels, grid, replace(task, volume_ml={}), {})}
+    assert ("implausible_size" in codes) == is_error
+
+
+@pytest.mark.parametrize(("low_ml", "severity"), [(40.0, Severity.warning), (500.0, Severity.error)])
+def test_a_whole_region_that_is_far_too_small_is_an_error(task: Task, low_ml: float, severity: Severity) -> None:
+    """A lung of 34 ml."""
+    limited = replace(task, volume_ml={"left_lung": (low_ml, 5500.0)})
+    (finding,) = found(*lungs(), limited)
+    assert (finding.code, finding.severity) == ("implausible_volume", severity)
 
 
 def test_a_region_that_the_scan_cuts_may_be_small(task: Task) -> None:

@@ -1,0 +1,77 @@
+"""Profile of a CT: the areas of its tissues along the body, by which a cropped, shortened or resampled copy is recognised.
+
+Air around the patient does not count, so a crop beside the body changes nothing; a copy that lacks slices is found by moving the profiles
+along each other.
+"""
+
+import math
+
+import numpy as np
+
+STEP_MM = 5.0
+# Fat, soft tissue with blood and contrast agent, bone.
+BANDS_HU = ((-200, -20), (-20, 150), (150, 3072))
+MIN_STEPS = 20
+# Part of the longer profile that both must have.
+OVERLAP = 0.8
+# Measured: cropped by two voxels a side, short of a tenth of the slices, resampled or noisy (8 HU) 0.04 at most, scans of different
+# patients 0.18 and more (13 scans).
+NEAR_PROFILE = 0.06
+# Copies agree in the median of a band within this; comparing medians first saves most of the time.
+NEAR_MEDIAN = 0.15
+
+Profile = tuple[tuple[int, ...], ...]
+
+
+def make_profile(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> Profile:
+    """Measure the areas of the tissues in steps along the body.
+
+    Args:
+        image_hu: Oriented CT (D, H, W) in HU.
+        spacing_mm: Its spacing, (z, y, x).
+
+    Returns:
+        For each step the area of each band in mm²; empty for a scan of less than `MIN_STEPS` steps.
+    """
+    step_z_mm, step_y_mm, step_x_mm = spacing_mm
+    num_steps = int(len(image_hu) * step_z_mm / STEP_MM)
+    if num_steps < MIN_STEPS:
+        return ()
+    counts = np.empty((len(image_hu), len(BANDS_HU)))
+    for index, plane in enumerate(image_hu):
+        counts[index] = [np.count_nonzero((plane >= low) & (plane < high)) for low, high in BANDS_HU]
+    places_mm = (np.arange(len(image_hu)) + 0.5) * step_z_mm
+    steps_mm = (np.arange(num_steps) + 0.5) * STEP_MM
+    areas_mm2 = [np.interp(steps_mm, places_mm, band) * (step_y_mm * step_x_mm) for band in counts.T]
+    return tuple(map(tuple, np.rint(np.transpose(areas_mm2)).astype(int).tolist()))
+
+
+def profile_distance(one: Profile, other: Profile) -> float:
+    """Measure how far two profiles are apart where they fit best.
+
+    Returns:
+        Root mean square difference of the band that differs most, relative to its areas; infinite where they overlap too little or
+        are clearly different.
+    """
+    longer = max(len(one), len(other))
+    least = max(MIN_STEPS, math.ceil(OVERLAP * longer))
+    if min(len(one), len(other)) < least:
+        return math.inf
+    first, second = np.array(one, dtype=np.float64), np.array(other, dtype=np.float64)
+    medians = np.median(first, axis=0), np.median(second, axis=0)
+    if (np.abs(medians[0] - medians[1]) > NEAR_MEDIAN * np.maximum(*medians)).any():
+        return math.inf
+    distances = []
+    for shift in range(least - len(second), len(first) - least + 1):
+        start, begin = max(0, shift), max(0, -shift)
+        num_steps = min(len(first) - start, len(second) - begin)
+        if num_steps >= least:
+            distances.append(_difference(first[start : start + num_steps], second[begin : begin + num_steps]))
+    return min(distances)
+
+
+def _difference(first: np.ndarray, second: np.ndarray) -> float:
+    """Largest relative difference of a band; areas (steps, bands)."""
+    sizes = (np.sqrt((first**2).mean(axis=0)) + np.sqrt((second**2).mean(axis=0))) / 2
+    differences = np.sqrt(((first - second) ** 2).mean(axis=0))
+    return float((differences / np.maximum(1.0, sizes)).max())

@@ -1,0 +1,87 @@
+"""A constant outside the field of view of a CT is found by its lack of noise, and replaced by air."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from medseg.data.audit.image import check_channels
+from medseg.preprocess.fill import find_fill, replace_fill
+
+SHAPE = (20, 70, 80)
+AIR, TISSUE, LUNG = -1000, 40, -850
+
+
+def chest(noise_hu: float = 12.0, reach: float = 0.9) -> np.ndarray:
+    """A body in air with two lungs; with a reach above 1 the border of the slices cuts it off."""
+    y, x = np.mgrid[-1 : 1 : SHAPE[1] * 1j, -1 : 1 : SHAPE[2] * 1j]
+    plane = np.where(y**2 + x**2 < reach**2, TISSUE, AIR)
+    for side in (-0.4, 0.4):
+        plane[y**2 + (x - side) ** 2 < 0.25**2] = LUNG
+    noise = np.random.default_rng(3).normal(0, noise_hu, SHAPE)
+    return np.clip(np.rint(plane + noise), -1024, 3071).astype(np.int16)
+
+
+def outside_circle() -> np.ndarray:
+    y, x = np.mgrid[-1 : 1 : SHAPE[1] * 1j, -1 : 1 : SHAPE[2] * 1j]
+    return np.broadcast_to(y**2 + x**2 > 0.98, SHAPE)
+
+
+def outside_turned() -> np.ndarray:
+    inside = ndimage.rotate(np.ones(SHAPE), 20, axes=(1, 2), reshape=False, order=0)
+    return inside == 0
+
+
+def beyond_some_slices() -> np.ndarray:
+    return np.broadcast_to(np.arange(SHAPE[0])[:, None, None] < 3, SHAPE)
+
+
+@pytest.mark.parametrize("fill", [0, -500, 200, 3071, 32767])
+@pytest.mark.parametrize("outside", [outside_circle(), outside_turned(), beyond_some_slices()])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_fill_becomes_air_and_nothing_else(fill: int, outside: np.ndarray, axes: tuple[int, int, int]) -> None:
+    """In any order of the axes, also where the border cuts the patient off."""
+    scan = chest(reach=1.2)
+    filled = np.where(outside, np.int16(fill), scan).transpose(axes)
+    assert find_fill(filled) == fill
+    share = replace_fill(filled, fill)
+    changed = (filled != scan.transpose(axes)) & ~outside.transpose(axes)
+    assert (filled[outside.transpose(axes)] == -1024).all()
+    # A voxel of tissue that has the value by chance and touches the fill counts with it.
+    assert changed.sum() < 0.003 * scan.size
+    assert share == pytest.approx(outside.mean(), abs=0.003)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        chest(),
+        chest(reach=2.0),
+        chest(noise_hu=2.0, reach=2.0),
+        chest(noise_hu=0.0, reach=2.0),
+        np.maximum(chest(), -500),
+        np.where(outside_circle(), np.int16(-2000), chest()),
+        np.where(outside_circle(), np.int16(-1000), chest()),
+        chest().astype(np.float32),
+    ],
+)
+def test_an_image_without_a_fill_stays(image: np.ndarray) -> None:
+    """Air, tissue at the border, an image without noise, air that was clipped, and padding below air."""
+    assert find_fill(image) is None
+
+
+def test_the_caller_keeps_the_own_image_and_is_told() -> None:
+    image = np.where(outside_circle(), np.int16(0), chest())
+    before = image.copy()
+    checked = check_channels([image], ["ct"], is_owned=False)
+    assert np.array_equal(image, before)
+    assert checked.images[0].min() == -1024
+    assert checked.facts[0].low_hu == -1024
+    (finding,) = (one for one in checked.findings if one.code == "padding")
+    assert str(finding) == (
+        "25.1% of the voxels hold exactly 0 HU up to the border of their slices: a constant was filled in outside the field of view; "
+        "nothing to do: it is read as air, -1024 HU"
+    )
+    assert check_channels([image], ["mr"]).images[0] is image
+    assert check_channels([image], ["ct"]).images[0] is image
