@@ -2,7 +2,10 @@
 
 import dataclasses
 import os
+import math
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +15,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medseg.build.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
 from medseg.build.network import make_network_on_meta
-from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
+from medseg.build.optimisation import find_lr_factor, grows_with_gradient, make_optimizer, make_schedule, step_from_zero
 from medseg.build.task import count_classes
 from medseg.config.rules import divisor_rules, stated_divisor
-from medseg.config.schema import UNET, TrainConfig
+from medseg.config.schema import UNET, LrScaling, TrainConfig
 from medseg.config.targets import TARGET
 from medseg.errors import UserError, first_line, require
 from medseg.io.names import is_utf8
@@ -25,6 +28,8 @@ from medseg.models.regional import RegionalNetwork
 
 # The one logger that writes its files with Python alone, and so to a folder of any name.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
+# Steps whose learning rates are followed; each takes some microseconds.
+MAX_TRIED_STEPS = 2000
 
 
 def check_objects(config: TrainConfig) -> bool:
@@ -50,10 +55,25 @@ def check_objects(config: TrainConfig) -> bool:
     for name in sorted({"dice", "dice_worst"} & config.metrics.keys()):
         raise UserError(f"metrics.{name}: history.csv already has a column val_{name}; choose another name")
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
-    make_callbacks(config)
+    _check_callbacks(config)
     _check_optimisation(config)
     _check_loggers(config)
     return has_batch_norm
+
+
+def _check_callbacks(config: TrainConfig) -> None:
+    """Make the callbacks; refuse those of Lightning that write to a logger where there is none."""
+    callbacks = make_callbacks(config)
+    if config.logger or not callbacks:
+        return
+    from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor
+
+    for name, callback in zip(config.callbacks, callbacks, strict=True):
+        if isinstance(callback, (DeviceStatsMonitor, LearningRateMonitor)):
+            raise UserError(
+                f"callbacks.{name}: {type(callback).__name__} writes to a logger, but there is none; choose logger=csv, or "
+                "leave the callback out"
+            )
 
 
 def _check_loggers(config: TrainConfig) -> None:
@@ -86,25 +106,57 @@ def _moved(node: Any, run_dir: str, folder: str) -> Any:
 
 
 def _check_optimisation(config: TrainConfig) -> None:
-    """Take up to two steps with the optimiser and the schedule of a small convolution, whose tensors have one and five axes."""
+    """Try the optimiser and the schedule on a small convolution, whose tensors have one and five axes."""
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     weights = list(nn.Conv3d(1, 2, 3).parameters())
-    node = config.optimizer
-    try:
-        optimizer = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(weights)
-        node = config.schedule
+    make = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
+    with _refused_by("optimizer", config.optimizer):
+        optimizer = make(weights)
+        first_step = step_from_zero(make)
+        follows_gradient = grows_with_gradient(make)
+    name = str(config.optimizer[TARGET]).rpartition(".")[2]
+    if float(first_step @ torch.linspace(-1.0, 1.0, len(first_step))) > 0:
+        raise UserError(f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave optimizer.maximize out")
+    if config.lr_scaling is LrScaling.linear and not follows_gradient:
+        raise UserError(f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose lr_scaling=sqrt")
+    with _refused_by("schedule", config.schedule):
         schedule = make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets)(optimizer)
-        for _ in range(min(2, config.steps)):
-            for weight in weights:
-                weight.grad = torch.ones_like(weight)
-            node = config.optimizer
+    for _ in range(min(2, config.steps)):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        with _refused_by("optimizer", config.optimizer):
             optimizer.step(lambda: 0.0)
-            node = config.schedule
+        with _refused_by("schedule", config.schedule):
             schedule.step()
+    with _refused_by("schedule", config.schedule):
+        _check_rates(optimizer, schedule, config.steps)
+
+
+def _check_rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> None:
+    """Follow the rates of the first steps, and take the last step of the run, beyond which a schedule may not reach.
+
+    Raises:
+        ValueError: If a rate is not finite or negative.
+    """
+    for step in range(2, min(steps, MAX_TRIED_STEPS)):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+            raise ValueError(f"the learning rate of step {step + 1} is {rates[0]}")
+        schedule.step()
+    if steps > MAX_TRIED_STEPS:
+        for part in (schedule, *getattr(schedule, "_schedulers", ())):
+            part.last_epoch = steps - 1
+        schedule.step()
+
+
+@contextmanager
+def _refused_by(group: str, node: Mapping[str, Any]) -> Iterator[None]:
+    """Turn any exception of a class that the configuration names into one sentence."""
+    try:
+        yield
     except UserError:
         raise
-    except Exception as error:  # of any class that the configuration names
-        group = "optimizer" if node is config.optimizer else "schedule"
+    except Exception as error:
         raise UserError(
             f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: {first_line(error)}); change them, or "
             f"choose another {group}"

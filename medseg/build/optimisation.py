@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from medseg.config.rules import ADAPTIVE_OPTIMIZERS
 from medseg.config.schema import LrScaling, TrainConfig
 from medseg.config.targets import TARGET, bind_target
 
@@ -13,6 +13,8 @@ from medseg.config.targets import TARGET, bind_target
 CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
 # Arguments of optimisers and schedules that are learning rates.
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
+# Ratio of the two gradients with which an optimiser is tried.
+GRADIENT_RATIO = 100.0
 
 
 def make_optimizer(
@@ -59,15 +61,39 @@ def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim
 
 
 def propose_lr(config: TrainConfig, batch_size: int) -> float:
-    """Scale `optimizer.lr` to another batch size: with its square root for adaptive optimisers, else linearly.
+    """Scale `optimizer.lr` to another batch size: linearly where a step grows with the gradient, else with its square root.
 
     With `lr_scaling` the run scales the rate itself, so `optimizer.lr` is returned unchanged.
 
     Source: Goyal et al. 2017 (linear); Malladi et al. 2022 (root).
     """
-    is_adaptive = str(config.optimizer[TARGET]).rpartition(".")[2] in ADAPTIVE_OPTIMIZERS
-    power = (0.5 if is_adaptive else 1.0) if config.lr_scaling is LrScaling.none else 0.0
-    return float(config.optimizer["lr"] * (batch_size / config.stage.batch_size) ** power)
+    rate = float(config.optimizer["lr"])
+    if config.lr_scaling is not LrScaling.none:
+        return rate
+    ratio = batch_size / config.stage.batch_size
+    follows_gradient = grows_with_gradient(make_optimizer(config.optimizer, 1.0, config.trusted_targets))
+    return rate * ratio if follows_gradient else rate * ratio**0.5
+
+
+def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
+    """Whether the first step of an optimiser grows with the gradient; the noise in others shrinks with the root of the batch.
+
+    The weights of the tried steps are zero, so that neither weight decay nor a ratio to their norm (LARS) has a part in it.
+
+    Args:
+        make: From parameters to an optimiser.
+    """
+    length, longer = (float(step_from_zero(make, scale).norm()) for scale in (1.0, GRADIENT_RATIO))
+    return longer > GRADIENT_RATIO**0.5 * length
+
+
+def step_from_zero(make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0) -> Tensor:
+    """Take one step with weights of zero, whose gradient rises from -scale to scale; returns the weights after it, flat."""
+    weight = nn.Parameter(torch.zeros(2, 1, 3, 3, 3))
+    optimizer = make([weight])
+    weight.grad = scale * torch.linspace(-1.0, 1.0, weight.numel()).view_as(weight)
+    optimizer.step(lambda: 0.0)
+    return weight.detach().flatten()
 
 
 def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:

@@ -185,6 +185,7 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
         region_margin_mm=stage.region_margin_mm or 0.0,
         box_jitter_mm=stage.box_jitter_mm or 0.0,
         is_mirrored=stage.region_mode is RegionMode.mirrored,
+        is_separate=stage.region_mode is RegionMode.separate,
         tile_size=config.inference.tile_size,
     )
     task = make_task(config.task)

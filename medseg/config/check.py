@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from medseg.config.arguments import range_of
 from medseg.config.rules import check_rules
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS, Knob
 from medseg.config.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
@@ -81,6 +82,9 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
     _check_numbers(config, "")
+    if points:
+        for point, key, node in list_nodes(values):
+            _check_arguments(point, key, node)
     for point in points:
         node = values["logger"] if point == "logger" else getattr(config, point)  # with its references
         setattr(config, point, _checked_node(point, node, values.get("trusted_targets", ()), composed))
@@ -211,14 +215,22 @@ def _check_range(key: str, value: Any, knob: Knob) -> None:
     """Refuse a number, or one of several, outside the interval of its key, such as `[0, 1)`."""
     if not knob.within or value is None:
         return
-    numbers = value if isinstance(value, (list, tuple)) else [value]
+    numbers = [number for number in value if number is not None] if isinstance(value, (list, tuple)) else [value]
     low, high = (float(bound) for bound in knob.within[1:-1].split(","))
     # An open end excludes its bound.
     excluded = {bound for bound, mark in ((low, knob.within[0]), (high, knob.within[-1])) if mark in "()"}
-    lie_within = all(isinstance(number, (int, float)) and low <= number <= high and number not in excluded for number in numbers)
-    require(lie_within, f"{key}: must lie in {knob.within}, but got {value}")
+    for number in numbers:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not low <= number <= high or number in excluded:
+            raise UserError(f"{key}: must lie in {knob.within}, but got {value}")
     is_swapped = key.endswith("_range") and numbers[0] > numbers[1]
     require(not is_swapped, f"{key}: the lower bound comes first, but got {list(numbers)}")
+
+
+def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
+    """Refuse numbers that make no sense for the arguments of a class, whether or not the class checks them itself."""
+    for name, value in node.items():
+        _check_range(f"{key}.{name}", value, Knob("", range_of(point, str(node.get(TARGET)), name)))
 
 
 def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], composed: DictConfig) -> dict[str, Any]:
@@ -231,7 +243,6 @@ def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], comp
     shared = POINT_SCHEMAS.get(point)
     target = node.get(TARGET, getattr(shared, TARGET, None))  # run folders of version 0.1 name no network
     check_target(point, point, {**node, TARGET: target}, trusted)
-    _check_range(f"{point}.lr", node.get("lr"), Knob("", "(0, inf)"))
     schema = CLASS_SCHEMAS.get(str(target), shared)
     if schema is None:
         return node

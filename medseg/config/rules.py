@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from medseg.config.schema import (
+    DICE_CE,
     UNET,
     Accelerator,
+    ClipBy,
     Fill,
     LrScaling,
     Modality,
@@ -40,8 +42,6 @@ Rules = list[tuple[bool, str]]
 
 # Schedules that multiply a rate from step to step, so that a warm-up can be multiplied on top.
 CHAINABLE_SCHEDULES = ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "LinearLR", "MultiStepLR", "PolynomialLR", "StepLR")
-# Optimisers whose step does not grow with the gradient: the noise of a batch shrinks with its root (Malladi et al. 2022).
-ADAPTIVE_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "NAdam", "RAdam", "RMSprop")
 # Strategies whose target spacing is averaged over the training cases.
 FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
 # Keys of `spacing` that belong to one strategy.
@@ -110,6 +110,12 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
         for key, samples in seen.items()
         if samples < stage.batch_size
     ]
+    others = [_class_name(node) for node in config.loss.get("terms", [config.loss]) if node.get(TARGET) != DICE_CE]
+    if config.task.ignore_label is not None and others:
+        found.append(
+            f"task.ignore_label with {others[0]}: a GPU waits once a step for each sample, to count the voxels that remain; loss=dice_ce "
+            "does without"
+        )
     momentum = next((config.optimizer[key] for key in ("momentum", "betas") if key in config.optimizer), None)
     if config.schedule.get("cycle_momentum") and momentum is not None:
         found.append(
@@ -550,7 +556,9 @@ def _device_rules(config: TrainConfig) -> Rules:
 
 def _optimisation_rules(config: TrainConfig) -> Rules:
     steps, warmup_steps, decay = config.steps, config.warmup_steps, config.ema_decay
-    optimizer, schedule = _class_name(config.optimizer), _class_name(config.schedule)
+    schedule, trainer = _class_name(config.schedule), config.trainer
+    total_steps = config.schedule.get("total_steps")
+    lowest_lr, highest_lr = _lr_bounds(config)
     return [
         (
             # After fewer steps the weights of the first one would be a third of the average, or more.
@@ -565,14 +573,37 @@ def _optimisation_rules(config: TrainConfig) -> Rules:
         ),
         (warmup_steps < steps, f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"),
         (
-            config.lr_scaling is not LrScaling.linear or optimizer not in ADAPTIVE_OPTIMIZERS,
-            f"lr_scaling=linear: the steps of {optimizer} do not grow with the gradient; choose lr_scaling=sqrt",
+            total_steps is None or total_steps >= steps,
+            f"schedule.total_steps={total_steps}: the schedule would end before the run, steps={steps}; leave schedule.total_steps out, "
+            f"or give {steps} or more",
+        ),
+        (
+            lowest_lr[1] <= highest_lr[1],
+            f"{lowest_lr[0]}={lowest_lr[1]:g} is the lowest rate of the schedule, but {highest_lr[0]}={highest_lr[1]:g} is its highest; "
+            "choose a smaller one",
+        ),
+        (
+            trainer.clip_by is ClipBy.norm or trainer.gradient_clip is not None,
+            f"trainer.clip_by={trainer.clip_by.value}: there is no bound to clip by; give trainer.gradient_clip=<number>, or leave clip_by out",
         ),
         (
             config.lr_scaling is LrScaling.none or "lr" in config.optimizer,
             f"lr_scaling={config.lr_scaling.value}: optimizer.lr is missing, so no rate would be scaled; give optimizer.lr=<number>",
         ),
     ]
+
+
+def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
+    """Key and value of the lowest and of the highest learning rate; a rate that the configuration does not state bounds nothing."""
+    schedule, lowest, highest = config.schedule, ("", 0.0), ("", math.inf)
+    for key in ("base_lr", "eta_min"):
+        if isinstance(schedule.get(key), (int, float)):
+            lowest = f"schedule.{key}", schedule[key]
+    if isinstance(schedule.get("max_lr"), (int, float)):
+        highest = "schedule.max_lr", schedule["max_lr"]
+    elif isinstance(config.optimizer.get("lr"), (int, float)):
+        highest = "optimizer.lr", config.optimizer["lr"]
+    return lowest, highest
 
 
 def _stage_rules(config: TrainConfig) -> Rules:

@@ -413,7 +413,8 @@ class MemoryConfig:
     ]
     cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)]
     budget_gib: Annotated[
-        float | None, Knob("Memory that a training step may use; `plan` checks it.", "(0, inf)", "GiB", neutral=True)
+        float | None,
+        Knob("Memory that a training step and a validation may use; `plan` checks it.", "(0, inf)", "GiB", neutral=True),
     ]
     compile_mode: Annotated[
         CompileMode, Knob("Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.", neutral=True)
@@ -486,7 +487,10 @@ class DebugConfig:
 class InferenceConfig:
     """Execution of a trained stage on a whole case."""
 
-    tile_size: Annotated[Shape | None, Knob("Sliding window; null: the whole crop at once.", "[1, inf)", "voxels (D, H, W)")]
+    tile_size: Annotated[
+        Shape | None,
+        Knob("Sliding window; null: the whole crop at once. inference=tiles: stage.patch_size.", "[1, inf)", "voxels (D, H, W)"),
+    ]
     overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")]
 
 

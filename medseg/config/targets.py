@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Self
 
 from omegaconf import DictConfig
 
+from medseg.config.arguments import misfit
 from medseg.errors import UserError, require
 
 TARGET = "_target_"
@@ -203,7 +204,19 @@ def bind_arguments(point: str, key: str, found: type, arguments: dict[str, Any],
         near = [one for name in unknown for one in difflib.get_close_matches(name, known, n=1)]
         guess = f"did you mean {near[0]}? Its arguments are" if near else "its arguments are"
         raise UserError(f"{key}: {found.__name__} does not take these arguments ({error}); {guess} {', '.join(known)}") from error
+    annotated = _evaluated_signature(found, signature)
+    for name, value in arguments.items():
+        if expected := misfit(annotated, name, value):
+            raise UserError(f"{key}.{name}: {found.__name__} needs {expected}, but got {value!r}")
     return functools.partial(found, **arguments)
+
+
+def _evaluated_signature(found: type, signature: inspect.Signature) -> inspect.Signature:
+    """Signature of a class with annotations in place of their texts, where the module of the class knows all of their names."""
+    try:
+        return inspect.signature(found, eval_str=True)
+    except Exception:  # whatever the evaluation of an annotation of another package raises
+        return signature
 
 
 def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[str] = ()) -> type:

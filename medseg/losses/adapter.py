@@ -21,6 +21,9 @@ VOXELWISE_LOSSES = (
     "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
 )  # fmt: skip
 
+# Logit of a class that a network is sure of.
+SURE_LOGIT = 10.0
+
 
 class Term(NamedTuple):
     """One term of a loss.
@@ -104,11 +107,13 @@ class TrainingLoss(nn.Module):
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, logits.shape[1]))
+        # The remaining voxels of a sample form a line; a sum over voxels does not depend on their order. Their number is read from the
         # The remaining voxels of a sample form a line; a sum over voxels does not depend on their order.
-        lines = [
-            (sample[:, kept], labels[kept])
-            for sample, labels, kept in zip(logits, target, target != self.ignore_value, strict=True)
-        ]
+        # Their number is read from the device, once for each sample: other libraries take no mask.
+        lines = []
+        for sample, labels in zip(logits, target.flatten(1), strict=True):
+            kept = (labels != self.ignore_value).nonzero().squeeze(1)
+            lines.append((sample.flatten(1)[:, kept], labels[kept]))
         if getattr(term.loss, "batch", False):  # a sum over the voxels of all samples
             lines = [(torch.cat([line for line, _ in lines], dim=1), torch.cat([voxels for _, voxels in lines]))]
         parts = [
@@ -189,10 +194,10 @@ def default_arguments(_: type, known: Iterable[str], given: Iterable[str]) -> di
 
 
 def check_loss(loss: nn.Module, num_classes: int) -> None:
-    """Compute a loss and its gradient on a small sample.
+    """Compute a loss and its gradient on a small sample, then the losses of the right labels and of wrong ones.
 
     Raises:
-        ValueError: If it fails, is no finite scalar or has no gradient.
+        ValueError: If it fails, is no finite scalar, has no gradient, or is larger for the right labels.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, num_classes, 8, 8, 8, generator=generator).requires_grad_()
@@ -206,6 +211,13 @@ def check_loss(loss: nn.Module, num_classes: int) -> None:
         ) from error
     if value.ndim or not bool(torch.isfinite(value)) or logits.grad is None:
         raise ValueError(f"a finite scalar with a gradient is expected, but it gives {value.detach()}")
+    with torch.no_grad():
+        right, wrong = (
+            float(loss(SURE_LOGIT * in_form(labels, "one_hot", num_classes), target))
+            for labels in (target, (target + 1) % num_classes)
+        )
+    if right > wrong:
+        raise ValueError(f"it is larger for the right labels ({right:.3g}) than for wrong ones ({wrong:.3g}); change its weights")
 
 
 def _nearest(target: Tensor, shape: Sequence[int]) -> Tensor:

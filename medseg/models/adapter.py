@@ -37,8 +37,8 @@ OUT_CHANNELS = (
     "out_ch",
     "classes",
 )
-# Sides of the cubes that a network is traced with, in voxels, until one fits.
-TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256)
+# Sides of the cubes that a network is traced with, in voxels, until one fits. The last are multiples of powers of 3, 5 and 7.
+TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256, 144, 216, 324, 400, 336, 720, 560)
 # Small blocks are joined to one that keeps at most this share of the bytes that the network keeps for the backward pass.
 MAX_BLOCK_SHARE = 1 / 3
 
@@ -250,22 +250,80 @@ def _first_trace(
     for shape in [fixed_size] if fixed_size else cubes:
         try:
             trace = _Trace(network, (1, in_channels, *shape))
+            _check_outputs(network, trace.result, shape, num_classes)
+        except _OutputError:
+            raise
         except Exception as error:  # whatever a foreign network raises for a size that it does not accept
             errors.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}")
             continue
-        _check_outputs(network, trace.result, shape, num_classes)
+        _check_evaluation(network, (1, in_channels, *shape), num_classes)
         return trace, shape
+    if all(error.startswith(_SizeError.__name__) for error in errors):
+        sides = ", ".join(str(cube[0]) for cube in ([fixed_size] if fixed_size else cubes))
+        raise ValueError(
+            f"{errors[0].partition(': ')[2]}; it does not fit cubes of {sides} voxels either: correct its padding or strides, or "
+            "state model.divisor"
+        )
     raise _UntraceableError(
         f"{type(network).__name__} cannot be traced without computing ({errors[0]}); correct its arguments, or state model.divisor and "
         "model.blocks for a network whose control flow depends on computed values"
     )
 
 
+class _OutputError(ValueError):
+    """The network returns something else than logits, whatever the size of its input."""
+
+
+class _SizeError(ValueError):
+    """The network returns logits of another size than its input."""
+
+
 def _check_outputs(network: nn.Module, result: Any, shape: Sequence[int], num_classes: int) -> None:
-    logits = outputs_of(result, is_training=False) if isinstance(result, (Tensor, Mapping, list, tuple)) else None
-    found = tuple(logits.shape) if isinstance(logits, Tensor) else type(result).__name__
-    if found != (1, num_classes, *shape):
-        raise ValueError(f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but returned {found}")
+    """Refuse a result that is neither logits nor several of them, the first of the size of the input.
+
+    Args:
+        network: The network, for its name.
+        result: What it returned for one sample.
+        shape: Size of its input, (D, H, W).
+        num_classes: Channels of the logits.
+
+    Raises:
+        _OutputError: If the result holds anything else, such as features.
+        _SizeError: If the logits have another size.
+    """
+    values = list(result.values()) if isinstance(result, Mapping) else result
+    has_tensors = isinstance(values, Tensor) or (
+        isinstance(values, (list, tuple)) and bool(values) and all(isinstance(value, Tensor) for value in values)
+    )
+    outputs = outputs_of(values, is_training=True) if has_tensors else []
+    outputs = outputs if isinstance(outputs, list) else [outputs]
+    are_logits = all(output.ndim == 5 and tuple(output.shape[:2]) == (1, num_classes) for output in outputs)
+    said = f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but returned {_describe_result(result)}"
+    if not outputs or not are_logits:
+        raise _OutputError(f"{said}; wrap it in a class that returns its logits alone, or a list of them for deep supervision")
+    if tuple(outputs[0].shape[2:]) != tuple(shape):
+        raise _SizeError(said)
+
+
+def _check_evaluation(network: nn.Module, image_shape: Sequence[int], num_classes: int) -> None:
+    """Check the outputs in evaluation, where a network may return something else; one that cannot be traced there is left unchecked."""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            result = network.eval()(torch.zeros(tuple(image_shape)))
+    except Exception:  # whatever a foreign network raises without values
+        return
+    _check_outputs(network, result, image_shape[2:], num_classes)
+
+
+def _describe_result(result: Any) -> str:
+    """Describe a result by its types and the shapes of its tensors."""
+    if isinstance(result, Tensor):
+        return str(tuple(result.shape))
+    if isinstance(result, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe_result(value)}" for key, value in result.items()) + "}"
+    if isinstance(result, (list, tuple)):
+        return "[" + ", ".join(map(_describe_result, result)) + "]"
+    return type(result).__name__
 
 
 def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:

@@ -97,8 +97,9 @@ def end_of(
         isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
     )
     is_file = (isinstance(error, OSError) and not is_worker) or "No space left on device" in text
-    # By its name, since torch's compiler takes a second to import.
-    is_compiler = any(one.__name__ == "TorchDynamoException" for one in type(error).__mro__)
+    # By their names, since torch's compiler and Lightning take seconds to import.
+    class_names = {one.__name__ for one in type(error).__mro__}
+    is_compiler, is_misconfigured = "TorchDynamoException" in class_names, "MisconfigurationException" in class_names
     is_lost = isinstance(error, RuntimeError) and any(words in f"{type(error).__name__} {text}" for words in _LOST_RANK)
     ends: list[tuple[bool, int, str]] = [
         # A loader worker that ended after the request has received the signal too.
@@ -106,6 +107,11 @@ def end_of(
         (isinstance(error, KeyboardInterrupt), EXIT_INTERRUPTED, f"interrupted; {rest}"),
         (isinstance(error, NotFiniteError), EXIT_NOT_FINITE, message),
         (isinstance(error, UserError), EXIT_USER_ERROR, message),
+        (
+            is_misconfigured,
+            EXIT_USER_ERROR,
+            f"Lightning refuses the configuration ({line}); change the callback or key that it names",
+        ),
         (is_out_of_memory(error) or (is_worker and is_memory_full), EXIT_OUT_OF_MEMORY, f"out of memory: {line}"),
         (
             is_file,

@@ -15,6 +15,10 @@ from medseg.config.targets import targets_first
 from medseg.errors import UserError
 
 SEGRESNET = ["model._target_=monai.networks.nets.SegResNet"]
+UNET = ["model._target_=monai.networks.nets.UNet", "model.channels=[8,16,32]"]
+LION = ["optimizer._target_=pytorch_optimizer.Lion", "optimizer.lr=0.01"]
+EPOCHS = ["schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=0.1", "schedule.epochs=1"]
+MONITOR = ["callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor"]
 UNETR = ["model=unetr", "model.img_size=[32,32,32]", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2"]
 
 
@@ -45,6 +49,22 @@ def check(*overrides: str) -> list[str]:
         ([*SEGRESNET, "loss.output_weights=[1,0.5]"], r"loss\.output_weights=\[1\.0, 0\.5\]: expected 1 numbers, one for each output"),
         (["metrics.dice._target_=monai.metrics.DiceMetric"], r"metrics\.dice: history\.csv already has a column val_dice"),
         (["lr_scaling=sqrt", "optimizer._target_=torch.optim.Adam", "schedule=cosine"], r"lr_scaling=sqrt: optimizer\.lr is missing"),
+        (["lr_scaling=linear"], "the steps of AdamW do not grow with the gradient; choose lr_scaling=sqrt"),
+        (["lr_scaling=linear", *LION], "the steps of Lion do not grow with the gradient"),
+        (["lr_scaling=linear", "optimizer=lamb"], "the steps of Lamb do not grow with the gradient"),
+        (["optimizer.amsgrad=maybe"], r"optimizer\.amsgrad: AdamW needs true or false, but got 'maybe'"),
+        (["optimizer.betas=0.9"], r"optimizer\.betas: AdamW needs a list, but got 0\.9"),
+        (["optimizer.maximize=true"], "a step of AdamW goes up the gradient"),
+        (["schedule=cyclic", "schedule.mode=zigzag"], "mode is invalid"),
+        ([*EPOCHS, "schedule.steps_per_epoch=10"], "The specified number of total steps is 10"),
+        ([*EPOCHS, "schedule.steps_per_epoch=3000", "steps=4000"], "The specified number of total steps is 3000"),
+        (["loss=dice_focal", "loss.include_background=perhaps"], r"loss\.include_background: DiceFocalLoss needs true or false"),
+        (["loss=generalized_dice", "loss.w_type=cube"], "loss: "),
+        ([*UNET, "model.strides=2"], r"model\.strides: UNet needs a list, but got 2"),
+        ([*MONITOR, "logger=none"], r"callbacks\.lr: LearningRateMonitor writes to a logger, but there is none; choose logger=csv"),
+        (["callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.stop.monitor=val/dice", "callbacks.stop.patience=soon"],
+         r"callbacks\.stop\.patience: EarlyStopping needs a whole number, but got 'soon'"),
+        (["augment.transforms=[{_target_: monai.transforms.RandGaussianNoised, keys: image, prob: high}]"], r"augment\.transforms\[0\]\.prob: .* needs a number"),
     ],
 )  # fmt: skip
 def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said: str) -> None:
@@ -59,6 +79,13 @@ def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said:
         [*SEGRESNET, "memory.checkpointing=[down_layers.*]"],
         [*UNETR, "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"],
         [*UNETR, "spacing=fixed_size", "spacing.size=[32,32,32]"],
+        [*UNET, "model.strides=[3,3]"],
+        [*UNET, "model.strides=[[1,5,5],[3,3,3]]"],
+        ["optimizer=sgd", "lr_scaling=linear", "schedule=poly"],
+        ["optimizer=lars", "lr_scaling=linear"],
+        ["optimizer._target_=torch.optim.Adafactor", "optimizer.lr=0.01", "optimizer.eps=[null,1e-3]"],
+        ["loss=hausdorff_dt"],
+        [*MONITOR, "logger=csv"],
     ],
 )
 def test_what_fits_is_accepted(overrides: list[str]) -> None:

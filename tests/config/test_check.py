@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import os
 import typing
 
 import hydra
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from medseg.config import schema
+from medseg.config.arguments import range_of
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.rules import notes
@@ -29,6 +33,33 @@ def test_tuples_keep_their_length_and_type() -> None:
     config = to_config(compose("stage=fine", "stage.patch_size=[64,96,128]"), TrainConfig)
     assert config.stage.patch_size == (64, 96, 128)
     assert config.spacing.target_spacing_mm == (1.0, 1.0, 1.0)
+
+
+def numeric_arguments(point: str, prefix: str) -> list[tuple[str, str]]:
+    """Pairs of a class and a numeric argument, of all classes of a module of torch or MONAI that are at an extension point."""
+    module = importlib.import_module(prefix)
+    base = {"optimizer": torch.optim.Optimizer, "schedule": torch.optim.lr_scheduler.LRScheduler, "loss": torch.nn.Module}[point]
+    found = []
+    for name, cls in vars(module).items():
+        if not inspect.isclass(cls) or not issubclass(cls, base) or name.startswith("_"):
+            continue
+        for argument, parameter in inspect.signature(cls).parameters.items():
+            default = parameter.default
+            if isinstance(default, (int, float)) and not isinstance(default, bool):
+                found.append((f"{prefix}.{name}", argument))
+    return sorted(found)
+
+
+# A seed of a class, and numbers of classes or steps that any whole number may be.
+ANY_NUMBER = {"last_epoch", "ignore_index", "tolerance_grad", "tolerance_change", "num_classes"}
+
+
+@pytest.mark.parametrize(
+    ("point", "prefix"), [("optimizer", "torch.optim"), ("schedule", "torch.optim.lr_scheduler"), ("loss", "monai.losses")]
+)
+def test_every_number_of_an_optimiser_a_schedule_and_a_loss_has_a_range(point: str, prefix: str) -> None:
+    without = [pair for pair in numeric_arguments(point, prefix) if not range_of(point, *pair) and pair[1] not in ANY_NUMBER]
+    assert without == []
 
 
 @pytest.mark.parametrize(("command", "root"), [("ladder", schema.LadderConfig), ("time_to_dice", schema.TimeToDiceConfig)])
@@ -133,7 +164,13 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["model.depth=4"], "model.blocks_per_level: expected 5 numbers, one per level (model.depth=4)"),
         (["warmup_steps=5"], "schedule OneCycleLR sets the learning rates of all steps itself; choose warmup_steps=0"),
         (["warmup_steps=9", "steps=9", "schedule=cosine"], "warmup_steps=9: the run has only steps=9"),
-        (["lr_scaling=linear"], "the steps of AdamW do not grow with the gradient; choose lr_scaling=sqrt"),
+        (["schedule.total_steps=2", "steps=4"], "schedule.total_steps=2: the schedule would end before the run, steps=4"),
+        (["schedule=cyclic", "schedule.base_lr=1"], "schedule.base_lr=1 is the lowest rate of the schedule, but schedule.max_lr=0.005"),
+        (["schedule=cosine", "schedule.eta_min=1"], "schedule.eta_min=1 is the lowest rate of the schedule, but optimizer.lr=0.005"),
+        (["trainer.clip_by=value", "trainer.gradient_clip=null"], "trainer.clip_by=value: there is no bound to clip by"),
+        (["trainer.gradient_clip=-1"], "trainer.gradient_clip: must lie in (0, inf), but got -1.0"),
+        (["optimizer.lr=true"], "optimizer.lr: must lie in (0, inf), but got True"),
+        (["loss=sum", "loss.terms=[{_target_: monai.losses.DiceLoss, smooth_dr: -1}]"], "loss.terms[0].smooth_dr: must lie in [0, inf)"),
         (["memory.cudnn_benchmark=true", "trainer.accelerator=cpu"], "choose memory.cudnn_benchmark=false"),
         (["data.pin_memory=true", "trainer.accelerator=cpu"], "choose data.pin_memory=null"),
         (["spacing.target_spacing_mm=[3.0,1.0,1.0]"], "isotropic uses one spacing for all axes; choose spacing.strategy=anisotropic"),

@@ -162,18 +162,53 @@ class ByValue(nn.Module):
         return self.conv(image) if float(image.mean()) > 0 else -self.conv(image)
 
 
+class Returning(nn.Module):
+    """Returns what a function makes of three channels of logits, in evaluation what another makes of them."""
+
+    def __init__(self, in_training: Callable[[Tensor], Any], in_evaluation: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 3, 1)
+        self.in_training, self.in_evaluation = in_training, in_evaluation or in_training
+
+    def forward(self, image: Tensor) -> Any:
+        return (self.in_training if self.training else self.in_evaluation)(self.conv(image))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: ByValue(1, 3), "cannot be traced without computing .* state model.divisor and model.blocks"),
         (lambda: nn.Conv3d(1, 4, 1), r"must return logits of shape \(1, 3, 64, 64, 64\), but returned \(1, 4, 64, 64, 64\)"),
-        (lambda: nn.Conv3d(1, 3, 3), r"but returned \(1, 3, 62, 62, 62\)"),
+        (
+            lambda: nn.Conv3d(1, 3, 3),
+            r"but returned \(1, 3, 62, 62, 62\); it does not fit cubes of 64, 96, .* state model\.divisor",
+        ),
+        (
+            lambda: Returning(lambda x: {"logits": x, "features": x.mean((2, 3, 4))}),
+            r"but returned {logits: .*, features: \(1, 3\)}; wrap",
+        ),
+        (lambda: Returning(lambda x: (x, x.mean())), r"but returned \[\(1, 3, 64, 64, 64\), \(\)\]; wrap it in a class"),
+        (lambda: Returning(lambda x: (x, None)), r"but returned \[\(1, 3, 64, 64, 64\), NoneType\]"),
+        (lambda: Returning(lambda x: (x, [x, x])), "wrap it in a class that returns its logits alone"),
+        (lambda: Returning(lambda _: []), r"but returned \[\]"),
+        (lambda: Returning(lambda x: x, lambda x: {"logits": x, "probs": x.sum()}), "but returned {logits: "),
     ],
 )
 def test_a_network_that_does_not_fit_is_one_sentence(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         find_traits(make, 1, 3)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dictionary_of_one_output_is_taken_as_its_logits() -> None:
+    assert find_traits(lambda: Returning(lambda x: {"logits": x}), 1, 3).num_outputs == 1
+
+
+@pytest.mark.parametrize(("strides", "divisor"), [((3, 3), 9), ((2, 3), 6), ((5, 5), 25), ((3, 3, 3), 27), ((7,), 7)])
+def test_strides_that_are_no_powers_of_two_are_traced(strides: tuple[int, ...], divisor: int) -> None:
+    channels = [4 * (n + 1) for n in range(len(strides) + 1)]
+    traits = find_traits(lambda: nets.UNet(3, 1, 3, channels, strides), 1, 3)
+    assert traits.divisor == (divisor, divisor, divisor)
 
 
 def test_a_network_that_decides_by_values_works_where_both_are_stated() -> None:

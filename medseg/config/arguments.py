@@ -1,0 +1,209 @@
+"""Arguments of the classes at extension points: ranges of their numbers, and values that do not fit their annotations.
+
+A class of another package checks its arguments late, or not at all: a negative weight of a loss trains without a word. The
+ranges are compared before torch is imported; the annotations when the class has been imported.
+"""
+
+import inspect
+import os
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+# Intervals of the numbers among the arguments, by extension point and name; a list must lie in the interval as a whole.
+ARGUMENT_RANGES: dict[str, dict[str, str]] = {
+    "optimizer": {
+        "alpha": "[0, inf)",
+        "betas": "[0, 1)",
+        "beta2_decay": "(-inf, 0]",
+        "d": "(0, inf)",
+        "dampening": "[0, 1]",
+        "eps": "[0, inf)",
+        "history_size": "[1, inf)",
+        "initial_accumulator_value": "[0, inf)",
+        "lambd": "[0, inf)",
+        "lr": "(0, inf)",
+        "lr_decay": "[0, inf)",
+        "max_iter": "[1, inf)",
+        "momentum": "[0, 1)",
+        "momentum_decay": "[0, inf)",
+        "ns_steps": "[1, inf)",
+        "rho": "[0, 1]",
+        "t0": "[0, inf)",
+        "trust_coefficient": "(0, inf)",
+        "weight_decay": "[0, inf)",
+    },
+    "schedule": {
+        "T_0": "[1, inf)",
+        "T_max": "[1, inf)",
+        "T_mult": "[1, inf)",
+        "base_lr": "(0, inf)",
+        "base_momentum": "[0, 1)",
+        "cooldown": "[0, inf)",
+        "div_factor": "[1, inf)",
+        "end_factor": "[0, 1]",
+        "epochs": "[1, inf)",
+        "eps": "[0, inf)",
+        "eta_min": "[0, inf)",
+        "factor": "(0, 1]",
+        "final_div_factor": "[1, inf)",
+        "gamma": "(0, 1]",
+        "max_lr": "(0, inf)",
+        "max_momentum": "[0, 1)",
+        "milestones": "[1, inf)",
+        "min_lr": "[0, inf)",
+        "patience": "[0, inf)",
+        "pct_start": "[0, 1]",
+        "power": "(0, inf)",
+        "start_factor": "(0, 1]",
+        "step_size": "[1, inf)",
+        "step_size_down": "[1, inf)",
+        "step_size_up": "[1, inf)",
+        "steps_per_epoch": "[1, inf)",
+        "threshold": "[0, inf)",
+        "total_iters": "[1, inf)",
+        "total_steps": "[1, inf)",
+    },
+    "loss": {
+        "alpha": "[0, inf)",
+        "batch_size": "[1, inf)",
+        "beta": "[0, inf)",
+        "data_range": "(0, inf)",
+        "delta": "[0, 1]",
+        "epsilon": "(0, inf)",
+        "factor": "(0, inf)",
+        "fake_3d_ratio": "(0, 1]",
+        "gamma": "[0, inf)",
+        "iter_": "[1, inf)",
+        "k1": "(0, inf)",
+        "k2": "(0, inf)",
+        "kernel_sigma": "(0, inf)",
+        "kernel_size": "[1, inf)",
+        "label_smoothing": "[0, 1)",
+        "lambda_ce": "[0, inf)",
+        "lambda_dice": "[0, inf)",
+        "lambda_focal": "[0, inf)",
+        "lambda_gdl": "[0, inf)",
+        "lambd": "[0, inf)",
+        "margin": "[0, inf)",
+        "num_bins": "[1, inf)",
+        "sigma": "(0, inf)",
+        "sigma_ratio": "(0, inf)",
+        "smooth": "[0, inf)",
+        "smooth_dr": "[0, inf)",
+        "smooth_nr": "[0, inf)",
+        "spatial_dims": "[1, 3]",
+        "temperature": "(0, inf)",
+        "weight": "[0, inf)",
+        "win_size": "[1, inf)",
+    },
+}
+# Intervals of arguments that are shares in this class, and something else in others.
+CLASS_RANGES: dict[str, dict[str, str]] = {
+    "torch.optim.RMSprop": {"alpha": "[0, 1)"},
+    "torch.optim.ASGD": {"alpha": "[0, 1]"},
+    "monai.losses.FocalLoss": {"alpha": "[0, 1]"},
+    "monai.losses.SoftDiceclDiceLoss": {"alpha": "[0, 1]"},
+    "torch.nn.HuberLoss": {"delta": "(0, inf)"},
+}
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def range_of(point: str, target: str, name: str) -> str:
+    """Find the interval of an argument; empty where any value may be right.
+
+    Args:
+        point: Extension point.
+        target: Dotted name of the class.
+        name: Name of the argument.
+
+    Example:
+        >>> range_of("optimizer", "torch.optim.SGD", "momentum")
+        '[0, 1)'
+    """
+    own = CLASS_RANGES.get(target, {})
+    return own.get(name, ARGUMENT_RANGES.get(point, {}).get(name, ""))
+
+
+def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
+    """Say what kind of value an argument needs, where a value is of another kind; empty where it fits, or where it is not known.
+
+    Args:
+        signature: Signature of the class, with annotations that are evaluated where possible.
+        name: Name of the argument.
+        value: Value of plain types, as a configuration holds it; None fits everywhere.
+    """
+    parameter = signature.parameters.get(name)
+    if parameter is None or value is None:
+        return ""
+    hint = parameter.annotation
+    if hint is inspect.Parameter.empty or isinstance(hint, str):
+        hint = _hint_of_default(parameter.default)
+    return "" if _fits(value, hint) else _describe(hint)
+
+
+def _hint_of_default(default: Any) -> Any:
+    """Kind of an argument without annotation: that of its default, where this is a switch or a number."""
+    if isinstance(default, bool):
+        return bool
+    if isinstance(default, (int, float)):
+        return float | list[Any]
+    return Any
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value fits an annotation; True for annotations that cannot be decided."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in arguments)
+    if origin is typing.Annotated:
+        return _fits(value, arguments[0])
+    if origin is typing.Literal:
+        return value in arguments
+    if hint in (int, float):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and (hint is float or float(value).is_integer())
+    if isinstance(origin or hint, type):
+        return _is_of_class(value, origin or hint, arguments)
+    return True
+
+
+def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
+    """Whether a plain value can stand for an instance of a class, such as a list for a tuple, or a text for an enumeration."""
+    if isinstance(value, str) and issubclass(kind, (Enum, os.PathLike)):
+        return True
+    if kind in (bool, str) or issubclass(kind, Mapping):
+        return isinstance(value, kind)
+    if arguments and issubclass(kind, Iterable):
+        item_hint = arguments[0]
+        # Annotations often forget nested lists, such as one stride per axis and level.
+        return isinstance(value, (list, tuple)) and all(
+            isinstance(item, (list, tuple)) or _fits(item, item_hint) for item in value
+        )
+    if issubclass(kind, tuple):
+        return isinstance(value, (list, tuple))
+    return isinstance(value, kind)
+
+
+def _describe(hint: Any) -> str:
+    """Describe what an annotation takes, in words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        parts = [_describe(part) for part in arguments if part is not types.NoneType]
+        return " or ".join(dict.fromkeys(parts))
+    if origin is typing.Literal:
+        return " or ".join(str(argument) for argument in arguments)
+    kind = origin or hint
+    if kind in NAMES:
+        return NAMES[kind]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " or ".join(str(member.value) for member in kind)
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return "a mapping"
+    if isinstance(kind, type) and issubclass(kind, Iterable) and arguments:
+        return "a list"
+    return getattr(kind, "__name__", str(kind))
