@@ -1,8 +1,8 @@
 """Check of a run's objects before data is read: each is built and tried once, the network on the meta device."""
 
 import dataclasses
-import os
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

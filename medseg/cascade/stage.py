@@ -162,8 +162,12 @@ class TrainedStage:
         """Networks of all checkpoints."""
         return (self.network, *self.others)
 
-    def use_tiles(self, tile_size: tuple[int, int, int]) -> None:
-        """Predict in tiles of a size; warn if training used another: tiles show less context and change statistics of norms.
+    def use_tiles(self, tile_size: tuple[int, int, int], measured: str = "") -> None:
+        """Predict in tiles of a size; warn if it was validated in another: tiles show less context and change statistics of norms.
+
+        Args:
+            tile_size: Tile in voxels (z, y, x).
+            measured: By how much tiles were measured to change the labels of these weights; empty if that is unknown.
 
         Raises:
             UserError: If the network accepts inputs of another size only.
@@ -175,13 +179,12 @@ class TrainedStage:
             f"inference.tile_size={list(tile_size)}: the network of the {self.name} stage accepts inputs of {list(only or ())} voxels only; "
             "leave inference.tile_size out",
         )
-        trained, self.tile_size = self.tile_size, tile_size
-        if tile_size != trained:
-            used, usual = ("×".join(map(str, size)) if size else "whole crops" for size in (tile_size, trained))
+        validated, self.tile_size = self.tile_size, tile_size
+        if tile_size != validated:
+            used, usual = ("×".join(map(str, size)) if size else "whole crops" for size in (tile_size, validated))
             self.warnings = (
-                f"the {self.name} stage runs in tiles of {used} voxels instead of {usual} as in training, which changes "
-                "the labels: with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 to "
-                "0.99, tiles of 64×64×64 to one of 0.76 to 0.93; leave inference.tile_size out",
+                f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, in which it was validated; this changes "
+                f"the labels{f' ({measured})' if measured else ''}; leave inference.tile_size out",
             )
 
     def count_memory(self) -> None:

@@ -14,9 +14,18 @@ from medseg.console import say
 from medseg.errors import EXIT_FAILED, require
 from medseg.io.atomic import replace_text
 from medseg.memory.accounting import StepMemory
-from medseg.planning.estimate import Estimate, Machine, estimate
+from medseg.planning.estimate import STEP, VALIDATION, Estimate, Machine, estimate
 from medseg.planning.fit import fit
-from medseg.planning.step import Shape, count_memory, evaluated_shape, input_shape, largest_batch, num_shares, samples_per_rank
+from medseg.planning.step import (
+    Shape,
+    count_memory,
+    evaluated_shape,
+    evaluation_bytes,
+    input_shape,
+    largest_batch,
+    num_shares,
+    samples_per_rank,
+)
 from medseg.runs.plans import past_errors, write_plan
 
 # Kind of memory at the peak to its row in the table.
@@ -55,12 +64,17 @@ def plan(config: PlanConfig) -> int:
     shape = input_shape(config)
     if config.fit_gib is not None:
         return fit(config, shape)
+    case_shape = evaluated_shape(config)
     if config.measure:
-        found = estimate(config, shape, evaluated_shape(config), Machine(config))
+        found = estimate(config, shape, case_shape, Machine(config))
         memory = found.memory
     else:
         found, memory = None, count_memory(config, shape, compute=config.compute)
+    case_bytes, pass_bytes = evaluation_bytes(config, case_shape)
+    peaks = {STEP: memory.peak, VALIDATION: case_bytes + pass_bytes + memory.optimizer_state}
+    peak_of = max(peaks, key=peaks.__getitem__)
     print("\n".join(describe(config, shape, memory)), flush=True)
+    print("\n".join(describe_peaks(config, case_shape, peaks)), flush=True)
     if found is not None:
         print("\n".join(describe_estimate(config, found)), flush=True)
         write_plan(config, {key: facts_of(memory, found)[key] for key in ("peak_resident_mib", "seconds_per_step")})
@@ -74,16 +88,32 @@ def plan(config: PlanConfig) -> int:
         rate = f" optimizer.lr={propose_lr(config, batch_size):.3g}" if "lr" in config.optimizer else ""
         proposed = f"stage.batch_size={batch_size}{rate}" if batch_size else "none"
         print(f"largest batch within memory.budget_gib={budget_gib:g}: {proposed}")
-    fits = memory.peak <= budget
+    fits = peaks[peak_of] <= budget
     if config.output is not None:
         facts = {
             "stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory),
-            "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size, **facts_of(memory, found),
+            "validation_peak_mib": round(peaks[VALIDATION] / 2**20, 2), "peak_of": peak_of, "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size, **facts_of(memory, found),
         }  # fmt: skip
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     if not fits:
-        say(f"a step needs {memory.peak / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit")
+        cure = "find switches that fit with fit_gib in place of memory.budget_gib"
+        if peak_of == VALIDATION and case_bytes > budget:
+            cure = "give validation_shape=[D,H,W] of your largest case, or a coarser spacing"
+        elif peak_of == VALIDATION:
+            cure = "choose smaller tiles, inference.tile_size=[D,H,W]"
+        say(f"the {peak_of} needs {peaks[peak_of] / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit; {cure}")
     return 0 if fits else EXIT_FAILED
+
+
+def describe_peaks(config: PlanConfig, case_shape: Shape, peaks: dict[str, int]) -> list[str]:
+    """Format the live peaks of a training step and of a validation, and say which of them is the peak of the run."""
+    tile = config.inference.tile_size
+    case = f"a case of {'×'.join(map(str, case_shape))} voxels, " + (f"tiles of {'×'.join(map(str, tile))}" if tile else "whole")
+    peak_of = max(peaks, key=peaks.__getitem__)
+    return [
+        f"{'peak of the validation':52s}{peaks[VALIDATION] / 2**20:10.1f} MiB            {case}",
+        f"the peak of the run is that of the {peak_of}; prediction computes a case as the validation does",
+    ]
 
 
 def facts_of(memory: StepMemory, found: Estimate | None) -> dict[str, Any]:

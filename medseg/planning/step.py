@@ -142,6 +142,21 @@ def count_memory(
         ) from error
 
 
+def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
+    """Count the live bytes of the evaluation of one case, without the optimiser's state.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of the case, (D, H, W).
+
+    Returns:
+        Bytes of the case itself, and the peak of the weights and of one pass of the network.
+    """
+    beside, timeline = count_evaluation(config, shape)
+    passes = [max(after + workspace for after, workspace, _ in part.calls) for part in timeline.segments if part.calls]
+    return beside, max(passes)
+
+
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     """Count the memory of the evaluation of one case, with the weights, the image and the reference.
 

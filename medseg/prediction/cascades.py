@@ -14,7 +14,7 @@ from medseg.errors import UserError, require
 from medseg.io.read import read_grid
 from medseg.memory.precision import check_precision
 from medseg.prediction.scans import Scan
-from medseg.weights.files import shipped_weights
+from medseg.weights.files import TILE_CHANGES, shipped_weights
 
 EVERY_SPACING_MM = (0.0, math.inf)
 
@@ -75,13 +75,15 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     stages: list[TrainedStage] = []
+    measured = ""
     for name, given in (("coarse", coarse), ("fine", fine)):
         # A task without regions has one stage.
         if given or not stages or stages[0].task.regions:
             paths = [Path(path) for path in given or ()] or [shipped_weights("lungs", name)]
+            measured = "" if given else TILE_CHANGES
             stages.append(load_stages(paths, name, device, precision, trusted, half_weights, backend))
     if tile_size is not None:
-        stages[-1].use_tiles(tile_size)
+        stages[-1].use_tiles(tile_size, measured)
     options = options or CascadeOptions()
     for stage in stages:
         if stage.tile_size is not None:

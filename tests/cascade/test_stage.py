@@ -22,8 +22,10 @@ from medseg.inference.tiles import TilingPlan
 from medseg.models.adapter import Traits
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
+from medseg.prediction.cascades import load_cascade
 from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import Orientation
+from medseg.weights.files import shipped_weights
 
 SHAPE = (96, 128, 80)
 NO_SIDES = Task("t", {"a": 1}, (Region("a", ("a",)),), (Channel(window_hu=(-1000.0, 0.0)),))
@@ -82,6 +84,15 @@ def test_tiles_of_another_size_than_in_training_are_warned_of(trained_on: tuple[
     result = Cascade(stage(CoarseOracle(), "coarse"), trained).segment(scan()[0])
     told = [one for one in result.warnings if "the fine stage runs in tiles of 96×96×96 voxels instead of" in one]
     assert len(told) == is_told
+    assert not any("as in training" in one for one in told), "nothing is known of other weights"
+
+
+def test_only_the_included_weights_are_told_what_tiles_were_measured_to_change() -> None:
+    own = load_cascade(None, None, accelerator="cpu", tile_size=(96, 96, 96))
+    assert "Dice of 0.96 to 0.99" in own.stages[-1].warnings[0]
+    paths = [[shipped_weights("lungs", name)] for name in ("coarse", "fine")]
+    given = load_cascade(*paths, accelerator="cpu", tile_size=(96, 96, 96))
+    assert "Dice" not in given.stages[-1].warnings[0]
 
 
 def test_tiles_that_a_network_of_one_input_size_cannot_take_are_refused() -> None:

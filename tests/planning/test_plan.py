@@ -58,6 +58,32 @@ def test_prints_the_parts_and_compares_with_the_budget(tmp_path: Path, capsys: p
     assert "does not fit" in capsys.readouterr().err
 
 
+def test_the_budget_holds_for_the_validation_too_and_names_what_exceeds_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.json"
+    patch = ["stage.patch_size=[16,16,16]", "validation_shape=[48,48,48]", f"output='{output}'"]
+    assert plan_app.plan(compose(*SMALL, *patch)) == 0
+    facts = json.loads(output.read_text())
+    assert facts["peak_of"] == "validation"
+    assert facts["validation_peak_mib"] > 2 * facts["peak_live_mib"]
+    assert "the peak of the run is that of the validation" in capsys.readouterr().out
+    budget = f"memory.budget_gib={0.99 * facts['validation_peak_mib'] / 1024}"
+    assert plan_app.plan(compose(*SMALL, *patch, budget)) == 1
+    said = capsys.readouterr().err
+    assert "the validation needs" in said
+    assert "choose smaller tiles, inference.tile_size=[D,H,W]" in said
+    assert plan_app.plan(compose(*SMALL, *patch, budget, "inference.tile_size=[16,16,16]")) == 0
+
+
+@pytest.mark.parametrize("patch", [(64, 64, 64), (48, 96, 96)])
+def test_one_stage_is_validated_in_tiles_of_its_training_patch(patch: tuple[int, int, int]) -> None:
+    config = compose("stage=single", f"stage.patch_size={list(patch)}")
+    assert config.inference.tile_size == patch
+    named = compose("stage=single", f"stage.patch_size={list(patch)}", "inference.tile_size=[80,80,80]")
+    assert named.inference.tile_size == (80, 80, 80)
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements in a folder of their own, and processes of known sizes."""
