@@ -178,6 +178,11 @@ class Samples(Dataset[Sample]):
                 f"data.train_trust={' or '.join(train_trust)}: no training case has a region with this trust; enter it in the columns "
                 "trust_<region> of the case table, or leave data.train_trust out"
             )
+        if cases and not found:
+            raise UserError(
+                f"no training or validation case has a voxel of {' or '.join(region.name for region in task.regions)}; check "
+                "data.label_values, the label maps and the split"
+            )
         self.items = [item for item, _ in found]
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
         self.task, self.crops, self.seed, self.is_coarse = task, crops, seed, is_coarse

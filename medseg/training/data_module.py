@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from medseg.cascade.localise import localise
 from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.console import say
+from medseg.data.absent_classes import absence_note, absent_classes
 from medseg.data.audit.table import DUPLICATE
 from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, spacing_text
 from medseg.data.case_table import Case, CaseSource
@@ -59,6 +61,7 @@ class StageInput:
         box_jitter_mm: Standard deviation of each face of a training box.
         is_mirrored: Whether right crops are mirrored.
         tile_size: Tiles of the validation, voxels (D, H, W); crops grow to at least this size.
+        is_separate: Whether each region has a network of its own.
     """
 
     is_coarse: bool
@@ -77,6 +80,7 @@ class StageInput:
     is_mirrored: bool
     tile_size: tuple[int, int, int] | None
     side_share: float = 0.0
+    is_separate: bool = False
 
 
 class CasesDataModule(pl.LightningDataModule):
@@ -183,6 +187,17 @@ class CasesDataModule(pl.LightningDataModule):
             divisor=given.divisor,
             coarse_boxes=boxes,
         )
+        # Lightning attaches its trainer; other users of the module have one process.
+        if self.trainer is None or self.trainer.is_global_zero:
+            self._note_absent_classes()
+
+    def _note_absent_classes(self) -> None:
+        """Name the classes that no training case holds, before the first step."""
+        given, items = self.stage_input, self.train_samples().items
+        absent = absent_classes(items, self.task, is_coarse=given.is_coarse, is_separate=given.is_separate)
+        num_cases = len({case.name for case, _ in items})
+        if note := absence_note(absent, num_cases, self.val_cases, self.train_trust):
+            say(note)
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the cases in their order, for the checkpoint: a resumed run must have the same."""

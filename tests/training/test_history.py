@@ -71,10 +71,13 @@ class Methods(TorchFunctionMode):
 class Watch(pl.Callback):
     """Watches the whole training, whatever the order of the callbacks."""
 
+    def __init__(self, *modes: Any) -> None:
+        self.modes = modes or (Operations, Methods)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.steps: list[int] = []
         self.watching = ExitStack()
-        for mode in (Operations, Methods):
+        for mode in self.modes:
             self.watching.enter_context(mode(trainer, self.steps))
 
     def on_train_end(self, *_: Any) -> None:
@@ -101,6 +104,16 @@ def test_no_step_waits_for_a_value(
     fit(settings, [make_batch(n) for n in range(6)], callbacks if is_last else callbacks[::-1])
     assert set(watch.steps) == {3, 6}
     assert (tmp_path / "history.csv").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize(("loss", "waits"), [("dice_ce", 0), ("tversky", 1), ("dice_focal", 1)])
+def test_ignored_voxels_cost_a_wait_with_losses_of_others_alone(loss: str, waits: int, fit: Callable[..., Any]) -> None:
+    """One wait for each sample and step. MONAI's losses make lists of tensors on the host, so methods are not watched."""
+    watch, batches = Watch(Operations), [make_batch(n) for n in range(2)]
+    for batch in batches:
+        batch["target"][:, :2] = 9
+    fit([*SMALL, "steps=2", f"loss={loss}", "task.ignore_label=9"], batches, [watch])
+    assert watch.steps == [0, 1] * waits
 
 
 @pytest.mark.parametrize("is_last", [True, False])

@@ -1,0 +1,60 @@
+"""Classes that no training case holds: by stage, by trust, and by what the regions share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from medseg.data.absent_classes import absence_note, absent_classes
+from medseg.data.task import Channel, Region, Task
+
+CHANNELS = (Channel(window_hu=(-1000.0, 400.0)),)
+LOBES = Task(
+    "lobes",
+    {"left_upper": 1, "left_lower": 2, "right_upper": 3, "right_lower": 4},
+    (
+        Region("left", ("left_upper", "left_lower"), "left"),
+        Region("right", ("right_upper", "right_lower"), "right"),
+    ),
+    CHANNELS,
+)
+
+
+def case(name: str, *labels: str) -> Any:
+    return SimpleNamespace(name=name, label_boxes=dict.fromkeys(labels))
+
+
+def items(*cases: Any, number: int = 0) -> list[tuple[Any, int]]:
+    return [(one, number) for one in cases]
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_coarse", "is_separate", "absent"),
+    [
+        (list(LOBES.labels), True, False, []),
+        (["left_upper", "right_lower"], True, False, ["left_lower", "right_upper"]),
+        # A shared network learns the lower lobe from one side.
+        (["left_upper", "right_lower"], False, False, []),
+        (["left_upper", "right_upper"], False, False, ["left_lower and right_lower"]),
+        (["left_upper", "right_upper"], False, True, ["left_lower", "right_lower"]),
+    ],
+)
+def test_what_no_item_holds_is_listed(labels: list[str], is_coarse: bool, is_separate: bool, absent: list[str]) -> None:
+    both = [*items(case("a", *labels)), *([] if is_coarse else items(case("a", *labels), number=1))]
+    assert absent_classes(both, LOBES, is_coarse=is_coarse, is_separate=is_separate) == absent
+
+
+def test_a_region_that_is_not_trained_on_teaches_nothing() -> None:
+    trained_on = items(case("a", *LOBES.labels), number=0)
+    assert absent_classes(trained_on, LOBES, is_coarse=False, is_separate=True) == ["right_upper", "right_lower"]
+
+
+def test_the_note_has_the_class_and_the_counts() -> None:
+    val_cases = [case("c", "left_lower"), case("d")]
+    note = absence_note(["left_lower"], 3, val_cases, ["reference"])
+    assert note.startswith(
+        "left_lower: found in 0 of 3 training cases with data.train_trust=reference and in 1 of 2 validation cases, so"
+    )
+    assert absence_note([], 3, val_cases) == ""
