@@ -13,8 +13,9 @@ from medseg.config.check import resolved, to_config
 from medseg.config.rules import notes
 from medseg.config.schema import TrainConfig
 from medseg.console import say
-from medseg.errors import require
+from medseg.errors import EXIT_OUT_OF_MEMORY, require
 from medseg.runs import sweeps
+from medseg.runs.advice import plan_command
 from medseg.runs.folder import changed_config, find_run, is_finished, open_run, remove_if_empty
 from medseg.runs.processes import check_start, start_ranks
 from medseg.runs.ranks import choose_gpus, from_first_rank, is_under_torchrun, num_restarts, rank
@@ -53,6 +54,15 @@ def read(composed: DictConfig) -> TrainConfig:
 
 def train(config: TrainConfig) -> int:
     """Open the run folder and train; returns the exit code. Under torchrun the first rank opens it for all."""
+    overrides = HydraConfig.get().overrides
+    code = _train(config)
+    if code == EXIT_OUT_OF_MEMORY and rank() == 0:
+        say(f"find switches that fit into this machine: {plan_command(config, [*overrides.hydra, *overrides.task])}")
+    return code
+
+
+def _train(config: TrainConfig) -> int:
+    """Train one run, or one job of a multirun; returns the exit code."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN:
         require(

@@ -32,6 +32,15 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def memory_limit_bytes() -> int:
+    """Memory that this process may use: that of the machine, or of its control group where this is less."""
+    limit = int(psutil.virtual_memory().total)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            limit = min(limit, int(Path(path).read_text(encoding="ascii")))
+    return limit
+
+
 def reset_peak_resident() -> None:
     """Let the largest resident memory of this process begin anew at the present one.
 

@@ -28,6 +28,7 @@ from medseg.planning.choose import (
 )
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate
 from medseg.planning.step import Shape, count_memory, evaluated_shape, num_shares, samples_per_rank
+from medseg.runs.plans import write_plan
 
 MIB = 2**20
 # Part of the peak by which a row of the printed front is below the one before; the file has all.
@@ -70,6 +71,7 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     print_reasons(candidate, option, found)
     print_room(candidate, option, checked, shape, budget)
     line = choose_line(option, changes)
+    keep_plan(candidate, option)
     print(
         f"chosen: {option.peak / 2**20:.1f} MiB, with a margin of {100 * MARGIN:.0f} % within {config.fit_gib:g} GiB; "
         f"{option.seconds:.3f} s per step. Of "
@@ -85,6 +87,13 @@ def fit(config: PlanConfig, shape: Shape) -> int:
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     print(f"choose: {line}", flush=True)
     return 0
+
+
+def keep_plan(chosen: Candidate, option: Option) -> None:
+    """Keep the predicted numbers of the chosen switches for the runs that are started with them."""
+    memory = replace(chosen.config.memory, checkpointing=option.switches["memory.checkpointing"])
+    numbers = {"peak_resident_mib": round(option.peak / MIB, 2), "seconds_per_step": round(option.seconds, 4)}
+    write_plan(replace(chosen.config, memory=memory), numbers)
 
 
 def verified(

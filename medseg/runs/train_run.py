@@ -6,17 +6,22 @@ import traceback
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medseg.config.schema import DebugConfig, Profiler, SpacingStrategy, StageName, TrainConfig
+from medseg.config.targets import TARGET
 from medseg.console import say
 from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.io.atomic import PART_PREFIX, locked, replace_text
+from medseg.runs.advice import next_command
 from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config, read_record, write_end
 from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, num_oom_kills, status_of
 from medseg.training.preemption import STOP
+
+if TYPE_CHECKING:
+    from medseg.models.regional import RegionalNetwork
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -88,6 +93,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     torch.manual_seed(config.seed)  # initial weights
     network = make_network(config)
     load_initial_weights(network, config)
+    if rank() == 0:
+        say(describe_run(config, network))
 
     history_every = config.history_every or max(1, min(50, config.steps // 20))
     history = History(run_dir / "history.csv", history_every, config.steps, config.metrics)
@@ -146,8 +153,43 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     }
     if trainer.is_global_zero:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
+        print(f"checkpoint: {summary['checkpoint']}")
+        print(f"next: {next_command(config, Path(summary['checkpoint']))}")
         print(f"run folder: {run_dir}", flush=True)
     return summary
+
+
+def describe_run(config: TrainConfig, network: "RegionalNetwork") -> str:
+    """Describe the network of a run and the switches that are on, in one line."""
+    from medseg.memory.switches import select_blocks
+
+    stage, memory, trainer = config.stage, config.memory, config.trainer
+    num_weights = sum(weight.numel() for weight in network.parameters())
+    patch = f"patch {'×'.join(map(str, stage.patch_size))}" if stage.patch_size else "whole volumes or crops"
+    ranks = trainer.devices * trainer.num_nodes
+    parts = [f"{ranks} ranks"] if ranks > 1 else []
+    parts += [f"{memory.accumulate} micro-batches"] if memory.accumulate > 1 else []
+    shares = f" ({', '.join(parts)})" if parts else ""
+    policy, blocks = memory.checkpointing, network.blocks()
+    recomputed = select_blocks(blocks, policy if isinstance(policy, str) else tuple(policy))
+    switches = {
+        "offload": memory.offload,
+        "channels_last": memory.channels_last,
+        "compile": memory.compile,
+        "cudnn_benchmark": memory.cudnn_benchmark,
+        f"ema_decay={config.ema_decay}": config.ema_decay is not None,
+    }
+    class_name = str(config.model[TARGET]).rpartition(".")[2]
+    return ", ".join(
+        [
+            f"{class_name} with {num_weights / 1e6:.2g} million weights",
+            patch,
+            f"batch {stage.batch_size}{shares}",
+            memory.precision.value,
+            f"{len(recomputed)} of {len(blocks)} blocks recomputed",
+            *(name for name, is_on in switches.items() if is_on),
+        ]
+    )
 
 
 def remove_parts(run_dir: Path) -> None:

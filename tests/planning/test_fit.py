@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hydra
 import pytest
 
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.schema import TrainConfig
 from medseg.planning import fit
-from medseg.planning.choose import Option
+from medseg.planning.choose import Option, choose_line
 from medseg.planning.estimate import STEP
+from medseg.runs.plans import compare_with_plan
 
-from .test_choose import compose
+from .test_choose import SMALL, compose
 
 SHAPE = (32, 32, 48)
 BYTES_PER_VOXEL, FIXED, WORKSPACE, PREFETCH = 500, 10**6, 1.2, 4
@@ -90,3 +96,18 @@ def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(monke
 @pytest.mark.parametrize(("factor", "expected"), [(1, (32, 32, 48)), (1.01, (48, 48, 64)), (2, (64, 64, 96))])
 def test_a_patch_grows_by_whole_divisors_and_by_one_at_least(factor: float, expected: tuple[int, int, int]) -> None:
     assert fit.grown(SHAPE, factor, (16, 16, 16)) == expected
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "all", ["encoder.0.block0", "decoder.0.block0"]])
+def test_a_run_with_the_chosen_switches_finds_its_plan(
+    checkpointing: str | list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    switches = {"memory.precision": "bf16", "memory.channels_last": True, "memory.checkpointing": checkpointing}
+    option = Option(switches, 800 * 2**20, 1.5)
+    candidate: Any = SimpleNamespace(config=compose("memory.precision=bf16", "memory.channels_last=true"))
+    fit.keep_plan(candidate, option)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("train", [*SMALL, *choose_line(option, {}).split(), "run_dir=x"])
+    plan = compare_with_plan(to_config(composed, TrainConfig), {"peak_resident_mib": 800.0, "seconds_per_step": 3.0})
+    assert {name: row["ratio"] for name, row in plan.items()} == {"peak_resident_mib": 1.0, "seconds_per_step": 0.5}

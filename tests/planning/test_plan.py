@@ -18,7 +18,7 @@ from medseg.build.run import make_trainer
 from medseg.build.switches import switch_on
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
-from medseg.config.schema import PlanConfig
+from medseg.config.schema import PlanConfig, TrainConfig
 from medseg.errors import UserError
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.tracker import MemoryTracker
@@ -26,6 +26,7 @@ from medseg.planning import estimate, step
 from medseg.planning import plan as plan_app
 from medseg.planning.choose import MARGIN
 from medseg.planning.process import ProcessCost, SampleCost
+from medseg.runs.folder import open_run
 from medseg.training.module import SegmentationModule
 
 SMALL = [
@@ -82,6 +83,15 @@ def test_one_stage_is_validated_in_tiles_of_its_training_patch(patch: tuple[int,
     assert config.inference.tile_size == patch
     named = compose("stage=single", f"stage.patch_size={list(patch)}", "inference.tile_size=[80,80,80]")
     assert named.inference.tile_size == (80, 80, 80)
+
+
+def test_a_run_to_resume_is_planned_as_it_is(tmp_path: Path) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        settings = [*SMALL[:-1], "stage.patch_size=[16,24,32]", "memory=lean", f"run_dir='{tmp_path / 'run'}'", "logger=none"]
+        run = to_config(hydra.compose("train", settings), TrainConfig)
+    open_run(run)
+    config = plan_app.with_run(compose(f"resume='{tmp_path / 'run'}'", "fit_gib=3"))
+    assert (config.fit_gib, config.stage, config.memory, config.model) == (3.0, run.stage, run.memory, run.model)
 
 
 @pytest.fixture

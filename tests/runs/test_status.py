@@ -9,6 +9,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from medseg.errors import NotFiniteError, UserError
 from medseg.runs.status import Status, end_of, exit_code_of, num_oom_kills, status_of
@@ -58,6 +59,10 @@ IN_WORKER = UserError(
             id="rank",
         ),
         pytest.param(NotFiniteError("NaN"), Status.not_finite, "NaN", id="NaN"),
+        pytest.param(
+            MisconfigurationException("Cannot use `A` callback with `Trainer` that has no logger."), Status.refused,
+            "Lightning refuses the configuration (Cannot use `A` callback", id="callback",
+        ),
         pytest.param(UserError("no such file"), Status.refused, "no such file", id="mistake"),
         pytest.param(KeyboardInterrupt(), Status.interrupted, "interrupted", id="Ctrl-C"),
         pytest.param(Preempted(), Status.interrupted, "stopped on request", id="signal"),

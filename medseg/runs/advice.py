@@ -1,0 +1,98 @@
+"""Command lines that a run proposes: the plan of a run that ran out of memory, and what to do with a finished one."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from medseg.build.imported import IMPORTED, SOURCE_VARIABLE, VALUES
+from medseg.config.folder import conf_dir
+from medseg.config.overrides import PATH_KEYS
+from medseg.config.schema import Accelerator, StageName, TrainConfig
+from medseg.memory.profile import memory_limit_bytes
+
+DEFAULT_TASK = "lungs"  # of conf/train.yaml
+# Arguments of `train` that say where a run goes on, or that `fit_gib` excludes.
+NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
+
+
+def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
+    """Write the `plan` of a training command, with the memory of this machine as its bound.
+
+    Args:
+        config: Configuration of the run, which tells the device.
+        overrides: Arguments of the command, as Hydra got them.
+
+    Returns:
+        One command line for a shell.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(trainer=SimpleNamespace(accelerator=Accelerator.cpu, devices=1))
+        >>> command = plan_command(config, ["stage=fine", "memory.budget_gib=2", "data.cases='my scans/cases.csv'"])
+        >>> command.partition(" fit_gib=")[0]
+        "medseg plan stage=fine 'data.cases=my scans/cases.csv'"
+    """
+    return shlex.join(["medseg", "plan", *_planned(overrides), f"fit_gib={_memory_gib(config):.1f}"])
+
+
+def next_command(config: TrainConfig, checkpoint: Path) -> str:
+    """Write the command that follows a finished run: the fine stage after the coarse one, else a prediction.
+
+    Args:
+        config: Configuration of the run.
+        checkpoint: Its best checkpoint.
+    """
+    trust = [f"trusted_targets=[{','.join(config.trusted_targets)}]"] if config.trusted_targets else []
+    if config.stage.name is StageName.fine:
+        coarse = f"coarse={config.stage.coarse}" if config.stage.coarse else "coarse=<checkpoint of the coarse stage>"
+        arguments = ["predict", "input=<scan>", "output=<folder>", coarse, f"fine={checkpoint}", *trust]
+    elif config.task.regions:
+        cases = [f"data.cases={config.data.cases}"] if config.data.cases else []
+        arguments = ["train", "stage=fine", *_task_argument(config), *cases]
+        arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}", *trust]
+    else:
+        arguments = ["predict", "input=<scan>", "output=<folder>", f"coarse={checkpoint}", *trust]
+    return " ".join(["medseg", *(argument if "<" in argument else shlex.quote(argument) for argument in arguments)])
+
+
+def _task_argument(config: TrainConfig) -> list[str]:
+    """Argument that names the task of a run; none where it comes with the cases, or is the default."""
+    source = os.environ.get(SOURCE_VARIABLE, "")
+    if source:
+        return [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
+    is_preset = (conf_dir() / "task" / f"{config.task.name}.yaml").is_file()
+    return [f"task={config.task.name}"] if is_preset and config.task.name != DEFAULT_TASK else []
+
+
+def _planned(overrides: Sequence[str]) -> list[str]:
+    """Arguments of `train` as a user types them for `plan`: without those of one run, with paths and tasks as they were given."""
+    planned = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        name = key.lstrip("+~")
+        # Of Hydra's own keys, only the search path finds something that a plan needs.
+        is_hydra = name.startswith("hydra.") and name != "hydra.searchpath"
+        if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
+            continue
+        if override == f"task={IMPORTED}":
+            source = os.environ.get(SOURCE_VARIABLE, "")
+            # A task beside the cases is found again by `data.cases`.
+            planned += [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
+            continue
+        is_quoted = len(value) > 1 and value[0] == value[-1] == "'"
+        if name in PATH_KEYS and is_quoted:
+            value = value[1:-1].replace("\\'", "'")
+            override = f"{key}={value}"
+        planned.append(override)
+    return planned
+
+
+def _memory_gib(config: TrainConfig) -> float:
+    """Memory of a rank, in GiB: that of the smallest GPU, or its share of this machine's."""
+    import torch  # loaded by the run that has ended
+
+    if config.trainer.accelerator is not Accelerator.cpu and torch.cuda.is_available():
+        sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+        return float(min(sizes)) / 2**30
+    return memory_limit_bytes() / config.trainer.devices / 2**30

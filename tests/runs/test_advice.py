@@ -1,0 +1,94 @@
+"""Commands that a run proposes: they are accepted as they are printed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import pytest
+
+from medseg.build.imported import SOURCE_VARIABLE
+from medseg.commands import train as command
+from medseg.commands.entry import COMMANDS
+from medseg.config.check import to_config
+from medseg.config.folder import conf_dir
+from medseg.config.overrides import check_arguments, expand_options, quote_paths
+from medseg.config.targets import targets_first
+from medseg.errors import EXIT_OUT_OF_MEMORY
+from medseg.runs.advice import next_command, plan_command
+
+
+def compose(name: str, *arguments: str) -> Any:
+    own = ["run_dir=x"] if name in ("train", "plan") else []
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose(name, [*arguments, *own]), COMMANDS[name][0])
+
+
+def follow(line: str) -> tuple[str, Any]:
+    """Compose a command line as a shell and medseg read it; placeholders become words."""
+    program, name, *arguments = shlex.split(line.replace("<scan>", "ct.nii.gz").replace("<folder>", "out"))
+    assert program == "medseg"
+    arguments = expand_options(name, arguments)
+    check_arguments(arguments)
+    return name, compose(name, *targets_first(quote_paths(arguments)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["stage=fine", "memory=lean", "memory.budget_gib=2", "debug=fast", "resume=auto"],
+        ["experiment=ct_fine", "hydra.run.dir=runs/a", "stage.patch_size=[64,64,64]"],
+        ["stage=single", "model._target_=monai.networks.nets.SegResNet", "model.init_filters=8"],
+    ],
+)
+def test_the_plan_of_a_command_that_ran_out_of_memory_is_accepted(overrides: list[str], tmp_path: Path) -> None:
+    table = tmp_path / "Doe, John's cases.csv"
+    table.write_text("case,image,labels\n", encoding="utf-8")
+    seen_by_hydra = quote_paths([*overrides, f"data.cases={table}"])
+    run = compose("train", *(override for override in seen_by_hydra if not override.startswith("hydra.")))
+    name, config = follow(plan_command(run, seen_by_hydra))
+    assert name == "plan"
+    assert config.fit_gib > 0.1
+    assert config.memory.budget_gib is None
+    assert (config.stage, config.model, config.data.cases) == (run.stage, run.model, str(table))
+
+
+def test_the_plan_of_a_task_file_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SOURCE_VARIABLE, "/data/spleen.yaml")
+    line = plan_command(compose("train"), ["task=imported", "stage=coarse"])
+    assert line.startswith("medseg plan task=/data/spleen.yaml stage=coarse fit_gib=")
+    monkeypatch.setenv(SOURCE_VARIABLE, "/data/spleen")
+    assert plan_command(compose("train"), ["task=imported", "data.cases='/data/spleen'"]).startswith(
+        "medseg plan data.cases=/data/spleen fit_gib="
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stage=coarse"], "train stage=fine stage.region_from=coarse stage.coarse="),
+        (["stage=coarse", "task=kidneys"], "train stage=fine task=kidneys stage.region_from=coarse stage.coarse="),
+        (["stage=fine"], "predict input=<scan> output=<folder> coarse=<checkpoint of the coarse stage> fine="),
+        (["stage=single", "task=brain_tumour"], "predict input=<scan> output=<folder> coarse="),
+    ],
+)
+def test_a_finished_run_names_the_command_that_follows(overrides: list[str], expected: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "best of all.ckpt"
+    checkpoint.touch()
+    line = next_command(compose("train", *overrides), checkpoint)
+    assert line.replace("'", "").startswith(f"medseg {expected}")
+    name, config = follow(line.replace("<checkpoint of the coarse stage>", "coarse.ckpt"))
+    is_training = name == "train"
+    assert str(checkpoint) in (str(config.stage.coarse) if is_training else f"{config.coarse} {config.fine}")
+
+
+def test_a_run_out_of_memory_ends_with_its_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = SimpleNamespace(hydra=["hydra.run.dir=a"], task=["stage=fine", "memory.precision=bf16"])
+    monkeypatch.setattr(command.HydraConfig, "get", lambda: SimpleNamespace(overrides=overrides))
+    monkeypatch.setattr(command, "_train", lambda _: EXIT_OUT_OF_MEMORY)
+    assert command.train(compose("train", "stage=fine")) == EXIT_OUT_OF_MEMORY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "medseg plan stage=fine memory.precision=bf16 fit_gib=" in last
