@@ -70,7 +70,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
         "medseg.studies.time_to_dice",
         "train configurations until they reach a Dice, and count CPU minutes",
     ),
-    "find_lr": (FindLrConfig, "medseg.commands.find_lr", "find the learning rate at which the loss falls fastest"),
+    "find_lr": (FindLrConfig, "medseg.commands.find_lr", "find a learning rate in one short run of rising rates"),
     "tune_loader": (TuneLoaderConfig, "medseg.planning.loader", "measure which loader settings are fastest on this machine"),
     "plan": (PlanConfig, "medseg.planning.plan", "count the memory of a training step before anything runs"),
     "predict": (PredictConfig, "medseg.commands.predict", "segment scans with trained checkpoints"),

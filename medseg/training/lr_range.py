@@ -11,6 +11,8 @@ from scipy.ndimage import gaussian_filter1d
 
 # Steps whose mean loss shows divergence, and the multiple of the lowest such mean at which the run ends.
 WINDOW, DIVERGED = 5, 4.0
+# Factor by which a suggested rate lies below the one of the lowest loss.
+BELOW_LOWEST = 10.0
 
 
 class LrRange(pl.Callback):
@@ -63,7 +65,10 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
 
 
 def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Find the rate, before the minimum of the smoothed loss, at which the loss falls steepest over the logarithm of the rate.
+    """Suggest a rate below that of the lowest loss, where a run is about to diverge.
+
+    It is the rate at which the smoothed loss falls steepest over the logarithm of the rate, but at most a tenth of the rate of
+    its minimum: a steep fall often ends in the minimum, and one batch more or less moves it.
 
     Args:
         lrs: Rates, rising.
@@ -71,10 +76,12 @@ def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
 
     Returns:
         The rate, or None where the loss never falls.
+
+    Source: Smith 2017 (range test); a tenth of the minimum as in fastai's `lr_find`.
     """
     curve = smoothed(losses)
     lowest = int(curve.argmin()) if len(curve) else 0
     if lowest < 2:
         return None
     slope = np.gradient(curve[: lowest + 1], np.log(np.asarray(lrs[: lowest + 1])))
-    return float(lrs[int(slope.argmin())])
+    return float(min(lrs[int(slope.argmin())], lrs[lowest] / BELOW_LOWEST))

@@ -33,6 +33,13 @@ def test_the_steepest_fall_is_found(noise: float) -> None:
     assert found == pytest.approx(1e-3, rel=0.6)  # a quarter of a decade
 
 
+def test_a_rate_is_a_tenth_of_that_of_the_lowest_loss_at_most() -> None:
+    """A loss that falls ever faster until it explodes, as with many a network of instance norms."""
+    losses = [2 - 10 * rate if rate <= 0.1 else 9.0 for rate in RATES]
+    lowest = RATES[smoothed(losses).argmin()]
+    assert suggest_lr(RATES.tolist(), losses) == pytest.approx(lowest / 10)
+
+
 def test_a_loss_that_never_falls_gives_no_rate() -> None:
     assert suggest_lr(RATES.tolist(), np.linspace(1, 2, len(RATES)).tolist()) is None
     assert suggest_lr([], []) is None
