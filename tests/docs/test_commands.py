@@ -11,13 +11,16 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
 from medseg.commands.entry import COMMANDS
-from medseg.config.check import to_config
+from medseg.config.check import resolved, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.overrides import HYDRA_OPTIONS, PATH_KEYS, POSITIONAL_KEYS, check_arguments, expand_options, quote_paths
+from medseg.config.schema import TrainConfig
 from medseg.config.targets import targets_first
 from medseg.errors import UserError
+from medseg.runs.folder import changed_config, open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -122,6 +125,55 @@ def test_each_command_passes_the_checks_of_its_configuration(page: Path, monkeyp
             continue
         message = refusal(name, arguments, table)
         assert bool(message) == bool(REFUSED & set(arguments)), f"{name} {' '.join(arguments)}: {message}"
+
+
+def test_each_resumed_run_of_a_page_takes_what_is_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The run of an earlier command of the page is opened, and resumed with the arguments that the page shows."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "my_project"))
+    table = tmp_path / "cases.csv"
+    table.write_text("case,image,labels\n", encoding="utf-8")
+    num_resumed = 0
+    for page in PAGES:
+        runs: dict[str, list[str]] = {}
+        for name, arguments in commands(page):
+            values = dict(argument.partition("=")[::2] for argument in arguments)
+            if name == "train" and "hydra.run.dir" in values:
+                runs[values["hydra.run.dir"]] = arguments
+            if name != "train" or values.get("resume") not in runs:
+                continue
+            run_dir = tmp_path / f"run {num_resumed}"
+            config, _ = composed("train", runs[values["resume"]], table, run_dir)
+            open_run(to_config(config, TrainConfig))
+            changes = [argument for argument in arguments if not argument.startswith("resume=")]
+            resumed, overrides = composed("train", [*changes, f"resume={run_dir}"], table, run_dir)
+            default, _ = composed("train", [], table, run_dir)
+            changed = changed_config(str(run_dir), resolved(resumed), resolved(default), overrides)
+            open_run(changed)
+            num_resumed += 1
+    assert num_resumed
+
+
+def test_each_checkpoint_of_a_page_is_that_of_a_run_of_the_page() -> None:
+    for page in PAGES:
+        run_dirs = {
+            argument.partition("=")[2]
+            for _, arguments in commands(page)
+            for argument in arguments
+            if argument.startswith("hydra.run.dir=")
+        }
+        if not run_dirs:
+            continue
+        for name, arguments in commands(page):
+            used = re.findall(r"([\w./]+)/checkpoints/", " ".join(arguments))
+            assert set(used) <= run_dirs, f"{page.name}: {name} {' '.join(arguments)}"
+
+
+def composed(name: str, arguments: list[str], table: Path, run_dir: Path) -> tuple[DictConfig, list[str]]:
+    """Compose a command of a page for a run folder; returns the overrides too."""
+    kept = [override for override in overrides_of(name, arguments, table) if not override.startswith("hydra.run.dir=")]
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return hydra.compose(name, [*kept, f"run_dir='{run_dir}'"]), kept
 
 
 @pytest.mark.slow
