@@ -15,7 +15,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medseg.build.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
 from medseg.build.network import make_network_on_meta
-from medseg.build.optimisation import find_lr_factor, grows_with_gradient, make_optimizer, make_schedule, step_from_zero
+from medseg.build.optimisation import (
+    find_lr_factor,
+    grows_with_gradient,
+    make_optimizer,
+    make_schedule,
+    step_from_zero,
+)
 from medseg.build.task import count_classes
 from medseg.config.rules import divisor_rules, stated_divisor
 from medseg.config.schema import UNET, LrScaling, TrainConfig
@@ -71,8 +77,8 @@ def _check_callbacks(config: TrainConfig) -> None:
     for name, callback in zip(config.callbacks, callbacks, strict=True):
         if isinstance(callback, (DeviceStatsMonitor, LearningRateMonitor)):
             raise UserError(
-                f"callbacks.{name}: {type(callback).__name__} writes to a logger, but there is none; choose logger=csv, or "
-                "leave the callback out"
+                f"callbacks.{name}: {type(callback).__name__} writes to a logger, but there is none; "
+                "choose logger=csv, or leave the callback out"
             )
 
 
@@ -106,7 +112,7 @@ def _moved(node: Any, run_dir: str, folder: str) -> Any:
 
 
 def _check_optimisation(config: TrainConfig) -> None:
-    """Try the optimiser and the schedule on a small convolution, whose tensors have one and five axes."""
+    """Try the optimiser and the schedule on a convolution, with tensors of one and five axes."""
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     weights = list(nn.Conv3d(1, 2, 3).parameters())
     make = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
@@ -128,12 +134,13 @@ def _check_optimisation(config: TrainConfig) -> None:
             optimizer.step(lambda: 0.0)
         with _refused_by("schedule", config.schedule):
             schedule.step()
-    with _refused_by("schedule", config.schedule):
-        _check_rates(optimizer, schedule, config.steps)
+    if config.resume in (None, "auto"):  # the schedule of a run to resume was checked when it began
+        with _refused_by("schedule", config.schedule):
+            _check_rates(optimizer, schedule, config.steps)
 
 
 def _check_rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> None:
-    """Follow the rates of the first steps, and take the last step of the run, beyond which a schedule may not reach.
+    """Follow the rates of the first steps, and take the last step, which a schedule may not reach.
 
     Raises:
         ValueError: If a rate is not finite or negative.

@@ -61,7 +61,7 @@ def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim
 
 
 def propose_lr(config: TrainConfig, batch_size: int) -> float:
-    """Scale `optimizer.lr` to another batch size: linearly where a step grows with the gradient, else with its square root.
+    """Scale `optimizer.lr` to another batch size: linearly, or by its root for adaptive steps.
 
     With `lr_scaling` the run scales the rate itself, so `optimizer.lr` is returned unchanged.
 
@@ -71,14 +71,15 @@ def propose_lr(config: TrainConfig, batch_size: int) -> float:
     if config.lr_scaling is not LrScaling.none:
         return rate
     ratio = batch_size / config.stage.batch_size
-    follows_gradient = grows_with_gradient(make_optimizer(config.optimizer, 1.0, config.trusted_targets))
-    return rate * ratio if follows_gradient else rate * ratio**0.5
+    make = make_optimizer(config.optimizer, 1.0, config.trusted_targets)
+    return rate * ratio if grows_with_gradient(make) else rate * ratio**0.5
 
 
 def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
-    """Whether the first step of an optimiser grows with the gradient; the noise in others shrinks with the root of the batch.
+    """Whether the first step of an optimiser grows with the gradient.
 
-    The weights of the tried steps are zero, so that neither weight decay nor a ratio to their norm (LARS) has a part in it.
+    In others the noise of a batch shrinks with its root (Malladi et al. 2022). The weights of the
+    tried steps are zero, so that neither weight decay nor a ratio to their norm (LARS) counts.
 
     Args:
         make: From parameters to an optimiser.
@@ -88,7 +89,7 @@ def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
 
 
 def step_from_zero(make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0) -> Tensor:
-    """Take one step with weights of zero, whose gradient rises from -scale to scale; returns the weights after it, flat."""
+    """Take one step from weights of zero with a gradient from -scale to scale; returns them flat."""
     weight = nn.Parameter(torch.zeros(2, 1, 3, 3, 3))
     optimizer = make([weight])
     weight.grad = scale * torch.linspace(-1.0, 1.0, weight.numel()).view_as(weight)

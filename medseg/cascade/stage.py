@@ -163,11 +163,13 @@ class TrainedStage:
         return (self.network, *self.others)
 
     def use_tiles(self, tile_size: tuple[int, int, int], measured: str = "") -> None:
-        """Predict in tiles of a size; warn if it was validated in another: tiles show less context and change statistics of norms.
+        """Predict in tiles of a size; warn if it was validated in another.
+
+        Tiles show less context and change the statistics of norms.
 
         Args:
             tile_size: Tile in voxels (z, y, x).
-            measured: By how much tiles were measured to change the labels of these weights; empty if that is unknown.
+            measured: How much tiles change the labels of these weights; empty if that is unknown.
 
         Raises:
             UserError: If the network accepts inputs of another size only.
@@ -181,10 +183,12 @@ class TrainedStage:
         )
         validated, self.tile_size = self.tile_size, tile_size
         if tile_size != validated:
-            used, usual = ("×".join(map(str, size)) if size else "whole crops" for size in (tile_size, validated))
+            used = "×".join(map(str, tile_size))
+            usual = "×".join(map(str, validated)) if validated else "whole crops"
+            change = f"the labels ({measured})" if measured else "the labels"
             self.warnings = (
-                f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, in which it was validated; this changes "
-                f"the labels{f' ({measured})' if measured else ''}; leave inference.tile_size out",
+                f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, in which it "
+                f"was validated; this changes {change}; leave inference.tile_size out",
             )
 
     def count_memory(self) -> None:

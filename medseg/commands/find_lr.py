@@ -60,10 +60,8 @@ def find_lr(config: FindLrConfig) -> int:
     if found is None:
         say("the loss never falls; try a lower lowest_lr or more steps")
         return EXIT_FAILED
-    say(
-        f"suggested: {found:.2g}, where the loss falls steepest but at most a tenth of {lrs[int(smoothed(losses).argmin())]:.2g}, the "
-        "rate of the lowest loss"
-    )
+    lowest = lrs[int(smoothed(losses).argmin())]
+    say(f"suggested: {found:.2g}, where the loss falls steepest but at most a tenth of {lowest:.2g}, the rate of the lowest loss")
     # `lr_scaling` multiplies the rate that is given.
     print(f"optimizer.lr={found / find_lr_factor(config.lr_scaling, config.stage.batch_size):.2g}")
     print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")

@@ -47,6 +47,12 @@ def read(composed: DictConfig) -> TrainConfig:
     if rank() == 0:
         from medseg.build.check import check_objects  # loads torch, which takes seconds; the checks above do without it
 
+        has_tiles = hydra_config.runtime.choices.get("inference") == "tiles"
+        if has_tiles and config.inference.tile_size is None:
+            say(
+                "inference=tiles: stage.patch_size is null, so the tiles have no size and whole cases "
+                "are validated; give inference.tile_size=[D,H,W] for tiles"
+            )
         for note in notes(config, has_batch_norm=check_objects(config)):
             say(note)
     return config
@@ -57,7 +63,8 @@ def train(config: TrainConfig) -> int:
     overrides = HydraConfig.get().overrides
     code = _train(config)
     if code == EXIT_OUT_OF_MEMORY and rank() == 0:
-        say(f"find switches that fit into this machine: {plan_command(config, [*overrides.hydra, *overrides.task])}")
+        command = plan_command(config, [*overrides.hydra, *overrides.task])
+        say(f"find switches that fit into this machine: {command}")
     return code
 
 

@@ -1,7 +1,8 @@
-"""Arguments of the classes at extension points: ranges of their numbers, and values that do not fit their annotations.
+"""Arguments of the classes at extension points: ranges of numbers, and kinds of values.
 
-A class of another package checks its arguments late, or not at all: a negative weight of a loss trains without a word. The
-ranges are compared before torch is imported; the annotations when the class has been imported.
+A class of another package checks its arguments late, or not at all: a negative weight of a loss
+trains without a word. The ranges are compared before torch is imported; the annotations when the
+class has been imported.
 """
 
 import inspect
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-# Intervals of the numbers among the arguments, by extension point and name; a list must lie in the interval as a whole.
+# Intervals of numbers, by extension point and name; all numbers of a list lie in it.
 ARGUMENT_RANGES: dict[str, dict[str, str]] = {
     "optimizer": {
         "alpha": "[0, inf)",
@@ -128,7 +129,7 @@ def range_of(point: str, target: str, name: str) -> str:
 
 
 def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
-    """Say what kind of value an argument needs, where a value is of another kind; empty where it fits, or where it is not known.
+    """Say what kind of value an argument needs; empty where a value fits, or where it is not known.
 
     Args:
         signature: Signature of the class, with annotations that are evaluated where possible.
@@ -145,7 +146,7 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
 
 
 def _hint_of_default(default: Any) -> Any:
-    """Kind of an argument without annotation: that of its default, where this is a switch or a number."""
+    """Kind of an argument without annotation: that of a default that is a switch or a number."""
     if isinstance(default, bool):
         return bool
     if isinstance(default, (int, float)):
@@ -173,7 +174,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
-    """Whether a plain value can stand for an instance of a class, such as a list for a tuple, or a text for an enumeration."""
+    """Whether a plain value can stand for an instance of a class, such as a list for a tuple."""
     if isinstance(value, str) and issubclass(kind, (Enum, os.PathLike)):
         return True
     if kind in (bool, str) or issubclass(kind, Mapping):

@@ -215,7 +215,8 @@ def _check_range(key: str, value: Any, knob: Knob) -> None:
     """Refuse a number, or one of several, outside the interval of its key, such as `[0, 1)`."""
     if not knob.within or value is None:
         return
-    numbers = [number for number in value if number is not None] if isinstance(value, (list, tuple)) else [value]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    numbers = [number for number in values if number is not None]
     low, high = (float(bound) for bound in knob.within[1:-1].split(","))
     # An open end excludes its bound.
     excluded = {bound for bound, mark in ((low, knob.within[0]), (high, knob.within[-1])) if mark in "()"}
@@ -228,7 +229,7 @@ def _check_range(key: str, value: Any, knob: Knob) -> None:
 
 
 def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
-    """Refuse numbers that make no sense for the arguments of a class, whether or not the class checks them itself."""
+    """Refuse numbers that make no sense for a class, whether or not it checks them itself."""
     for name, value in node.items():
         _check_range(f"{key}.{name}", value, Knob("", range_of(point, str(node.get(TARGET)), name)))
 

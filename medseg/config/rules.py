@@ -110,11 +110,12 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
         for key, samples in seen.items()
         if samples < stage.batch_size
     ]
-    others = [_class_name(node) for node in config.loss.get("terms", [config.loss]) if node.get(TARGET) != DICE_CE]
+    terms = config.loss.get("terms", [config.loss])
+    others = [_class_name(term) for term in terms if term.get(TARGET) != DICE_CE]
     if config.task.ignore_label is not None and others:
         found.append(
-            f"task.ignore_label with {others[0]}: a GPU waits once a step for each sample, to count the voxels that remain; loss=dice_ce "
-            "does without"
+            f"task.ignore_label with {others[0]}: a GPU waits once a step for each sample, to count the "
+            "voxels that remain; loss=dice_ce does without"
         )
     momentum = next((config.optimizer[key] for key in ("momentum", "betas") if key in config.optimizer), None)
     if config.schedule.get("cycle_momentum") and momentum is not None:
@@ -573,18 +574,20 @@ def _optimisation_rules(config: TrainConfig) -> Rules:
         ),
         (warmup_steps < steps, f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"),
         (
-            total_steps is None or total_steps >= steps,
-            f"schedule.total_steps={total_steps}: the schedule would end before the run, steps={steps}; leave schedule.total_steps out, "
-            f"or give {steps} or more",
+            # A run that is resumed with more steps is refused by name, see `medseg.runs.folder`.
+            total_steps is None or total_steps >= steps or config.resume not in (None, "auto"),
+            f"schedule.total_steps={total_steps}: the schedule would end before the run, steps={steps}; "
+            f"leave schedule.total_steps out, or give {steps} or more",
         ),
         (
             lowest_lr[1] <= highest_lr[1],
-            f"{lowest_lr[0]}={lowest_lr[1]:g} is the lowest rate of the schedule, but {highest_lr[0]}={highest_lr[1]:g} is its highest; "
-            "choose a smaller one",
+            f"{lowest_lr[0]}={lowest_lr[1]:g} is the lowest rate of the schedule, but "
+            f"{highest_lr[0]}={highest_lr[1]:g} is its highest; choose a smaller one",
         ),
         (
             trainer.clip_by is ClipBy.norm or trainer.gradient_clip is not None,
-            f"trainer.clip_by={trainer.clip_by.value}: there is no bound to clip by; give trainer.gradient_clip=<number>, or leave clip_by out",
+            f"trainer.clip_by={trainer.clip_by.value}: there is no bound to clip by; give "
+            "trainer.gradient_clip=<number>, or leave clip_by out",
         ),
         (
             config.lr_scaling is LrScaling.none or "lr" in config.optimizer,
@@ -594,7 +597,7 @@ def _optimisation_rules(config: TrainConfig) -> Rules:
 
 
 def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
-    """Key and value of the lowest and of the highest learning rate; a rate that the configuration does not state bounds nothing."""
+    """Key and value of the lowest and of the highest learning rate, as far as they are stated."""
     schedule, lowest, highest = config.schedule, ("", 0.0), ("", math.inf)
     for key in ("base_lr", "eta_min"):
         if isinstance(schedule.get(key), (int, float)):

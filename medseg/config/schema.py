@@ -414,7 +414,12 @@ class MemoryConfig:
     cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)]
     budget_gib: Annotated[
         float | None,
-        Knob("Memory that a training step and a validation may use; `plan` checks it.", "(0, inf)", "GiB", neutral=True),
+        Knob(
+            "Memory that a training step and a validation may use; `plan` checks it.",
+            "(0, inf)",
+            "GiB",
+            neutral=True,
+        ),
     ]
     compile_mode: Annotated[
         CompileMode, Knob("Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.", neutral=True)
@@ -489,7 +494,11 @@ class InferenceConfig:
 
     tile_size: Annotated[
         Shape | None,
-        Knob("Sliding window; null: the whole crop at once. inference=tiles: stage.patch_size.", "[1, inf)", "voxels (D, H, W)"),
+        Knob(
+            "Sliding window; null: the whole crop at once. inference=tiles: stage.patch_size.",
+            "[1, inf)",
+            "voxels (D, H, W)",
+        ),
     ]
     overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")]
 

@@ -212,7 +212,7 @@ def bind_arguments(point: str, key: str, found: type, arguments: dict[str, Any],
 
 
 def _evaluated_signature(found: type, signature: inspect.Signature) -> inspect.Signature:
-    """Signature of a class with annotations in place of their texts, where the module of the class knows all of their names."""
+    """Signature of a class with its annotations, not their texts, where these can be evaluated."""
     try:
         return inspect.signature(found, eval_str=True)
     except Exception:  # whatever the evaluation of an annotation of another package raises

@@ -7,14 +7,19 @@ from medseg.data.task import Task
 
 
 def absent_classes(
-    items: Sequence[tuple[CachedCase, int]], task: Task, *, is_coarse: bool, is_separate: bool = False
+    items: Sequence[tuple[CachedCase, int]],
+    task: Task,
+    *,
+    is_coarse: bool,
+    is_separate: bool = False,
 ) -> list[str]:
     """List the labels that no item of the training has at the spacing of the cache.
 
-    Regions that share one network share its classes: the lung on the left teaches it the class of the one on the right.
+    Regions that share one network share its classes: each side teaches it the class of the other.
 
     Args:
-        items: Cases with the number of their region; only the regions that are trained on, see `medseg.data.samples.Samples`.
+        items: Cases with the number of a region that is trained on, see
+            `medseg.data.samples.Samples`.
         task: Labels and regions.
         is_coarse: Whether samples are whole scans with all labels; else crops of one region each.
         is_separate: Whether each region has a network of its own.
@@ -25,7 +30,9 @@ def absent_classes(
     if is_coarse:
         seen = {name for case, _ in items for name in case.label_boxes}
         return [name for name in task.labels if name not in seen]
-    seen = {name for case, number in items for name in task.regions[number].labels if name in case.label_boxes}
+    seen: set[str] = set()
+    for case, number in items:
+        seen.update(name for name in task.regions[number].labels if name in case.label_boxes)
     if is_separate:
         return [name for region in task.regions for name in region.labels if name not in seen]
     absent = []
@@ -37,7 +44,10 @@ def absent_classes(
 
 
 def absence_note(
-    absent: Sequence[str], num_train: int, val_cases: Sequence[CachedCase], train_trust: Collection[str] | None = None
+    absent: Sequence[str],
+    num_train: int,
+    val_cases: Sequence[CachedCase],
+    train_trust: Collection[str] | None = None,
 ) -> str:
     """Say which classes cannot be learnt, by how many cases; empty where all can.
 
@@ -52,8 +62,11 @@ def absence_note(
     names = {name for joined in absent for name in joined.split(" and ")}
     num_val = sum(not names.isdisjoint(case.label_boxes) for case in val_cases)
     pronoun = "it" if len(names) == 1 else "them"
-    condition = f" with data.train_trust={' or '.join(train_trust)}" if train_trust is not None else ""
+    condition = ""
+    if train_trust is not None:
+        condition = f" with data.train_trust={' or '.join(train_trust)}"
     return (
-        f"{', '.join(absent)}: found in 0 of {num_train} training cases{condition} and in {num_val} of {len(val_cases)} validation "
-        f"cases, so the network cannot learn {pronoun}; check data.label_values and the split, or remove {pronoun} from task.labels"
+        f"{', '.join(absent)}: found in 0 of {num_train} training cases{condition} and in {num_val} "
+        f"of {len(val_cases)} validation cases, so the network cannot learn {pronoun}; check "
+        f"data.label_values and the split, or remove {pronoun} from task.labels"
     )

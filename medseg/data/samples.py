@@ -179,9 +179,9 @@ class Samples(Dataset[Sample]):
                 "trust_<region> of the case table, or leave data.train_trust out"
             )
         if cases and not found:
+            names = " or ".join(region.name for region in task.regions)
             raise UserError(
-                f"no training or validation case has a voxel of {' or '.join(region.name for region in task.regions)}; check "
-                "data.label_values, the label maps and the split"
+                f"no training or validation case has a voxel of {names}; check data.label_values, the label maps and the split"
             )
         self.items = [item for item, _ in found]
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))

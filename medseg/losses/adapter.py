@@ -107,7 +107,6 @@ class TrainingLoss(nn.Module):
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, logits.shape[1]))
-        # The remaining voxels of a sample form a line; a sum over voxels does not depend on their order. Their number is read from the
         # The remaining voxels of a sample form a line; a sum over voxels does not depend on their order.
         # Their number is read from the device, once for each sample: other libraries take no mask.
         lines = []
@@ -194,10 +193,10 @@ def default_arguments(_: type, known: Iterable[str], given: Iterable[str]) -> di
 
 
 def check_loss(loss: nn.Module, num_classes: int) -> None:
-    """Compute a loss and its gradient on a small sample, then the losses of the right labels and of wrong ones.
+    """Compute a loss and its gradient on a small sample, then that of right and of wrong labels.
 
     Raises:
-        ValueError: If it fails, is no finite scalar, has no gradient, or is larger for the right labels.
+        ValueError: If it fails, is no finite scalar, has no gradient, or prefers wrong labels.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, num_classes, 8, 8, 8, generator=generator).requires_grad_()

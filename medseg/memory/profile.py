@@ -33,7 +33,7 @@ def peak_resident_bytes() -> int:
 
 
 def memory_limit_bytes() -> int:
-    """Memory that this process may use: that of the machine, or of its control group where this is less."""
+    """Memory that this process may use: that of the machine, or less in a control group."""
     limit = int(psutil.virtual_memory().total)
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such group, or "max"

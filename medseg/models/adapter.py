@@ -37,7 +37,8 @@ OUT_CHANNELS = (
     "out_ch",
     "classes",
 )
-# Sides of the cubes that a network is traced with, in voxels, until one fits. The last are multiples of powers of 3, 5 and 7.
+# Sides of the cubes that a network is traced with, in voxels, until one fits.
+# The last are multiples of powers of 3, 5 and 7.
 TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256, 144, 216, 324, 400, 336, 720, 560)
 # Small blocks are joined to one that keeps at most this share of the bytes that the network keeps for the backward pass.
 MAX_BLOCK_SHARE = 1 / 3
@@ -261,8 +262,8 @@ def _first_trace(
     if all(error.startswith(_SizeError.__name__) for error in errors):
         sides = ", ".join(str(cube[0]) for cube in ([fixed_size] if fixed_size else cubes))
         raise ValueError(
-            f"{errors[0].partition(': ')[2]}; it does not fit cubes of {sides} voxels either: correct its padding or strides, or "
-            "state model.divisor"
+            f"{errors[0].partition(': ')[2]}; it does not fit cubes of {sides} voxels either: correct "
+            "its padding or strides, or state model.divisor"
         )
     raise _UntraceableError(
         f"{type(network).__name__} cannot be traced without computing ({errors[0]}); correct its arguments, or state model.divisor and "
@@ -279,7 +280,7 @@ class _SizeError(ValueError):
 
 
 def _check_outputs(network: nn.Module, result: Any, shape: Sequence[int], num_classes: int) -> None:
-    """Refuse a result that is neither logits nor several of them, the first of the size of the input.
+    """Refuse a result that is neither logits nor several of them, the first as large as the input.
 
     Args:
         network: The network, for its name.
@@ -292,21 +293,24 @@ def _check_outputs(network: nn.Module, result: Any, shape: Sequence[int], num_cl
         _SizeError: If the logits have another size.
     """
     values = list(result.values()) if isinstance(result, Mapping) else result
-    has_tensors = isinstance(values, Tensor) or (
-        isinstance(values, (list, tuple)) and bool(values) and all(isinstance(value, Tensor) for value in values)
+    several = values if isinstance(values, (list, tuple)) else [values]
+    outputs: list[Tensor] = []
+    if several and all(isinstance(value, Tensor) for value in several):
+        found = outputs_of(values, is_training=True)
+        outputs = found if isinstance(found, list) else [found]
+    said = (
+        f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but "
+        f"returned {_describe_result(result)}"
     )
-    outputs = outputs_of(values, is_training=True) if has_tensors else []
-    outputs = outputs if isinstance(outputs, list) else [outputs]
-    are_logits = all(output.ndim == 5 and tuple(output.shape[:2]) == (1, num_classes) for output in outputs)
-    said = f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but returned {_describe_result(result)}"
-    if not outputs or not are_logits:
+    is_wrong = [output.ndim != 5 or tuple(output.shape[:2]) != (1, num_classes) for output in outputs]
+    if not outputs or any(is_wrong):
         raise _OutputError(f"{said}; wrap it in a class that returns its logits alone, or a list of them for deep supervision")
     if tuple(outputs[0].shape[2:]) != tuple(shape):
         raise _SizeError(said)
 
 
 def _check_evaluation(network: nn.Module, image_shape: Sequence[int], num_classes: int) -> None:
-    """Check the outputs in evaluation, where a network may return something else; one that cannot be traced there is left unchecked."""
+    """Check the outputs in evaluation; a network that cannot be traced there is not checked."""
     try:
         with torch.device("meta"), torch.no_grad():
             result = network.eval()(torch.zeros(tuple(image_shape)))
@@ -320,7 +324,8 @@ def _describe_result(result: Any) -> str:
     if isinstance(result, Tensor):
         return str(tuple(result.shape))
     if isinstance(result, Mapping):
-        return "{" + ", ".join(f"{key}: {_describe_result(value)}" for key, value in result.items()) + "}"
+        parts = [f"{key}: {_describe_result(value)}" for key, value in result.items()]
+        return "{" + ", ".join(parts) + "}"
     if isinstance(result, (list, tuple)):
         return "[" + ", ".join(map(_describe_result, result)) + "]"
     return type(result).__name__

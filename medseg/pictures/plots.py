@@ -76,7 +76,8 @@ def draw_lr_range(
     axes.scatter(rates, losses, s=9, color="#94a3b8", label="loss of a step")
     axes.plot(rates, curve, color="#0369a1", linewidth=2, label="smoothed")
     if suggested is not None:
-        axes.axvline(suggested, color="#b91c1c", linewidth=1.2, linestyle="--", label=f"suggested: {suggested:.2g}")
+        label = f"suggested: {suggested:.2g}"
+        axes.axvline(suggested, color="#b91c1c", linewidth=1.2, linestyle="--", label=label)
     # A last step that exploded would flatten all others.
     ylim = (0.9 * min(losses), min(max(losses), 2.0 * losses[0]) * 1.1)
     axes.set(xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss")

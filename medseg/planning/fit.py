@@ -92,7 +92,8 @@ def fit(config: PlanConfig, shape: Shape) -> int:
 def keep_plan(chosen: Candidate, option: Option) -> None:
     """Keep the predicted numbers of the chosen switches for the runs that are started with them."""
     memory = replace(chosen.config.memory, checkpointing=option.switches["memory.checkpointing"])
-    numbers = {"peak_resident_mib": round(option.peak / MIB, 2), "seconds_per_step": round(option.seconds, 4)}
+    peak_mib, seconds = round(option.peak / MIB, 2), round(option.seconds, 4)
+    numbers = {"peak_resident_mib": peak_mib, "seconds_per_step": seconds}
     write_plan(replace(chosen.config, memory=memory), numbers)
 
 

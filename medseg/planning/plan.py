@@ -94,7 +94,8 @@ def plan(config: PlanConfig) -> int:
     if config.output is not None:
         facts = {
             "stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory),
-            "validation_peak_mib": round(peaks[VALIDATION] / 2**20, 2), "peak_of": peak_of, "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size, **facts_of(memory, found),
+            "validation_peak_mib": round(peaks[VALIDATION] / 2**20, 2), "peak_of": peak_of,
+            "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size, **facts_of(memory, found),
         }  # fmt: skip
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     if not fits:
@@ -108,7 +109,7 @@ def plan(config: PlanConfig) -> int:
 
 
 def with_run(config: PlanConfig) -> PlanConfig:
-    """The configuration to plan: with `resume=<run folder>` that of the run, under the keys of `plan` itself."""
+    """The configuration to plan: with `resume=<run folder>` that of the run."""
     if config.resume in (None, "auto"):
         return config
     saved = load_config(Path(str(config.resume)).absolute(), config.trusted_targets)
@@ -116,13 +117,14 @@ def with_run(config: PlanConfig) -> PlanConfig:
 
 
 def describe_peaks(config: PlanConfig, case_shape: Shape, peaks: dict[str, int]) -> list[str]:
-    """Format the live peaks of a training step and of a validation, and say which of them is the peak of the run."""
+    """Format the live peaks of a training step and of a validation, and name the larger one."""
     tile = config.inference.tile_size
-    case = f"a case of {'×'.join(map(str, case_shape))} voxels, " + (f"tiles of {'×'.join(map(str, tile))}" if tile else "whole")
+    parts = f"tiles of {'×'.join(map(str, tile))}" if tile else "whole"
+    case = f"a case of {'×'.join(map(str, case_shape))} voxels, {parts}"
     peak_of = max(peaks, key=peaks.__getitem__)
     return [
         f"{'peak of the validation':52s}{peaks[VALIDATION] / 2**20:10.1f} MiB            {case}",
-        f"the peak of the run is that of the {peak_of}; prediction computes a case as the validation does",
+        f"the peak of the run is that of the {peak_of}; a prediction computes a case as the validation does",
     ]
 
 

@@ -153,8 +153,8 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
         Bytes of the case itself, and the peak of the weights and of one pass of the network.
     """
     beside, timeline = count_evaluation(config, shape)
-    passes = [max(after + workspace for after, workspace, _ in part.calls) for part in timeline.segments if part.calls]
-    return beside, max(passes)
+    peaks = [max(after + workspace for after, workspace, _ in segment.calls) for segment in timeline.segments if segment.calls]
+    return beside, max(peaks)
 
 
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:

@@ -1,4 +1,4 @@
-"""Command lines that a run proposes: the plan of a run that ran out of memory, and what to do with a finished one."""
+"""Command lines that a run proposes: its plan when memory ran out, and what follows its end."""
 
 import os
 import shlex
@@ -28,36 +28,51 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> config = SimpleNamespace(trainer=SimpleNamespace(accelerator=Accelerator.cpu, devices=1))
-        >>> command = plan_command(config, ["stage=fine", "memory.budget_gib=2", "data.cases='my scans/cases.csv'"])
-        >>> command.partition(" fit_gib=")[0]
+        >>> trainer = SimpleNamespace(accelerator=Accelerator.cpu, devices=1)
+        >>> overrides = ["stage=fine", "memory.budget_gib=2", "data.cases='my scans/cases.csv'"]
+        >>> plan_command(SimpleNamespace(trainer=trainer), overrides).partition(" fit_gib=")[0]
         "medseg plan stage=fine 'data.cases=my scans/cases.csv'"
     """
-    return shlex.join(["medseg", "plan", *_planned(overrides), f"fit_gib={_memory_gib(config):.1f}"])
+    fit_gib = f"fit_gib={_memory_gib(config):.1f}"
+    return shlex.join(["medseg", "plan", *_planned(overrides), fit_gib])
 
 
 def next_command(config: TrainConfig, checkpoint: Path) -> str:
-    """Write the command that follows a finished run: the fine stage after the coarse one, else a prediction.
+    """Write the command that follows a run: the fine stage after the coarse one, else a prediction.
 
     Args:
         config: Configuration of the run.
         checkpoint: Its best checkpoint.
     """
-    trust = [f"trusted_targets=[{','.join(config.trusted_targets)}]"] if config.trusted_targets else []
+    trust = []
+    if config.trusted_targets:
+        trust = [f"trusted_targets=[{','.join(config.trusted_targets)}]"]
     if config.stage.name is StageName.fine:
-        coarse = f"coarse={config.stage.coarse}" if config.stage.coarse else "coarse=<checkpoint of the coarse stage>"
-        arguments = ["predict", "input=<scan>", "output=<folder>", coarse, f"fine={checkpoint}", *trust]
+        coarse = f"coarse={config.stage.coarse or '<checkpoint of the coarse stage>'}"
+        arguments = [
+            "predict",
+            "input=<scan>",
+            "output=<folder>",
+            coarse,
+            f"fine={checkpoint}",
+            *trust,
+        ]
     elif config.task.regions:
         cases = [f"data.cases={config.data.cases}"] if config.data.cases else []
         arguments = ["train", "stage=fine", *_task_argument(config), *cases]
         arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}", *trust]
     else:
         arguments = ["predict", "input=<scan>", "output=<folder>", f"coarse={checkpoint}", *trust]
-    return " ".join(["medseg", *(argument if "<" in argument else shlex.quote(argument) for argument in arguments)])
+    return " ".join(
+        [
+            "medseg",
+            *(argument if "<" in argument else shlex.quote(argument) for argument in arguments),
+        ]
+    )
 
 
 def _task_argument(config: TrainConfig) -> list[str]:
-    """Argument that names the task of a run; none where it comes with the cases, or is the default."""
+    """Argument that names the task; none where it comes with the cases, or is the default."""
     source = os.environ.get(SOURCE_VARIABLE, "")
     if source:
         return [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
@@ -66,7 +81,7 @@ def _task_argument(config: TrainConfig) -> list[str]:
 
 
 def _planned(overrides: Sequence[str]) -> list[str]:
-    """Arguments of `train` as a user types them for `plan`: without those of one run, with paths and tasks as they were given."""
+    """Arguments of `train` as a user types them for `plan`, without those of one run."""
     planned = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -93,6 +108,6 @@ def _memory_gib(config: TrainConfig) -> float:
     import torch  # loaded by the run that has ended
 
     if config.trainer.accelerator is not Accelerator.cpu and torch.cuda.is_available():
-        sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-        return float(min(sizes)) / 2**30
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return float(min(gpu.total_memory for gpu in gpus)) / 2**30
     return memory_limit_bytes() / config.trainer.devices / 2**30

@@ -99,7 +99,8 @@ def end_of(
     is_file = (isinstance(error, OSError) and not is_worker) or "No space left on device" in text
     # By their names, since torch's compiler and Lightning take seconds to import.
     class_names = {one.__name__ for one in type(error).__mro__}
-    is_compiler, is_misconfigured = "TorchDynamoException" in class_names, "MisconfigurationException" in class_names
+    is_compiler = "TorchDynamoException" in class_names
+    is_misconfigured = "MisconfigurationException" in class_names
     is_lost = isinstance(error, RuntimeError) and any(words in f"{type(error).__name__} {text}" for words in _LOST_RANK)
     ends: list[tuple[bool, int, str]] = [
         # A loader worker that ended after the request has received the signal too.

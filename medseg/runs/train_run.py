@@ -165,7 +165,9 @@ def describe_run(config: TrainConfig, network: "RegionalNetwork") -> str:
 
     stage, memory, trainer = config.stage, config.memory, config.trainer
     num_weights = sum(weight.numel() for weight in network.parameters())
-    patch = f"patch {'×'.join(map(str, stage.patch_size))}" if stage.patch_size else "whole volumes or crops"
+    patch = "whole volumes or crops"
+    if stage.patch_size:
+        patch = f"patch {'×'.join(map(str, stage.patch_size))}"
     ranks = trainer.devices * trainer.num_nodes
     parts = [f"{ranks} ranks"] if ranks > 1 else []
     parts += [f"{memory.accumulate} micro-batches"] if memory.accumulate > 1 else []

@@ -194,7 +194,8 @@ class CasesDataModule(pl.LightningDataModule):
     def _note_absent_classes(self) -> None:
         """Name the classes that no training case holds, before the first step."""
         given, items = self.stage_input, self.train_samples().items
-        absent = absent_classes(items, self.task, is_coarse=given.is_coarse, is_separate=given.is_separate)
+        kind = {"is_coarse": given.is_coarse, "is_separate": given.is_separate}
+        absent = absent_classes(items, self.task, **kind)
         num_cases = len({case.name for case, _ in items})
         if note := absence_note(absent, num_cases, self.val_cases, self.train_trust):
             say(note)

@@ -67,8 +67,9 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
 def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
     """Suggest a rate below that of the lowest loss, where a run is about to diverge.
 
-    It is the rate at which the smoothed loss falls steepest over the logarithm of the rate, but at most a tenth of the rate of
-    its minimum: a steep fall often ends in the minimum, and one batch more or less moves it.
+    It is the rate at which the smoothed loss falls steepest over the logarithm of the rate, but at
+    most a tenth of the rate of its minimum: a steep fall often ends in the minimum, and one batch
+    more or less moves it.
 
     Args:
         lrs: Rates, rising.

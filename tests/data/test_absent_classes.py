@@ -48,7 +48,10 @@ def test_what_no_item_holds_is_listed(labels: list[str], is_coarse: bool, is_sep
 
 def test_a_region_that_is_not_trained_on_teaches_nothing() -> None:
     trained_on = items(case("a", *LOBES.labels), number=0)
-    assert absent_classes(trained_on, LOBES, is_coarse=False, is_separate=True) == ["right_upper", "right_lower"]
+    assert absent_classes(trained_on, LOBES, is_coarse=False, is_separate=True) == [
+        "right_upper",
+        "right_lower",
+    ]
 
 
 def test_the_note_has_the_class_and_the_counts() -> None:

@@ -70,8 +70,14 @@ def test_the_plan_of_a_task_file_names_the_file(monkeypatch: pytest.MonkeyPatch)
     ("overrides", "expected"),
     [
         (["stage=coarse"], "train stage=fine stage.region_from=coarse stage.coarse="),
-        (["stage=coarse", "task=kidneys"], "train stage=fine task=kidneys stage.region_from=coarse stage.coarse="),
-        (["stage=fine"], "predict input=<scan> output=<folder> coarse=<checkpoint of the coarse stage> fine="),
+        (
+            ["stage=coarse", "task=kidneys"],
+            "train stage=fine task=kidneys stage.region_from=coarse stage.coarse=",
+        ),
+        (
+            ["stage=fine"],
+            "predict input=<scan> output=<folder> coarse=<checkpoint of the coarse stage> fine=",
+        ),
         (["stage=single", "task=brain_tumour"], "predict input=<scan> output=<folder> coarse="),
     ],
 )
