@@ -48,8 +48,13 @@ INPUT = StageInput(
 )  # fmt: skip
 
 
-def set_up(train: Case, val: Case, cache_dir: Path, stage_input: StageInput = INPUT) -> CasesDataModule:
-    source = CaseSource(Split((train,), (val,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
+LABEL_VALUES = {1: "left_lung", 2: "right_lung"}
+
+
+def set_up(
+    train: Case, val: Case, cache_dir: Path, stage_input: StageInput = INPUT, label_values: dict[int, str] = LABEL_VALUES
+) -> CasesDataModule:
+    source = CaseSource(Split((train,), (val,), ()), label_values, 1.0)  # type: ignore[arg-type]
     data = CasesDataModule(
         [source], TASK, stage_input, cache_dir=cache_dir, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
         num_workers=0, overfit=False,
@@ -114,6 +119,17 @@ def test_a_resumed_rank_takes_its_own_samples_from_the_step_of_the_trainer(tiny_
         numbers[rank] = [first["number"] + second["number"] for first, second in batches]
     together = [sorted(own + other) for own, other in zip(numbers[0], numbers[1], strict=True)]
     assert together == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
+    tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    set_up(first, second, tmp_path)
+    assert "training cases" not in capsys.readouterr().err
+    set_up(first, second, tmp_path, label_values={1: "left_lung", 2: "other", 3: "right_lung"})
+    said = "right_lung: found in 0 of 1 training cases and in 0 of 1 validation cases, so the network cannot learn it"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("is_coarse", "method"), [(True, "forkserver"), (False, "spawn")])
