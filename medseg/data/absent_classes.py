@@ -30,15 +30,15 @@ def absent_classes(
     if is_coarse:
         seen = {name for case, _ in items for name in case.label_boxes}
         return [name for name in task.labels if name not in seen]
-    seen: set[str] = set()
+    taught: set[str] = set()
     for case, number in items:
-        seen.update(name for name in task.regions[number].labels if name in case.label_boxes)
+        taught.update(name for name in task.regions[number].labels if name in case.label_boxes)
     if is_separate:
-        return [name for region in task.regions for name in region.labels if name not in seen]
+        return [name for region in task.regions for name in region.labels if name not in taught]
     absent = []
     for index in range(max(len(region.labels) for region in task.regions)):
         names = [region.labels[index] for region in task.regions if index < len(region.labels)]
-        if not seen.intersection(names):
+        if not taught.intersection(names):
             absent.append(" and ".join(names))
     return absent
 
