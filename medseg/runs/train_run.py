@@ -138,6 +138,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
             [float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")] or [0.0]
         ),
     }
+    checkpoint = best if best.is_file() else last
     summary = {
         "status": "finished",
         "stage": config.stage.name.value,
@@ -148,13 +149,13 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         **measured,
         "plan": compare_with_plan(config, measured) if trainer.is_global_zero else {},
         "num_parameters": sum(p.numel() for p in network.parameters()),
-        "checkpoint": str(best if best.is_file() else last),
+        "checkpoint": str(checkpoint),
         "versions": collect_versions(),
     }
     if trainer.is_global_zero:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
-        print(f"checkpoint: {summary['checkpoint']}")
-        print(f"next: {next_command(config, Path(summary['checkpoint']))}")
+        print(f"checkpoint: {checkpoint}")
+        print(f"next: {next_command(config, checkpoint)}")
         print(f"run folder: {run_dir}", flush=True)
     return summary
 
