@@ -1,6 +1,6 @@
 """Predicted against measured memory and time of trainings: a table over networks, switches, shapes, stages, batches and workers.
 
-    python -m benchmarks.memory output=<folder> [rows=70]
+    python -m benchmarks.memory output=<folder> [rows=20]
 
 Each row trains on synthetic scans in a process of its own; the same command goes on where it was interrupted. The instruments
 are not those of `plan`: the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on
@@ -37,6 +37,7 @@ NETWORKS = {
     "unet_lean": ["model=unet_lean"],
     "segresnet": ["model=segresnet", "model.init_filters=8"],
     "dynunet": ["model=dynunet", "model.filters=[16,32,32,64,64,64]"],
+    "swin_unetr": ["model=swin_unetr"],
     "conv stem": ["model=unet_lean", "model.stem=conv", "model.refine=0", "model.block=residual", "model.width=8"],
 }
 SWITCHES = {
@@ -44,6 +45,7 @@ SWITCHES = {
     "bf16": ["memory.precision=bf16"],
     "channels last": ["memory.precision=bf16", "memory.channels_last=true"],
     "sqrt": ["memory.checkpointing=sqrt"],
+    "bf16, all": ["memory.precision=bf16", "memory.checkpointing=all"],
     "lean": ["memory=lean"],
 }
 SHAPES = {
@@ -139,7 +141,7 @@ def main() -> None:
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}", "logger=none"]
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
-    for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 70))]):
+    for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 20))]):
         folder = output / f"{number:03d}"
         found = folder / "row.json"
         if not found.is_file():

@@ -51,6 +51,26 @@ def maps_large_blocks() -> bool:
     return os.environ.get("MALLOC_MMAP_THRESHOLD_") == str(MAPPED_BYTES)
 
 
+class _HeapInfo(ctypes.Structure):
+    """Result of glibc's `mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+    ]
+
+
+def used_bytes() -> int:
+    """Bytes that this process has taken from the C library and not freed; 0 where the library does not tell."""
+    try:
+        query = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):  # another C library, or glibc before 2.33
+        return 0
+    query.restype = _HeapInfo
+    info = query()
+    return int(info.uordblks + info.hblkhd)
+
+
 def _has_huge_pages() -> bool:
     with suppress(OSError):
         return "[never]" not in HUGE_PAGES.read_text(encoding="ascii")

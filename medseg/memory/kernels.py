@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
+from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
-from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
+from medseg.memory.calibration import Circumstances, LoadMeter, present_load
+from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks, used_bytes
 from medseg.memory.instructions import instruction_limit
 from medseg.memory.profile import peak_resident_bytes, release_free_memory, reset_peak_resident, resident_bytes
 from medseg.memory.tracker import Call, Operand
@@ -29,11 +31,8 @@ from medseg.memory.tracker import Call, Operand
 MEASURED_BYTES = 40 * 2**20
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
-# Seconds of repetitions of an operation, of which the median counts.
-REPEATED_S = 0.004
-MAX_REPETITIONS = 20
 # All operations are timed in rounds, so that a processor that is slower for a while is so for all of them.
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 9, 15.0
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
 # Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
 LEAST_DIVISOR = 8
 MARK = "medseg operation "
@@ -48,15 +47,17 @@ class Cost(NamedTuple):
     Attributes:
         workspace: Bytes that its kernel takes beside arguments and result, and frees.
         written: Bytes of them that the kernel writes; the system provides no memory for the others.
+        lasting: Bytes that the libraries keep after its first run: the code that oneDNN makes for these sizes.
         seconds: Duration.
     """
 
     workspace: int
     written: int
+    lasting: int
     seconds: float
 
 
-NOTHING = Cost(0, 0, 0.0)
+NOTHING = Cost(0, 0, 0, 0.0)
 
 
 class KernelCosts:
@@ -80,7 +81,9 @@ class KernelCosts:
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments
-        self.costs = self._read()
+        self._circumstances: dict[str, Circumstances] = {}
+        self.costs: dict[str, Cost] = {}
+        self._read()
 
     def __getitem__(self, key: str) -> Cost:
         """Cost of an operation; zero where it was not measured."""
@@ -91,40 +94,91 @@ class KernelCosts:
         missing = {key: call for key, call in calls.items() if key not in self.costs}
         if not missing:
             return
+        number = f"{len(missing)} operation{'s' * (len(missing) != 1)}"
+        say(f"plan: measuring {number} on this machine; kept for later plans")
+        with LoadMeter() as meter:
+            measured = self._measure(missing)
+        self.costs |= measured
+        self._circumstances |= dict.fromkeys(measured, meter.circumstances())
+        self._write(measured)
+
+    def _measure(self, missing: Mapping[str, Call]) -> dict[str, Cost]:
+        """Measure operations."""
         parts = {key: parts_of(call) for key, call in missing.items()}
         with torch.no_grad():
-            workspaces = self._workspaces({key: some[-1][1] for key, some in parts.items() if some})
+            largest = {key: some[-1][1] for key, some in parts.items() if some}
+            lasting = self._lasting(largest)
+            workspaces = self._workspaces(largest)
             # An operation without a workspace on its larger part has none on the whole.
             smaller = self._workspaces({key: some[0][1] for key, some in parts.items() if len(some) > 1 and workspaces.get(key)})
-            written = {key: self._written_share(parts[key][-1][1], size) for key, size in workspaces.items()}
-            durations_s: dict[str, list[float]] = {key: [] for key in workspaces}
-            start_s = time.perf_counter()
-            for number in range(MOST_ROUNDS):
-                if number >= LEAST_ROUNDS and time.perf_counter() - start_s > ROUNDS_S:
-                    break
-                for key, found in durations_s.items():
-                    found.append(self._seconds(parts[key][-1][1]))
+            written = {key: self._written_share(largest[key], size) for key, size in workspaces.items()}
+            durations_s = self._durations({key: largest[key] for key in workspaces})
+        self._buffers.clear()
+        costs = {}
         for key, some in parts.items():
             if key not in workspaces:
                 self.unmeasured.add(str(missing[key].operation))
-                self.costs[key] = NOTHING
+                costs[key] = NOTHING
                 continue
             points = [(some[0][0], smaller[key])] if key in smaller else []
             share = some[-1][0]
             workspace = continued([*points, (share, workspaces[key])])
-            self.costs[key] = Cost(workspace, round(written[key] * workspace), median(durations_s[key]) / share)
-        self._buffers.clear()
-        with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
-            replace_text(self.path, json.dumps(self._read() | self.costs))
+            seconds = median(durations_s[key]) / share
+            costs[key] = Cost(workspace, round(written[key] * workspace), lasting[key], seconds)
+        return costs
 
-    def _read(self) -> dict[str, Cost]:
+    def _durations(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
+        """Time operations in rounds."""
+        durations_s: dict[str, list[float]] = {key: [] for key in calls}
+        start_s = time.perf_counter()
+        for number in range(MOST_ROUNDS):
+            if number >= LEAST_ROUNDS and time.perf_counter() - start_s > ROUNDS_S:
+                break
+            for key, call in calls.items():
+                durations_s[key].append(self._seconds(call))
+        return durations_s
+
+    def _read(self) -> None:
+        """Read the costs that still count, see `medseg.memory.calibration`."""
         try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
-            return {
-                key: Cost(int(workspace), int(written), float(seconds)) for key, (workspace, written, seconds) in known.items()
-            }
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            for key, (*bytes_of, seconds, load, time_s) in content.items():
+                circumstances = Circumstances(float(load), float(time_s))
+                if circumstances.is_valid(present_load):
+                    self.costs[key] = Cost(*map(int, bytes_of), float(seconds))
+                    self._circumstances[key] = circumstances
         except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
-            return {}
+            self.costs, self._circumstances = {}, {}
+
+    def _write(self, measured: Mapping[str, Cost]) -> None:
+        """Add costs to the file; another process may have added some since it was read."""
+        file = KernelCosts(self.path.parent, self.device)
+        file.costs |= measured
+        file._circumstances |= {key: self._circumstances[key] for key in measured}
+        rows = {key: [*cost, *file._circumstances[key]] for key, cost in file.costs.items()}
+        with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
+            replace_text(self.path, json.dumps(rows))
+
+    def _lasting(self, calls: Mapping[str, Call]) -> dict[str, int]:
+        """Run each operation for the first time; return the bytes that stay taken when its result is gone."""
+        found: dict[str, int] = {}
+        self._start_libraries()
+        for key, call in calls.items():
+            found[key] = 0
+            with contextlib.suppress(Exception):  # of any operation
+                run = self._prepared(call)
+                before = used_bytes()
+                run()
+                found[key] = max(0, used_bytes() - before)
+        return found
+
+    def _start_libraries(self) -> None:
+        """Run a convolution in each format, whose libraries keep memory once."""
+        for dtype in (torch.float32, torch.bfloat16):
+            image = torch.zeros(1, 8, 8, 8, 8, dtype=dtype, device=self.device, requires_grad=True)
+            weight = torch.zeros(8, 8, 3, 3, 3, dtype=dtype, device=self.device, requires_grad=True)
+            with torch.enable_grad(), contextlib.suppress(RuntimeError):  # a format that is missing here
+                torch.nn.functional.conv3d(image, weight).sum().backward()
 
     def _workspaces(self, calls: Mapping[str, Call]) -> dict[str, int]:
         """Run each operation once and measure the bytes of its workspace; those that fail are missing in the result."""
@@ -177,20 +231,25 @@ class KernelCosts:
         return min(1.0, max(peak - after, peak - before - kept, 0) / workspace)
 
     def _clock(self) -> Callable[[], float]:
-        """Clock of the device; one thread is timed by its processor time, which other programs on the machine do not lengthen."""
-        return time.thread_time if self.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+        """Clock of the device.
+
+        On a CPU it is the processor time of the calling thread, which works on each operation from its beginning to its end:
+        other programs on the machine do not lengthen it, however many threads there are.
+        """
+        return time.thread_time if self.device.type == "cpu" else time.perf_counter
 
     def _seconds(self, call: Call) -> float:
-        """Time an operation that has run before, repeated if it is short."""
-        durations_s: list[float] = []
+        """Time an operation once.
+
+        In a step each operation runs among others: its code and its tensors are no longer in the processor's caches. A
+        repetition would find them there; steps took 10 to 25 % longer than the sum of repeated operations.
+        """
         clock, run = self._clock(), self._prepared(call)
-        while sum(durations_s) < REPEATED_S and len(durations_s) < MAX_REPETITIONS:
-            start_s = clock()
-            run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            durations_s.append(clock() - start_s)
-        return median(durations_s)
+        start_s = clock()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return clock() - start_s
 
     def _prepared(self, call: Call) -> Callable[[], Any]:
         """Make tensors for the arguments of an operation; return it as a function without arguments."""

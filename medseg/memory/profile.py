@@ -8,7 +8,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,6 +63,36 @@ def private_bytes(pid: int) -> int:
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     except (OSError, ValueError):
         return int(psutil.Process(pid).memory_info().rss)
+
+
+def bytes_beside(pid: int, others: Sequence[int]) -> int:
+    """Sum the memory that other processes take beside that of a process from which they were forked.
+
+    That is what they have written themselves, and old copies of pages that the process has written since. A page that
+    several of them share counts once. Pages of files are shared by all.
+
+    Args:
+        pid: The process.
+        others: Processes that it has started; one that has ended takes nothing.
+    """
+    try:
+        main = _kib(pid, "smaps_rollup")
+        held = main["Anonymous"] + _kib(pid, "status").get("RssShmem", 0)
+        total = main["Pss_Anon"] + main["Pss_Shmem"]
+    except (OSError, KeyError, ValueError):  # another system, or an old kernel
+        return sum(map(private_bytes, others))
+    for other in others:
+        with suppress(OSError, KeyError, ValueError):  # it has just ended
+            sizes = _kib(other, "smaps_rollup")
+            total += sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+    return 1024 * max(0, total - held)
+
+
+def _kib(pid: int, name: str) -> dict[str, int]:
+    """Sizes that a file of /proc gives, in KiB."""
+    lines = Path(f"/proc/{pid}/{name}").read_text(encoding="ascii", errors="replace").splitlines()
+    words = [line.split() for line in lines if line.endswith(" kB")]
+    return {parts[0].rstrip(":"): int(parts[1]) for parts in words}
 
 
 class MemoryProfile:

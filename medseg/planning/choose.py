@@ -121,7 +121,7 @@ def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[
         Candidate(
             one,
             StepModel(plain, recomputed, blocks, machine.costs, one.memory.accumulate),
-            estimate_beside(one, shape, evaluated_shape(one), machine, memory),
+            estimate_beside(one, shape, evaluated_shape(one), machine, memory, plain),
         )
         for one, memory, plain, recomputed, blocks in counted
     ]

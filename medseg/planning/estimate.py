@@ -1,9 +1,10 @@
 """Estimate of a run before it starts: allocator peak and resident peak of its processes, and seconds of a step."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -89,6 +90,20 @@ class Estimate:
         )
 
 
+class Evaluation(NamedTuple):
+    """Cost of the evaluation of a case.
+
+    Attributes:
+        allocated: Peak bytes of torch's allocator.
+        resident: The resident ones among them.
+        keys: Its operations.
+    """
+
+    allocated: int
+    resident: int
+    keys: frozenset[str]
+
+
 class Machine:
     """Measurements of this machine, made on first use and kept in files.
 
@@ -108,22 +123,25 @@ class Machine:
         libraries = {"has_logger": bool(config.logger), "has_monai": config.model[TARGET].startswith("monai.")}
         self.process: Callable[[], ProcessCost] = cache(lambda: process_cost(self.folder, **libraries))
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
-        self._evaluations: dict[str, tuple[int, int]] = {}
+        self._evaluations: dict[str, Evaluation] = {}
 
     def measure(self, *timelines: Timeline) -> None:
         """Measure the operations of timelines that are new on this machine."""
-        used = {key for timeline in timelines for segment in timeline.segments for _, _, key in segment.calls}
-        self.costs.measure({key: call for timeline in timelines for key, call in timeline.calls.items() if key in used})
+        self.costs.measure({key: timeline.calls[key] for timeline in timelines for key in used_keys(timeline)})
 
-    def evaluation(self, config: PlanConfig, shape: Shape) -> tuple[int, int]:
-        """Find the allocated and the resident peak bytes of the evaluation of a case, once for each network, precision and layout."""
+    def lasting(self, keys: Collection[str]) -> int:
+        """Bytes that the libraries keep for some operations."""
+        return sum(self.costs[key].lasting for key in keys)
+
+    def evaluation(self, config: PlanConfig, shape: Shape) -> Evaluation:
+        """Evaluate a case on tensors without memory, once for each network, precision and layout."""
         switches = config.memory.precision, config.memory.channels_last
         key = repr((config.model, config.inference.tile_size, switches, shape))
         if key not in self._evaluations:
             beside, timeline = count_evaluation(config, shape)
             self.measure(timeline)
             allocated, resident = peaks(timeline, self.costs)
-            self._evaluations[key] = beside + allocated, beside + resident
+            self._evaluations[key] = Evaluation(beside + allocated, beside + resident, used_keys(timeline))
         return self._evaluations[key]
 
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
@@ -145,8 +163,13 @@ def estimate(config: PlanConfig, shape: Shape, validation_shape: Shape, machine:
     timeline = Timeline()
     memory = count_memory(config, shape, timeline=timeline)
     machine.measure(timeline)
-    beside = estimate_beside(config, shape, validation_shape, machine, memory)
+    beside = estimate_beside(config, shape, validation_shape, machine, memory, timeline)
     return beside.with_step(*peaks(timeline, machine.costs), step_seconds(timeline, machine.costs, config))
+
+
+def used_keys(timeline: Timeline) -> frozenset[str]:
+    """Keys of the operations of a timeline."""
+    return frozenset(key for segment in timeline.segments for *_, key in segment.calls)
 
 
 def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
@@ -164,7 +187,14 @@ def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> 
     return sum(repeats[one.owner.kind == UPDATE] * duration(one, costs) for one in timeline.segments)
 
 
-def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, machine: Machine, memory: StepMemory) -> Estimate:
+def estimate_beside(
+    config: PlanConfig,
+    shape: Shape,
+    validation_shape: Shape,
+    machine: Machine,
+    memory: StepMemory,
+    timeline: Timeline,
+) -> Estimate:
     """Estimate what a run holds and does beside its training step: validation, checkpoints, loader and processes.
 
     Args:
@@ -173,6 +203,7 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
         validation_shape: Voxels of the largest validation case, (D, H, W).
         machine: Measurements.
         memory: Count of the step.
+        timeline: Operations of the step.
     """
     lasting = memory.optimizer_state  # between two steps, beside the weights
     workers = propose_workers(config) if config.data.num_workers is None else config.data.num_workers
@@ -184,17 +215,18 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
     process = machine.process()
     # A worker's batch lies in memory that processes share, which is not of torch's allocator.
     shared = batch if workers and not is_gpu else 0
-    allocated, evaluated = (num_bytes + lasting for num_bytes in machine.evaluation(config, validation_shape))
-    allocator = {STEP: -shared, VALIDATION: allocated}
+    evaluation = machine.evaluation(config, validation_shape)
+    allocator = {STEP: -shared, VALIDATION: evaluation.allocated + lasting}
     if is_gpu:
         resident = {phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes() for phase, num_bytes in allocator.items()}
     else:
         weights = memory.parameters + lasting
         validation = machine.sample(config, validation_shape, is_training=False)
-        others = process.main + workers * (process.worker + sample.num_bytes) + workers * config.data.prefetch * batch
+        libraries = machine.lasting(used_keys(timeline) | evaluation.keys)
+        others = process.main + libraries + loader_bytes(config, workers, process, sample, memory)
         resident = {
             STEP: others + maps_large_blocks() * round(min(KEPT_BYTES, KEPT_PART * memory.peak)),
-            VALIDATION: others + shared + evaluated + validation.num_bytes,
+            VALIDATION: others + shared + evaluation.resident + lasting + validation.num_bytes,
             CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
         }
         if not workers:
@@ -203,6 +235,20 @@ def estimate_beside(config: PlanConfig, shape: Shape, validation_shape: Shape, m
     busy = 1 if is_gpu else min(torch.get_num_threads(), num_processors())
     other_seconds = process.seconds * config.memory.accumulate  # the loop runs once for each micro-batch
     return Estimate(memory, allocator, resident, 0.0, other_seconds, loader_seconds, workers, busy)
+
+
+def loader_bytes(config: PlanConfig, workers: int, process: ProcessCost, sample: SampleCost, memory: StepMemory) -> int:
+    """Bytes of the loader workers and of the batches that wait.
+
+    Workers are forked before the first step. Each step writes the weights and their average, and the workers keep those
+    that they were forked with.
+    """
+    if not workers:
+        return 0
+    averages = memory.parameters if config.ema_decay is not None else 0
+    forked = process.copies + memory.parameters + averages
+    waiting = config.data.prefetch * (memory.input + memory.target)
+    return forked + workers * (process.worker + sample.num_bytes + waiting)
 
 
 def num_processors() -> int:

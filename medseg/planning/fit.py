@@ -57,7 +57,9 @@ def fit(config: PlanConfig, shape: Shape) -> int:
                     found, shape, changes = others, patch, keys
                     break
     options = front(found)
-    print_front(options, config)
+    if chosen is not None:
+        options = with_choice(options, chosen[1])
+    print_front(options, None if chosen is None else chosen[1], config)
     if chosen is None:
         least = options[-1]
         say(
@@ -122,19 +124,50 @@ def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int)
     return estimate(least, shape, evaluated_shape(least), machine).peak_resident <= budget
 
 
-def print_front(options: Sequence[Option], config: PlanConfig) -> None:
-    """Print the sets of switches that no other one beats in peak and seconds; draw them beside the output file."""
-    print(f"{'Pareto front of peak and seconds':52s}{'MiB':>10s}{'s/step':>10s}")
+def with_choice(options: Sequence[Option], choice: Option) -> list[Option]:
+    """Put the chosen set, whose peak was counted, in the place of its row of the front, or of rows that it beats.
+
+    Args:
+        options: Front by the model, whose steps may have passed over the choice.
+        choice: The chosen set.
+    """
+    others = [
+        option
+        for option in options
+        if option.switches != choice.switches
+        and not (option.peak >= choice.peak and option.seconds >= choice.seconds)
+    ]
+    return sorted([*others, choice], key=lambda option: (option.seconds, option.peak))
+
+
+def shown_rows(options: Sequence[Option], choice: Option | None) -> list[Option]:
+    """Thin out a front: the first row, the last one, the choice, and rows whose peaks are clearly lower."""
     shown = list(options[:1])
     for option in options[1:]:
-        if option is options[-1] or option.peak <= (1 - STEP_DOWN) * shown[-1].peak:
+        is_lower = option.peak <= (1 - STEP_DOWN) * shown[-1].peak
+        if is_lower or option is options[-1] or option is choice:
             shown.append(option)
-    for option in shown:
-        print(f"{option.peak / MIB:62.1f}{option.seconds:10.3f}  {choose_line(option, {})}")
+    return shown
+
+
+def print_front(options: Sequence[Option], choice: Option | None, config: PlanConfig) -> None:
+    """Print the sets of switches that no other one beats in peak and seconds; draw them beside the output file.
+
+    Args:
+        options: The sets, the fastest first.
+        choice: The chosen one among them, which is marked; None if nothing fits.
+        config: Names the output file.
+    """
+    print(f"{'Pareto front of peak and seconds':52s}{'MiB':>10s}{'s/step':>10s}")
+    for option in shown_rows(options, choice):
+        mark = "chosen" if option is choice else ""
+        line = choose_line(option, {})
+        print(f"{mark:52s}{option.peak / MIB:10.1f}{option.seconds:10.3f}  {line}")
     if config.output is not None:
         path = Path(config.output).with_suffix(".png")
         fit_gib = (config.fit_gib or 0) / (1 + MARGIN)
-        draw_front([one.peak / 2**30 for one in options], [one.seconds for one in options], fit_gib, path)
+        peaks_gib = [option.peak / 2**30 for option in options]
+        draw_front(peaks_gib, [option.seconds for option in options], fit_gib, path)
 
 
 def print_reasons(chosen: Candidate, option: Option, found: Sequence[Candidate]) -> None:

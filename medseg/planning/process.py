@@ -7,46 +7,52 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from medseg.config.schema import PlanConfig
+from medseg.console import say
 from medseg.errors import UserError
-from medseg.io.atomic import replace_text
-from medseg.memory.profile import private_bytes
+from medseg.memory.calibration import LoadMeter, read_calibration, write_calibration
+from medseg.memory.kernels import processor_name
 from medseg.planning.step import Shape
-from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
 
-INTERVAL_S = 0.02
-# A training of the smallest size with one loader worker, two validations, their pictures and checkpoints.
+# A training of the smallest size with two loader workers, two validations, their pictures and checkpoints.
 REHEARSAL = [
-    "train", "stage=coarse", "steps=8", "history_every=2", "stage.validate_every=4", "stage.patch_size=[16,16,16]",
-    "inference.tile_size=[16,16,16]", "stage.slab_share=0", "data.phantoms.num_train=1", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
-    "data.num_workers=1", "trainer.accelerator=cpu", "trainer.threads=1", "spacing=isotropic_4mm",
+    "train", "stage=coarse", "steps=12", "history_every=2", "stage.validate_every=6",
+    "stage.patch_size=[16,16,16]", "inference.tile_size=[16,16,16]", "stage.slab_share=0",
+    "data.phantoms.num_train=1", "data.phantoms.num_val=1", "data.phantoms.num_test=0", "data.num_workers=2",
+    "trainer.accelerator=cpu", "trainer.threads=1", "spacing=isotropic_4mm",
+    "trusted_targets=[medseg.planning.]",
+    "callbacks.rehearsal._target_=medseg.planning.rehearsal.RehearsalWatch",
 ]  # fmt: skip
 # A small network of ours or of MONAI, whose libraries take more memory.
 SMALL_UNET = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
 SMALL_MONAI = ["model=segresnet", "model.init_filters=8", "model.blocks_down=[1,1,1]", "model.blocks_up=[1,1]"]
+# A calibration counts once two trainings agree within these parts of the larger value.
+MEMORY_BOUND, SECONDS_BOUND = 0.02, 0.2
+# Trainings after which a calibration is taken as it is, and made anew the next time.
+MOST_TRAININGS = 5
+UNSETTLED_LOAD = 1.0
 
 
 class ProcessCost(NamedTuple):
     """Cost of a run without its tensors.
 
     Attributes:
-        main: Resident bytes of the training process: interpreter, libraries, a picture.
-        worker: Resident bytes of a loader worker, beyond what it shares with the training process.
-        seconds: Duration of a step whose operations take nearly no time.
+        main: Resident bytes of the training process and its helpers: interpreter, libraries, a picture.
+        worker: Bytes that a loader worker writes itself.
+        copies: Bytes that all workers hold together: pages that the training process has written since they were forked.
+        seconds: Processor time of a step beside its operations.
     """
 
     main: int
     worker: int
+    copies: int
     seconds: float
 
 
@@ -54,8 +60,8 @@ class SampleCost(NamedTuple):
     """Cost of making a training sample.
 
     Attributes:
-        num_bytes: Memory while it is made.
-        seconds: Duration on one thread.
+        num_bytes: Memory while it is made, and that the process keeps afterwards.
+        seconds: Processor time on one thread.
     """
 
     num_bytes: int
@@ -63,7 +69,10 @@ class SampleCost(NamedTuple):
 
 
 def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessCost:
-    """Measure the resident memory and the seconds of a run beside its tensors by a tiny training; read them where they were measured before.
+    """Measure the memory and the seconds of a run beside its tensors by tiny trainings.
+
+    The trainings are repeated until two of them agree. The result is kept for this machine and these versions, see
+    `medseg.memory.calibration`.
 
     Args:
         folder: Folder of the machine's measurements.
@@ -71,46 +80,64 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
         has_monai: Whether the network is one of MONAI's, likewise.
 
     Raises:
-        UserError: If the training fails.
+        UserError: If a training fails.
     """
     names = ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard")
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names if _is_installed(name))
-    path = folder / f"process {versions}{'' if has_logger else ' no logger'}{' MONAI network' if has_monai else ''}.json"
-    known = _read(path, 3)
-    if known is not None:
-        return ProcessCost(int(known[0]), int(known[1]), known[2])
-    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
-        parts = [*(SMALL_MONAI if has_monai else SMALL_UNET), *([] if has_logger else ["logger=none"])]
-        parts += [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache"]
+    kind = f"{'' if has_logger else ' no logger'}{' MONAI network' if has_monai else ''}"
+    path = folder / f"process {processor_name()} {versions}{kind}.json".replace("/", "_")
+    numbers = read_calibration(path, len(ProcessCost._fields))
+    if numbers is not None:
+        return ProcessCost(*map(int, numbers[:3]), numbers[3])
+    say("plan: measuring a run without its tensors by tiny trainings, about a minute; kept for later plans")
+    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name, LoadMeter() as meter:
+        arguments = [*REHEARSAL, *(SMALL_MONAI if has_monai else SMALL_UNET)]
+        if not has_logger:
+            arguments.append("logger=none")
+        arguments += [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache"]
         # The first training also makes scan and cache, which takes more memory.
-        first, second = (
-            _watched_training([*REHEARSAL, *parts, f"hydra.run.dir={run_dir}"], run_dir)
-            for run_dir in (Path(name) / "first", Path(name) / "second")
-        )
-        found = second._replace(seconds=min(first.seconds, second.seconds))
-    with suppress(UserError):  # a folder that cannot be written: measured again the next time
-        replace_text(path, json.dumps(found))
-    return found
+        _watched_training(arguments, Path(name) / "0")
+        costs = [_watched_training(arguments, Path(name) / "1")]
+        while len(costs) < MOST_TRAININGS:
+            costs.append(_watched_training(arguments, Path(name) / str(len(costs) + 1)))
+            if agree(costs[-2], costs[-1]):
+                break
+    circumstances = meter.circumstances()
+    if not agree(costs[-2], costs[-1]):
+        circumstances = circumstances._replace(load=UNSETTLED_LOAD)
+    cost = joined(costs[-2], costs[-1])
+    write_calibration(path, cost, circumstances)
+    return cost
+
+
+def agree(first: ProcessCost, second: ProcessCost) -> bool:
+    """Whether two calibrations are equal within their bounds; memory is compared as the sum of a run with one worker."""
+    memory = [cost.main + cost.worker + cost.copies for cost in (first, second)]
+    seconds = [first.seconds, second.seconds]
+    is_same_memory = max(memory) - min(memory) <= MEMORY_BOUND * max(memory)
+    return is_same_memory and max(seconds) - min(seconds) <= SECONDS_BOUND * max(seconds)
+
+
+def joined(first: ProcessCost, second: ProcessCost) -> ProcessCost:
+    """Mean bytes of two calibrations, and the smaller duration: other programs only lengthen one."""
+    main, worker, copies = ((one + other) // 2 for one, other in zip(first[:3], second[:3], strict=True))
+    return ProcessCost(main, worker, copies, min(first.seconds, second.seconds))
 
 
 def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
-    """Run a training in a process of its own and watch its memory and that of its worker."""
-    log = run_dir.with_suffix(".log")
-    command = [sys.executable, "-m", "medseg.commands.cli", *arguments]
-    main = worker = 0
-    with log.open("wb") as output, psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        while process.poll() is None:
-            with suppress(psutil.Error):  # it has just ended
-                workers = [private_bytes(one.pid) for one in process.children(recursive=True)]
-                resident = process.memory_info().rss
-                main = max(main, resident)
-                # Once the training process gives up its memory, pages that it shared count for the worker alone.
-                worker = max([worker, *workers]) if resident > main / 2 else worker
-            time.sleep(INTERVAL_S)
-    if process.returncode:
-        last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no message"])[-1]
+    """Run a training in a process of its own, which notes its memory and that of its workers."""
+    log, result = run_dir.with_suffix(".log"), run_dir.with_suffix(".json")
+    watched = [*arguments, f"callbacks.rehearsal.path={result}", f"hydra.run.dir={run_dir}"]
+    command = [sys.executable, "-m", "medseg.commands.cli", *watched]
+    with log.open("wb") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "no message"
         raise UserError(f"plan: the training that measures the memory of a process failed ({last}); give measure=false")
-    return ProcessCost(main, worker, read_summary(run_dir)["seconds_per_step"])
+    numbers = json.loads(result.read_text(encoding="utf-8"))
+    main = numbers["main"] + numbers["helpers"]
+    return ProcessCost(main, numbers["worker"], numbers["copies"], numbers["seconds"])
 
 
 def _is_installed(name: str) -> bool:
@@ -121,7 +148,7 @@ def _is_installed(name: str) -> bool:
 
 
 def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: bool = True) -> SampleCost:
-    """Make samples of a synthetic case in a process of its own, and measure them; read the measurement where there is one.
+    """Make samples of a synthetic case in a process of its own, and measure them, or read an earlier measurement.
 
     Args:
         config: Checked configuration.
@@ -130,27 +157,17 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
         is_training: Whether samples are patched and augmented as in training; else, as in validation.
     """
     values = plain(config)
-    key = repr(
-        (shape, is_training, [values[group] for group in ("augment", "spacing", "stage", "task", "inference")], torch.__version__)
-    )
-    path = folder / "samples" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    known = _read(path, 2)
-    if known is not None:
-        return SampleCost(int(known[0]), known[1])
+    decisive = [values[group] for group in ("augment", "spacing", "stage", "task", "inference")]
+    versions = [importlib.metadata.version("medseg"), torch.__version__, processor_name()]
+    key = hashlib.sha256(repr((shape, is_training, decisive, versions)).encode()).hexdigest()[:16]
+    path = folder / "samples" / f"{key}.json"
+    numbers = read_calibration(path, len(SampleCost._fields))
+    if numbers is not None:
+        return SampleCost(int(numbers[0]), numbers[1])
     # Loads Lightning, which takes seconds; a known cost does without it.
     from medseg.planning import samples
 
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        found = SampleCost(*pool.submit(samples.make_samples, config, shape, is_training).result())
-    with suppress(UserError):  # a folder that cannot be written: measured again the next time
-        replace_text(path, json.dumps(found))
-    return found
-
-
-def _read(path: Path, count: int) -> list[float] | None:
-    """Read numbers that were measured before; None if there are none, or damaged ones."""
-    try:
-        numbers = [float(number) for number in json.loads(path.read_text(encoding="utf-8"))]
-        return numbers if len(numbers) == count else None
-    except (OSError, ValueError, TypeError):
-        return None
+    with LoadMeter() as meter, ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        cost = SampleCost(*pool.submit(samples.make_samples, config, shape, is_training).result())
+    write_calibration(path, cost, meter.circumstances())
+    return cost

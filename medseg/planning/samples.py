@@ -4,6 +4,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -12,11 +13,18 @@ from medseg.build.run import make_data_module
 from medseg.config.schema import PlanConfig
 from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
+from medseg.data.samples import Samples
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.memory.profile import peak_resident_bytes, resident_bytes
 from medseg.planning.step import Shape
 from medseg.preprocess.intensity import intensity_of
+
+# Samples of this length, beside the margins of a crop, load the libraries and fill the heap as those of the tiny training
+# that measures a loader worker.
+WARM_UP_LENGTH = 16
+# Samples that are timed, and the seconds after which no further one is made.
+MOST_SAMPLES, MOST_S = 5, 2.0
 
 
 def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[int, float]:
@@ -28,29 +36,57 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
         is_training: Whether samples are patched and augmented as in training; else, as in validation.
 
     Returns:
-        Bytes of memory while a sample is made, and seconds of one.
+        Bytes of memory while samples are made, with what the process keeps afterwards, and the processor time of one.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
-        data = make_data_module(replace(config, stage=replace(config.stage, coarse=None)), sources=[])
-        data.setup("fit")
-        case = synthetic_case(Path(name), config, data.task, shape)
-        data.train_cases, data.val_cases, data.weights = [case], [case], [1.0]
-        samples = data.train_samples() if is_training else data.val_samples()
-        samples[0]  # loads what the first sample needs
-        before, start_s = resident_bytes(), time.perf_counter()
-        num_samples = 0
-        while num_samples < 3 and time.perf_counter() - start_s < 2.0:
-            num_samples += 1
-            samples[num_samples]
-        seconds = (time.perf_counter() - start_s) / num_samples
-        return max(0, peak_resident_bytes() - before), seconds
+        small = _samples_of(config, _smaller(config, shape), Path(name) / "small", is_training)
+        small[0]  # loads what the first sample needs
+        before = resident_bytes()
+        samples = _samples_of(config, shape, Path(name) / "large", is_training)
+        samples[0]
+        durations_s: list[float] = []
+        while len(durations_s) < MOST_SAMPLES and sum(durations_s) < MOST_S:
+            # Processor time, which other programs on the machine do not lengthen.
+            start_s = time.process_time()
+            samples[len(durations_s) + 1]
+            durations_s.append(time.process_time() - start_s)
+        return max(0, peak_resident_bytes() - before), median(durations_s)
+
+
+def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: bool) -> Samples:
+    """Make the data set of a synthetic case in which samples of a shape can be cut."""
+    folder.mkdir()
+    stage = replace(config.stage, coarse=None)
+    if stage.patch_size is not None:
+        stage = replace(stage, patch_size=shape)
+    data = make_data_module(replace(config, stage=stage), sources=[])
+    data.setup("fit")
+    case = synthetic_case(folder, config, data.task, shape)
+    data.train_cases, data.val_cases, data.weights = [case], [case], [1.0]
+    return data.train_samples() if is_training else data.val_samples()
+
+
+def _smaller(config: PlanConfig, shape: Shape) -> Shape:
+    """Size of the warm-up, which does not exceed the samples."""
+    lengths = [
+        min(length, WARM_UP_LENGTH + 2 * margin)
+        for length, margin in zip(shape, _margins(config), strict=True)
+    ]
+    return lengths[0], lengths[1], lengths[2]
+
+
+def _margins(config: PlanConfig) -> list[int]:
+    """Voxels around a region that a whole crop contains."""
+    if config.stage.patch_size is not None:
+        return [0, 0, 0]
+    spacing_mm = config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
+    return [round((config.stage.region_margin_mm or 0.0) / mm) for mm in spacing_mm]
 
 
 def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -> CachedCase:
     """Write a cache entry of a scan whose regions are boxes, in which samples of a shape can be cut."""
-    margin_mm, spacing_mm = config.stage.region_margin_mm or 0.0, config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
-    margins = [round(margin_mm / mm) if config.stage.patch_size is None else 0 for mm in spacing_mm]
+    margins, spacing_mm = _margins(config), config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
     size = [length if config.stage.region_mode is None and config.stage.patch_size is None else length + 16 for length in shape]
     box = VoxelBox.of(
         ((length - inner) // 2 + margin for length, inner, margin in zip(size, shape, margins, strict=True)),

@@ -1,12 +1,13 @@
 """Load of the machine: memory and processor time of this process and its loader workers, and of its GPUs."""
 
+import os
 import time
 from statistics import fmean
 
 import psutil
 import torch
 
-from medseg.memory.profile import peak_resident_bytes, private_bytes
+from medseg.memory.profile import bytes_beside, peak_resident_bytes
 
 
 class MachineLoad:
@@ -27,7 +28,7 @@ class MachineLoad:
             core; with a GPU `gpu_gib`, held by torch's allocator, and, where the driver answers (`medseg[gpu]`),
             `gpu_percent`, the mean of the GPUs that this process uses.
         """
-        num_bytes, cpu_s, worker_bytes = 0, {}, 0
+        num_bytes, cpu_s = 0, {}
         for process in (self.process, *self.process.children(recursive=True)):
             try:
                 times, memory = process.cpu_times(), process.memory_info()
@@ -35,15 +36,16 @@ class MachineLoad:
                 continue  # a worker that has just ended
             cpu_s[process.pid] = times.user + times.system
             num_bytes += memory.rss if process == self.process else max(0, memory.rss - getattr(memory, "shared", 0))
-            worker_bytes += private_bytes(process.pid) if process != self.process else 0
         now_s = time.perf_counter()
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         load = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
-        self.cpu_s, self.last_s, self.worker_bytes = cpu_s, now_s, max(self.worker_bytes, worker_bytes)
+        self.cpu_s, self.last_s = cpu_s, now_s
+        worker_bytes = bytes_beside(os.getpid(), [pid for pid in cpu_s if pid != self.process.pid])
+        self.worker_bytes = max(self.worker_bytes, worker_bytes)
         return {**load, **_gpu_load()} if torch.cuda.is_available() else load
 
     def peak_resident_bytes(self) -> int:
-        """Largest resident memory of this process so far, with the private memory of its workers; with GPUs, what is taken of them."""
+        """Largest resident memory of this process so far, with what its workers take beside it; with GPUs, what is taken of them."""
         if torch.cuda.is_available():
             return sum(map(_peak_of_gpu, _used_gpus()))
         return peak_resident_bytes() + self.worker_bytes

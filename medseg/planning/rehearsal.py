@@ -1,0 +1,95 @@
+"""Callback of the tiny training by which `plan` calibrates itself: memory and processor time, read at events of the training.
+
+A program that watches from outside reads at moments that depend on the load of the machine. It may then see a process that is
+about to start another program, and shares all of its memory with it, or workers that inherit the pages of a training that ends.
+"""
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+
+from medseg.memory.profile import bytes_beside, peak_resident_bytes, private_bytes
+
+
+class RehearsalWatch(pl.Callback):
+    """Write what a training takes beside its tensors and operations, as JSON.
+
+    The file has `main` and `helpers` (bytes of the training process and of other processes but its loader workers), `worker`
+    (bytes that a loader worker does not share, mean), `copies` (bytes that the workers hold together, see `bytes_beside`) and
+    `seconds` (processor time of a step without network, loss and optimiser, median).
+
+    Args:
+        path: File, written when the training ends.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.helpers = self.worker = self.copies = 0
+        self.steps_s: list[float] = []
+        self.computed_s = 0.0  # of the present step
+        self.start_s = 0.0
+        self.step_start_s: float | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Time the network and the optimiser from within."""
+        pl_module.network.register_forward_pre_hook(self._start_computing)  # type: ignore[union-attr]
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(self._start_computing)
+            optimizer.register_step_post_hook(self._stop_computing)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The computation that began with the forward pass is over."""
+        self._stop_computing()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the time of the step, and read the memory of the other processes."""
+        now_s = time.process_time()
+        if self.step_start_s is not None:
+            self.steps_s.append(now_s - self.step_start_s - self.computed_s)
+        self._read_memory(trainer)
+        self.computed_s, self.step_start_s = 0.0, time.process_time()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read the memory; the next step has no known start."""
+        self._read_memory(trainer)
+        self.step_start_s = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the file."""
+        numbers = {
+            "main": peak_resident_bytes(),
+            "helpers": self.helpers,
+            "worker": self.worker,
+            "copies": self.copies,
+            "seconds": statistics.median(self.steps_s),
+        }
+        self.path.write_text(json.dumps(numbers), encoding="utf-8")
+
+    def _start_computing(self, *_: Any) -> None:
+        self.start_s = time.process_time()
+
+    def _stop_computing(self, *_: Any) -> None:
+        self.computed_s += time.process_time() - self.start_s
+
+    def _read_memory(self, trainer: pl.Trainer) -> None:
+        """Keep the largest memory of workers and helpers so far."""
+        iterator = getattr(trainer.train_dataloader, "_iterator", None)
+        workers = [process.pid for process in getattr(iterator, "_workers", ())]
+        children = [process.pid for process in psutil.Process().children(recursive=True)]
+        helpers = sum(private_bytes(pid) for pid in children if pid not in workers)
+        self.helpers = max(self.helpers, helpers)
+        if not workers:
+            return
+        own = sum(private_bytes(pid) for pid in workers)
+        beside = bytes_beside(os.getpid(), workers)
+        if own > self.worker * len(workers):
+            self.worker = own // len(workers)
+        self.copies = max(self.copies, beside - own)
