@@ -1,7 +1,11 @@
 """Recomputed blocks: peak and seconds of a step for any set of them, and the fastest set within a budget by integer programming."""
 
+import contextlib
+import ctypes
+import os
+import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,13 +153,14 @@ class StepModel:
         costs = np.zeros(num_columns)
         # Where a recomputation costs nothing, fewer blocks are better.
         costs[: len(self.blocks)] = [max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks]
-        found = milp(
-            costs / max(costs.max(), 1e-9),
-            constraints=LinearConstraint(np.array(rows), ub=np.array(limits)),
-            integrality=[1] * len(self.blocks) + [0] * len(sets),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0, "presolve": False},
-        )
+        with without_output():
+            found = milp(
+                costs / max(costs.max(), 1e-9),
+                constraints=LinearConstraint(np.array(rows), ub=np.array(limits)),
+                integrality=[1] * len(self.blocks) + [0] * len(sets),
+                bounds=Bounds(0, 1),
+                options={"mip_rel_gap": 0.0, "presolve": False},
+            )
         if found.x is None:
             return None
         blocks = [block for block, value in zip(self.blocks, found.x, strict=False) if value > 0.5]
@@ -186,6 +191,26 @@ class StepModel:
             if literals and not is_always:
                 found[frozenset(literals)] += storage.num_bytes
         return dict(found)
+
+
+@contextlib.contextmanager
+def without_output() -> Iterator[None]:
+    """Discard what a library writes to the standard output: HiGHS prints some lines whatever its options say."""
+    sys.stdout.flush()
+    try:
+        stdout = os.dup(1)
+    except OSError:  # the process has no standard output
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).fflush(None)  # what it has not written yet would follow later
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:

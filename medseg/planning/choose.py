@@ -13,6 +13,7 @@ from medseg.config.overrides import text_of
 from medseg.config.rules import is_batch_norm
 from medseg.config.schema import UNET, Allow, PlanConfig, Precision
 from medseg.config.targets import TARGET
+from medseg.console import say
 from medseg.losses.adapter import is_batch_loss
 from medseg.memory.precision import has_fast_bf16
 from medseg.memory.tracker import Timeline
@@ -110,7 +111,9 @@ def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[
     slows down in between would favour the combinations that were measured before.
     """
     counted = []
-    for one in combinations(config):
+    variants = list(combinations(config))
+    say(f"plan: counting the steps of {len(variants)} combinations of switches, some seconds each")
+    for one in variants:
         plain, recomputed, blocks = Timeline(), Timeline(), list(make_network_on_meta(one).blocks())
         memory = count_memory(one, shape, timeline=plain)
         if blocks:

@@ -134,8 +134,7 @@ def with_choice(options: Sequence[Option], choice: Option) -> list[Option]:
     others = [
         option
         for option in options
-        if option.switches != choice.switches
-        and not (option.peak >= choice.peak and option.seconds >= choice.seconds)
+        if option.switches != choice.switches and not (option.peak >= choice.peak and option.seconds >= choice.seconds)
     ]
     return sorted([*others, choice], key=lambda option: (option.seconds, option.peak))
 
@@ -162,7 +161,7 @@ def print_front(options: Sequence[Option], choice: Option | None, config: PlanCo
     for option in shown_rows(options, choice):
         mark = "chosen" if option is choice else ""
         line = choose_line(option, {})
-        print(f"{mark:52s}{option.peak / MIB:10.1f}{option.seconds:10.3f}  {line}")
+        print(f"{mark:52s}{option.peak / MIB:10.1f}{option.seconds:10.3f}  {line}", flush=True)
     if config.output is not None:
         path = Path(config.output).with_suffix(".png")
         fit_gib = (config.fit_gib or 0) / (1 + MARGIN)

@@ -164,6 +164,7 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
     numbers = read_calibration(path, len(SampleCost._fields))
     if numbers is not None:
         return SampleCost(int(numbers[0]), numbers[1])
+    say(f"plan: measuring the samples of {'training' if is_training else 'validation'}; kept for later plans")
     # Loads Lightning, which takes seconds; a known cost does without it.
     from medseg.planning import samples
 

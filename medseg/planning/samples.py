@@ -69,10 +69,7 @@ def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: boo
 
 def _smaller(config: PlanConfig, shape: Shape) -> Shape:
     """Size of the warm-up, which does not exceed the samples."""
-    lengths = [
-        min(length, WARM_UP_LENGTH + 2 * margin)
-        for length, margin in zip(shape, _margins(config), strict=True)
-    ]
+    lengths = [min(length, WARM_UP_LENGTH + 2 * margin) for length, margin in zip(shape, _margins(config), strict=True)]
     return lengths[0], lengths[1], lengths[2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from medseg.memory import kernels
+from medseg.memory import calibration, kernels
 from medseg.memory.kernels import KernelCosts, continued, parts_of
 from medseg.memory.tracker import Call, Operand
 
@@ -164,3 +165,57 @@ def test_operations_are_timed_in_rounds_of_which_the_median_counts(tmp_path: Pat
     timed.clear()
     measured(tmp_path / "long", small=convolution(12))
     assert len(timed) == kernels.LEAST_ROUNDS
+
+
+def test_what_a_library_keeps_after_the_first_run_of_an_operation_is_its_own(tmp_path: Path) -> None:
+    """The kernel keeps 5 MiB for each new size, as oneDNN keeps the code that it makes."""
+    kept: dict[int, torch.Tensor] = {}
+
+    class Kernel:
+        _schema = SimpleNamespace(is_mutable=False)
+
+        def __call__(self, image: torch.Tensor) -> torch.Tensor:
+            kept.setdefault(image.numel(), torch.ones(5 * 2**20, dtype=torch.uint8))
+            return torch.ones(2**20)
+
+    calls = {f"{size}": Call(Kernel(), (operand(size),), {}) for size in (8, 16)}
+    costs = measured(tmp_path, **calls)
+    if not kernels.used_bytes():
+        pytest.skip("the C library does not tell")
+    assert [costs[key].lasting for key in calls] == pytest.approx([5 * 2**20] * 2, rel=0.02)
+
+
+def test_each_operation_runs_once_a_round_so_that_others_lie_between(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Kernel:
+        _schema = SimpleNamespace(is_mutable=False)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self) -> torch.Tensor:
+            order.append(self.name)
+            return torch.zeros(1)
+
+    costs = KernelCosts(tmp_path, CPU)
+    costs._durations({name: Call(Kernel(name), (), {}) for name in "abc"})
+    assert order == list("abc") * kernels.MOST_ROUNDS
+
+
+def test_measured_costs_expire_and_those_of_a_loaded_machine_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "present_load", lambda: 0.0)
+    monkeypatch.setattr(kernels.LoadMeter, "__exit__", lambda meter, *_: setattr(meter, "load", load))
+    load = 0.0
+    first = measured(tmp_path, small=convolution(12))
+    assert KernelCosts(tmp_path, CPU).costs == first.costs
+    load = 0.9
+    measured(tmp_path, loaded=convolution(8))
+    assert set(KernelCosts(tmp_path, CPU).costs) == {"small"}
+    monkeypatch.setattr(kernels, "present_load", lambda: 0.9)
+    assert set(KernelCosts(tmp_path, CPU).costs) == {"small", "loaded"}, "no better one can be made now"
+    now_s = time.time()
+    monkeypatch.setattr(calibration.time, "time", lambda: now_s + calibration.MAX_AGE_S + 1)
+    assert not KernelCosts(tmp_path, CPU).costs

@@ -64,3 +64,39 @@ def test_the_peak_is_that_of_the_process_alone() -> None:
     code = "from medseg.memory.profile import peak_resident_bytes; print(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
     assert int(done.stdout) < block.nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_forked_processes_take_what_they_write_and_old_copies_of_what_their_parent_writes() -> None:
+    """Of 64 MiB that two children share, each writes 8 and the parent rewrites 32, whose old pages the children share."""
+    script = """
+import mmap, os, sys
+from medseg.memory.profile import bytes_beside, private_bytes
+MIB = 2**20
+shared = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+shared.madvise(mmap.MADV_NOHUGEPAGE)
+shared[:] = b"1" * len(shared)
+ready, release = os.pipe(), os.pipe()
+children = []
+for _ in range(2):
+    pid = os.fork()
+    if not pid:
+        os.close(release[1])
+        shared[-8 * MIB:] = b"2" * (8 * MIB)
+        os.write(ready[1], b"1")
+        os.read(release[0], 1)
+        os._exit(0)
+    children.append(pid)
+for _ in children:
+    os.read(ready[0], 1)
+before = bytes_beside(os.getpid(), children)
+shared[: 32 * MIB] = b"3" * (32 * MIB)
+after = bytes_beside(os.getpid(), children)
+print(before / MIB, (after - before) / MIB, sum(map(private_bytes, children)) / MIB)
+os.close(release[1])
+"""
+    output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    own_mib, copies_mib, private_mib = map(float, output.split())
+    assert own_mib == pytest.approx(16, abs=6)
+    assert copies_mib == pytest.approx(32, abs=1)
+    assert private_mib == pytest.approx(16, abs=6), "pages that both children hold are private to neither"

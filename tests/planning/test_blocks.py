@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from medseg.memory.tracker import Timeline
 from medseg.models.adapter import build_on_meta
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
-from medseg.planning.blocks import StepModel
+from medseg.planning.blocks import StepModel, without_output
 from tests.memory import test_networks
 
 REGION = torch.zeros(1, dtype=torch.int64)
@@ -96,3 +98,30 @@ def test_the_solver_finds_the_optimum_of_all_sets(accumulate: int, tmp_path: Pat
         assert model.peak(found) <= budget
         assert model.duration(found) == pytest.approx(min(s for p, s in zip(peaks, seconds, strict=True) if p <= budget))
     assert model.fastest(least - 1) is None
+
+
+def test_what_the_solver_prints_is_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """HiGHS writes to the file descriptor, at once or when the C library flushes its buffer."""
+    from scipy import optimize
+
+    def loud(*arguments: Any, solve: Any = optimize.milp, **options: Any) -> Any:
+        os.write(1, b"debug 1\n")
+        ctypes.CDLL(None).printf(b"debug 2\n")
+        return solve(*arguments, **options)
+
+    monkeypatch.setattr(optimize, "milp", loud)
+    model = make_model("unet", tmp_path)
+    print("before")
+    assert model.fastest(model.peak()) == []
+    print("after", flush=True)
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_an_error_gives_the_output_back(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="wrong"), without_output():
+        raise ValueError("wrong")
+    print("after", flush=True)
+    assert capfd.readouterr().out == "after\n"

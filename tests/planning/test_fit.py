@@ -1,4 +1,4 @@
-"""Room that the chosen switches leave: the largest batch and patch by two counted steps."""
+"""Rows of the printed front, and the room that the chosen switches leave: the largest batch and patch by two counted steps."""
 
 from __future__ import annotations
 
@@ -111,3 +111,31 @@ def test_a_run_with_the_chosen_switches_finds_its_plan(
         composed = hydra.compose("train", [*SMALL, *choose_line(option, {}).split(), "run_dir=x"])
     plan = compare_with_plan(to_config(composed, TrainConfig), {"peak_resident_mib": 800.0, "seconds_per_step": 3.0})
     assert {name: row["ratio"] for name, row in plan.items()} == {"peak_resident_mib": 1.0, "seconds_per_step": 0.5}
+
+
+def option(peak_mib: int, seconds: float, blocks: list[str]) -> Option:
+    return Option({"memory.checkpointing": blocks}, peak_mib * 2**20, seconds)
+
+
+FRONT = [option(1000, 1.0, []), option(980, 1.1, ["a"]), option(700, 1.5, ["a", "b"]), option(690, 1.6, ["c"])]
+
+
+def test_the_choice_is_a_marked_row_of_the_front(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its peak is the counted one, also where the model's row says a little more."""
+    choice = option(975, 1.1, ["a"])
+    rows = fit.with_choice(FRONT, choice)
+    assert rows == [FRONT[0], choice, *FRONT[2:]]
+    fit.print_front(rows, choice, compose())
+    (marked,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("chosen"))
+    assert "975.0" in marked
+    assert "memory.checkpointing=[a]" in marked
+
+
+def test_a_choice_between_two_rows_of_the_front_replaces_those_that_it_beats() -> None:
+    choice = option(690, 1.2, ["d"])
+    assert fit.with_choice(FRONT, choice) == [*FRONT[:2], choice]
+
+
+def test_the_front_is_thinned_out_but_for_its_ends_and_the_choice() -> None:
+    assert fit.shown_rows(FRONT, None) == [FRONT[0], FRONT[2], FRONT[3]]
+    assert fit.shown_rows(FRONT, FRONT[1]) == FRONT
