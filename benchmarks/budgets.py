@@ -1,21 +1,24 @@
 """Budget benchmark: compares the switches that `plan fit_gib=…` chooses with the fastest possible ones, predicted and measured.
 
-    python -m benchmarks.budgets output=<folder> [budgets=20]
+    python -m benchmarks.budgets output=<folder> [budgets=20] [sets=64]
 
-A network of six blocks is small enough to try every set of switches that gives the same result: channels-last or not, with each
-subset of recomputed blocks. Every set takes steps in rounds, in a new order in each round, with its allocations counted
-(`allocations.c`, preloaded). Its time in a round is divided by the median of the round, so that a temporary slowdown of the
-processor does not change the ranking. For each budget the chosen set is compared with the set that `plan` predicts to be the
-fastest of all that fit (brute force). The measured seconds of the chosen set are compared with those of the fastest set whose
-measured peak fits. In both comparisons a set fits if its peak plus the margin of `plan` is within the budget. The smallest of
-many noisy times is too optimistic: the sets that might be the fastest for a budget are measured again, and only the second
-measurement counts. Then `train` runs with each chosen set, in a process that is killed when its resident memory exceeds the
-budget. Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all sets in `sets.csv`.
+A network of many equal blocks, whose step takes more than three times as much memory without recomputation as with all of it.
+A set of switches is channels-last or not, with any subset of the blocks recomputed. Of these sets, which are too many to
+measure, a random sample is compared: as many recomputed blocks as not, in all numbers. To it come, for each budget, the chosen
+set and its rivals, the sets of a larger sample that are predicted to be nearly as fast.
+
+Every set takes steps in rounds, in a new order in each round, with its allocations counted (`allocations.c`, preloaded). Its
+time in a round is divided by the median of the round, so that a temporary slowdown of the processor does not change the
+ranking. For each budget the chosen set is compared with the set of the larger sample that `plan` predicts to be the fastest of
+all that fit, and its measured seconds with those of the fastest set whose measured peak fits. In both comparisons a set fits
+if its peak plus the margin of `plan` is within the budget. The smallest of many noisy times is too optimistic: the sets that
+might be the fastest for a budget are measured again, and only the second measurement counts. Then `train` runs with each
+chosen set, in a process that is killed when its resident memory exceeds the budget. Seconds are processor time on one thread.
+Writes `budgets.csv`, `budgets.md` and all measured sets in `sets.csv`.
 """
 
 import ctypes
 import gc
-import itertools
 import math
 import os
 import random
@@ -48,14 +51,17 @@ from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, write_csv
 
 SETTINGS = [
-    "stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0", "stage.patch_size=[112,96,128]", "model=unet", "model.depth=1",
-    "model.blocks_per_level=[1,1]", "memory.precision=bf16", "trainer.threads=1", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none",
+    "stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0", "stage.patch_size=[96,96,96]",
+    "inference.tile_size=[48,48,48]", "model=unet", "model.depth=1", "model.blocks_per_level=[14,1]",
+    "trainer.threads=1", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none",
     "data.phantoms.num_train=2", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
 ]  # fmt: skip
 TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS, FINAL_ROUNDS = 2, 12
 STEPS, TAKEN = 5, 3  # steps that count: in those before, the heap still takes its shape
 NEARLY_BEST = 1.1
+# Sets whose peaks and seconds are predicted, and how many of them are measured as rivals of a choice.
+NUM_PREDICTED, NUM_RIVALS = 2000, 3
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
     "best_s": "best measured set that fits", "ratio": "measured / best", "does_fit": "its measured step fits",
@@ -77,7 +83,7 @@ class Measured(NamedTuple):
 
 def main() -> None:
     """Enumerate, measure, choose, train and write the table."""
-    output, given = given_arguments(["budgets"])
+    output, given = given_arguments(["budgets", "sets"])
     begin_anew(LD_PRELOAD=str(allocation_counter(output)))
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
     torch.set_num_threads(1)
@@ -86,33 +92,39 @@ def main() -> None:
     config = replace(config, validation_shape=validated_shape(config))
     shape, machine = input_shape(config), Machine(config)
     found = make_candidates(config, shape, machine)
-    sets = [
-        (one, one.option(blocks))
-        for one in found
-        for count in range(len(one.model.blocks) + 1)
-        for blocks in itertools.combinations(one.model.blocks, count)
-    ]
-    # The counter sees all of each workspace, written or not.
-    machine.costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()}
-    unwritten = {}
-    for one, same in zip(found, make_candidates(config, shape, machine), strict=True):
-        counted, own = same.model, one.model
-        for option in (option for candidate, option in sets if candidate is one):
-            blocks = blocks_of(option, own.blocks)
-            unwritten[line_of((one, option))] = counted.peak(blocks) - own.peak(blocks)
-    num_blocks = len(found[0].model.blocks)
-    print(f"{len(sets)} sets: {len(found)} without recomputation, each with every subset of {num_blocks} blocks", flush=True)
+    sets = sample_sets(found, NUM_PREDICTED)
     peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))
-    budgets = [peaks[max(0, (index + 1) * len(peaks) // number - 1)] for index in range(number)]
+    # Budgets from the smallest to the largest peak, at equal distances.
+    budgets = [round(peaks[0] + index * (peaks[-1] - peaks[0]) / (number - 1)) for index in range(number)]
     choices = [fastest_option(found, budget, math.inf) for budget in budgets]
-    measured = measure(sets, shape, ROUNDS, unwritten)
-    write_csv(output / "sets.csv", [describe(*one, measured) for one in sets])
+    compared = {line_of(choice): choice for choice in choices if choice is not None}
+    for budget in budgets:
+        fitting = [one for one in sets if one[1].peak <= budget]
+        rivals = sorted(fitting, key=lambda one: one[1].seconds)[:NUM_RIVALS]
+        compared |= {line_of(one): one for one in rivals}
+    compared |= {line_of(one): one for one in sets[: int(given.get("sets", 64))]}
+    steps = sorted(one.model.peak(blocks_of(option, one.model.blocks)) for one, option in sets)
+    print(
+        f"{len(sets)} sets predicted, {len(compared)} measured; peaks of their steps "
+        f"{steps[0] / 2**20:.1f} to {steps[-1] / 2**20:.1f} MiB, a factor of {steps[-1] / steps[0]:.2f}",
+        flush=True,
+    )
+    # The counter sees all of each workspace, written or not.
+    machine.costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()}
+    whole = dict(zip(map(id, found), make_candidates(config, shape, machine), strict=True))
+    unwritten = {}
+    for line, (candidate, option) in compared.items():
+        blocks = blocks_of(option, candidate.model.blocks)
+        unwritten[line] = whole[id(candidate)].model.peak(blocks) - candidate.model.peak(blocks)
+    compared_sets = list(compared.values())
+    measured = measure(compared_sets, shape, ROUNDS, unwritten)
+    write_csv(output / "sets.csv", [describe(*one, measured) for one in compared_sets])
     finalists = {line_of(choice) for choice in choices if choice is not None}
     for budget in budgets:
-        fitting = {line_of(one): measured[line_of(one)].seconds for one in sets if does_fit(one, budget, measured)}
+        fitting = {line_of(one): measured[line_of(one)].seconds for one in compared_sets if does_fit(one, budget, measured)}
         finalists |= {line for line, seconds in fitting.items() if seconds <= NEARLY_BEST * min(fitting.values())}
-    final = [one for one in sets if line_of(one) in finalists]
+    final = [one for one in compared_sets if line_of(one) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
     rows: list[dict[str, Any]] = []
@@ -132,7 +144,22 @@ def main() -> None:
             compare(best, budget, sets, final, final_measured) | {"resident_mib": peak / 2**20, "is_under": peak <= limit}
         )
         print(" ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in rows[-1].values()), flush=True)
-    write(rows, sets, measured, output)
+    write(rows, compared_sets, measured, output)
+
+
+def sample_sets(candidates: Sequence[Candidate], number: int) -> list[tuple[Candidate, Option]]:
+    """Draw different sets: of each candidate none and all blocks, then as many sets of each number of blocks."""
+    rng = random.Random(0)
+    drawn: dict[tuple[int, tuple[str, ...]], None] = {}
+    for index, candidate in enumerate(candidates):
+        drawn[index, ()] = None
+        drawn[index, tuple(candidate.model.blocks)] = None
+    while len(drawn) < min(number, sum(2 ** len(one.model.blocks) for one in candidates)):
+        index = rng.randrange(len(candidates))
+        blocks = candidates[index].model.blocks
+        chosen = set(rng.sample(blocks, rng.randrange(len(blocks) + 1)))
+        drawn[index, tuple(block for block in blocks if block in chosen)] = None
+    return [(candidates[index], candidates[index].option(blocks)) for index, blocks in drawn]
 
 
 def measure(
@@ -215,18 +242,19 @@ def compare(
     Args:
         chosen: The choice.
         budget: Bytes.
-        sets: All sets.
+        sets: All predicted sets; none that fits may be faster than the choice.
         final: Sets that might be the fastest by measurement.
         measured: Second measurements of these sets.
     """
     option = chosen[1]
     best = min((one.seconds, one.peak) for _, one in sets if one.peak <= budget)
+    is_optimum = (round(option.seconds, 9), option.peak) <= (round(best[0], 9), best[1])
     own = measured[line_of(chosen)].seconds
     best_s = min((measured[line_of(one)].seconds for one in final if does_fit(one, budget, measured)), default=math.nan)
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
         "chosen": choose_line(option, {}),
-        "is_optimum": (round(option.seconds, 9), option.peak) == (round(best[0], 9), best[1]),
+        "is_optimum": is_optimum,
         "predicted_s": predicted_seconds(*chosen),
         "measured_s": own,
         "best_s": best_s,

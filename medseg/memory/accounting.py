@@ -25,6 +25,12 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
 aten = torch.ops.aten
+# Position of the weight among the arguments of a norm.
+NORM_WEIGHTS = {
+    aten.native_batch_norm.default: 1,
+    aten.native_group_norm.default: 1,
+    aten.native_layer_norm.default: 2,
+}
 # Functions of features that CUDA's autocast computes in fp32 and that of the CPU in half precision.
 FP32_ON_CUDA = (F.group_norm, F.layer_norm, F.softmax, torch.softmax, Tensor.softmax)
 
@@ -356,8 +362,8 @@ def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     With half-precision features and fp32 weights the kernels keep the statistics in fp32 and return a half-precision gradient; torch
     2.13's fake kernels do the opposite.
     """
-    if func in (aten.native_batch_norm.default, aten.native_group_norm.default):
-        features, weight = args[0], args[1]
+    if func in NORM_WEIGHTS:
+        features, weight = args[0], args[NORM_WEIGHTS[func]]
         if weight is not None and weight.dtype != features.dtype:
             out, *statistics = result
             return (out, *(values.to(weight.dtype) for values in statistics))

@@ -14,6 +14,7 @@ ALLOWED = {
     "data/cache.py": "a temporary folder, whose files reach the disk before it gets its name",
     "memory/profile.py": "a request to the kernel, in /proc",
     "planning/process.py": "the log of a tiny training, in a temporary folder",
+    "planning/rehearsal.py": "the numbers of a tiny training, in a temporary folder",
     "planning/samples.py": "a synthetic case, in a temporary folder",
     "runs/ranks.py": "lines appended to a log",
 }
