@@ -202,8 +202,9 @@ def without_output() -> Iterator[None]:
     except OSError:  # the process has no standard output
         yield
         return
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
     try:
         yield
     finally:
