@@ -98,12 +98,14 @@ def test_a_run_to_resume_is_planned_as_it_is(tmp_path: Path) -> None:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements in a folder of their own, and processes of known sizes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "measurements"))
-    monkeypatch.setattr(estimate, "process_cost", lambda _, **__: ProcessCost(500 * 2**20, 50 * 2**20, 0.02))
+    monkeypatch.setattr(estimate, "process_cost", lambda _, **__: ProcessCost(500 * 2**20, 50 * 2**20, 20 * 2**20, 0.02))
     monkeypatch.setattr(estimate, "sample_cost", lambda *_, **__: SampleCost(10 * 2**20, 0.5))
 
 
 @pytest.mark.usefixtures("machine")
-def test_measured_kernels_give_the_peaks_and_the_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_kernels_give_the_peaks_and_the_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "plan.json"
     arguments = [*SMALL, "measure=true", "shape=[16,24,32]", "trainer.threads=1", f"output='{output}'"]
     assert plan_app.plan(compose(*arguments, "data.num_workers=0")) == 0
@@ -118,10 +120,16 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(tmp_path: Path, capsys:
     helped = json.loads(output.read_text())
     assert helped["seconds_per_step"] == pytest.approx(max(0.25, helped["compute_seconds"]), rel=0.3)
     batch_mib = (helped["input"] + helped["target"]) / 2**20
-    # Two workers of 50 MiB, each with a sample and two batches.
-    assert helped["resident_mib"]["training step"] == pytest.approx(
-        alone["resident_mib"]["training step"] + 2 * 60 + 4 * batch_mib, abs=0.1
-    )
+    # Two workers of 50 MiB, each with a sample and two batches. Together they hold 20 MiB of old pages and the weights that
+    # they were forked with.
+    loader_mib = 2 * 60 + 4 * batch_mib + 20 + helped["parameters"] / 2**20
+    assert helped["resident_mib"]["training step"] == pytest.approx(alone["resident_mib"]["training step"] + loader_mib, abs=0.1)
+    kept = estimate.Machine.lasting
+    monkeypatch.setattr(estimate.Machine, "lasting", lambda *given: kept(*given) + 7 * 2**20)
+    assert plan_app.plan(compose(*arguments, "data.num_workers=2")) == 0
+    larger = json.loads(output.read_text())["resident_mib"]
+    for phase, size_mib in helped["resident_mib"].items():
+        assert larger[phase] == pytest.approx(size_mib + 7, abs=0.1), phase
 
 
 @pytest.mark.parametrize(
