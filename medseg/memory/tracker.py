@@ -12,6 +12,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from medseg.memory.heap import MAPPED_BYTES
 from medseg.memory.switches import is_copying_to_host
 
 HOST = "host"  # kind of offloaded tensors: counted by owner, but not part of the device's total
@@ -61,6 +62,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _small_bytes(num_bytes: int) -> int:
+    """Bytes of a storage that comes from the heap; 0 for one that is mapped by itself."""
+    return num_bytes if num_bytes < MAPPED_BYTES else 0
+
+
 def _is_composite(func: Any) -> bool:
     """Whether an operation's only kernel calls other operations. Decompositions in Python, which torch also has, are made for compilers."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd)
@@ -74,11 +80,13 @@ class Segment:
         owner: Phase of the step, and part of the network.
         start_bytes: Live bytes before the first of them.
         calls: Of each: live bytes after it, bytes of its workspace that are known without measuring it, and its key in `Timeline.calls`.
+        small: Of each call: bytes after it of storages that are too small to be mapped, see `medseg.memory.heap`.
     """
 
     owner: Owner
     start_bytes: int
     calls: list[tuple[int, int, str]] = field(default_factory=list)
+    small: list[int] = field(default_factory=list)
 
 
 class Held(NamedTuple):
@@ -147,6 +155,7 @@ class MemoryTracker(TorchDispatchMode):
         self._takers: defaultdict[int, set[str]] = defaultdict(set)
         self._entries: dict[int, tuple[weakref.ref[Any], Owner, int]] = {}
         self._total = 0
+        self._small = 0  # of which in storages that are too small to be mapped
         self.restart_peak()
 
     @classmethod
@@ -174,6 +183,7 @@ class MemoryTracker(TorchDispatchMode):
         taken = self._workspace(func, args, result) if self._workspace is not None else 0
         if records:
             segment.calls.append((self._total, taken, key))
+            segment.small.append(self._small)
         if self._total + taken > self.peak_bytes:
             self.restart_peak()
             self.peak_bytes += taken
@@ -247,6 +257,7 @@ class MemoryTracker(TorchDispatchMode):
             self._entries[key] = (reference, owner, num_bytes)
             self.live[owner] += num_bytes - num_bytes_before
             self._total += (num_bytes - num_bytes_before) * (owner.kind != HOST)
+            self._small += _small_bytes(num_bytes) - _small_bytes(num_bytes_before)
 
     def _forget(self, key: int) -> None:
         _, owner, num_bytes = self._entries.pop(key)
@@ -254,3 +265,4 @@ class MemoryTracker(TorchDispatchMode):
         self._takers.pop(key, None)
         self.live[owner] -= num_bytes
         self._total -= num_bytes * (owner.kind != HOST)
+        self._small -= _small_bytes(num_bytes)

@@ -13,7 +13,8 @@ from medseg.config.schema import PlanConfig
 from medseg.config.targets import TARGET
 from medseg.io.machine import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
-from medseg.memory.heap import maps_large_blocks
+from medseg.memory.heap import KEPT_BYTES as HEAP_BYTES
+from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
@@ -95,7 +96,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         allocated: Peak bytes of torch's allocator.
-        resident: The resident ones among them.
+        resident: The resident ones among them, with free memory that the heap keeps.
         keys: Its operations.
     """
 
@@ -141,7 +142,8 @@ class Machine:
             beside, timeline = count_evaluation(config, shape)
             self.measure(timeline)
             allocated, resident = peaks(timeline, self.costs)
-            self._evaluations[key] = Evaluation(beside + allocated, beside + resident, used_keys(timeline))
+            kept = kept_bytes(timeline, self.costs)
+            self._evaluations[key] = Evaluation(beside + allocated, beside + resident + kept, used_keys(timeline))
         return self._evaluations[key]
 
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
@@ -179,6 +181,25 @@ def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
         for is_resident in (False, True)
     )
     return allocated, resident
+
+
+def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
+    """Bytes by which free memory in the heap raises the resident peak of a timeline.
+
+    Small blocks come from the heap, and their pages stay when they are freed, up to a bound: at the peak the heap is as
+    large as it was at any time before, also in the step before.
+    """
+    if not maps_large_blocks():
+        return 0
+    points: list[tuple[int, int]] = []  # bytes with the written part of a workspace, and those of them in the heap
+    for segment in timeline.segments:
+        for (after, known, key), small in zip(segment.calls, segment.small, strict=True):
+            written = max(known, costs[key].written)
+            in_heap = small + written * (written < MAPPED_BYTES)
+            points.append((after + written, in_heap))
+    heap = max((in_heap for _, in_heap in points), default=0)
+    with_heap = max((total - in_heap + min(heap, in_heap + HEAP_BYTES) for total, in_heap in points), default=0)
+    return with_heap - max((total for total, _ in points), default=0)
 
 
 def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> float:
@@ -226,7 +247,8 @@ def estimate_beside(
         others = process.main + libraries + loader_bytes(config, workers, process, sample, memory)
         resident = {
             STEP: others + maps_large_blocks() * round(min(KEPT_BYTES, KEPT_PART * memory.peak)),
-            VALIDATION: others + shared + evaluation.resident + lasting + validation.num_bytes,
+            # The sample is made before the network runs, which holds its image and its reference.
+            VALIDATION: others + shared + lasting + max(evaluation.resident, memory.parameters + validation.num_bytes),
             CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
         }
         if not workers:
