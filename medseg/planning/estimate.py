@@ -247,8 +247,11 @@ def estimate_beside(
         others = process.main + libraries + loader_bytes(config, workers, process, sample, memory)
         resident = {
             STEP: others + maps_large_blocks() * round(min(KEPT_BYTES, KEPT_PART * memory.peak)),
-            # The sample is made before the network runs, which holds its image and its reference.
-            VALIDATION: others + shared + lasting + max(evaluation.resident, memory.parameters + validation.num_bytes),
+            # The sample is made before the network runs, which holds its image and its reference; a picture comes after.
+            VALIDATION: others
+            + shared
+            + lasting
+            + max(evaluation.resident, memory.parameters + max(validation.num_bytes, process.pictures)),
             CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
         }
         if not workers:

@@ -44,13 +44,15 @@ class ProcessCost(NamedTuple):
     """Cost of a run without its tensors.
 
     Attributes:
-        main: Resident bytes of the training process and its helpers: interpreter, libraries, a picture.
+        main: Resident bytes of the training process and its helpers: interpreter and libraries.
+        pictures: Further ones while it draws a validation or saves, when no network runs.
         worker: Bytes that a loader worker writes itself.
         copies: Bytes that all workers hold together: pages that the training process has written since they were forked.
         seconds: Processor time of a step beside its operations.
     """
 
     main: int
+    pictures: int
     worker: int
     copies: int
     seconds: float
@@ -88,7 +90,7 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
     path = folder / f"process {processor_name()} {versions}{kind}.json".replace("/", "_")
     numbers = read_calibration(path, len(ProcessCost._fields))
     if numbers is not None:
-        return ProcessCost(*map(int, numbers[:3]), numbers[3])
+        return ProcessCost(*map(int, numbers[:-1]), numbers[-1])
     say("plan: measuring a run without its tensors by tiny trainings, about a minute; kept for later plans")
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name, LoadMeter() as meter:
         arguments = [*REHEARSAL, *(SMALL_MONAI if has_monai else SMALL_UNET)]
@@ -112,7 +114,7 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
 
 def agree(first: ProcessCost, second: ProcessCost) -> bool:
     """Whether two calibrations are equal within their bounds; memory is compared as the sum of a run with one worker."""
-    memory = [cost.main + cost.worker + cost.copies for cost in (first, second)]
+    memory = [sum(cost[:-1]) for cost in (first, second)]
     seconds = [first.seconds, second.seconds]
     is_same_memory = max(memory) - min(memory) <= MEMORY_BOUND * max(memory)
     return is_same_memory and max(seconds) - min(seconds) <= SECONDS_BOUND * max(seconds)
@@ -120,8 +122,8 @@ def agree(first: ProcessCost, second: ProcessCost) -> bool:
 
 def joined(first: ProcessCost, second: ProcessCost) -> ProcessCost:
     """Mean bytes of two calibrations, and the smaller duration: other programs only lengthen one."""
-    main, worker, copies = ((one + other) // 2 for one, other in zip(first[:3], second[:3], strict=True))
-    return ProcessCost(main, worker, copies, min(first.seconds, second.seconds))
+    sizes = [(one + other) // 2 for one, other in zip(first[:-1], second[:-1], strict=True)]
+    return ProcessCost(*sizes, min(first.seconds, second.seconds))
 
 
 def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
@@ -137,7 +139,7 @@ def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
         raise UserError(f"plan: the training that measures the memory of a process failed ({last}); give measure=false")
     numbers = json.loads(result.read_text(encoding="utf-8"))
     main = numbers["main"] + numbers["helpers"]
-    return ProcessCost(main, numbers["worker"], numbers["copies"], numbers["seconds"])
+    return ProcessCost(main, numbers["pictures"], numbers["worker"], numbers["copies"], numbers["seconds"])
 
 
 def _is_installed(name: str) -> bool:

@@ -13,14 +13,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import psutil
+from torch import nn
 
-from medseg.memory.profile import bytes_beside, peak_resident_bytes, private_bytes
+from medseg.memory.profile import bytes_beside, peak_resident_bytes, private_bytes, resident_bytes
 
 
 class RehearsalWatch(pl.Callback):
     """Write what a training takes beside its tensors and operations, as JSON.
 
-    The file has `main` and `helpers` (bytes of the training process and of other processes but its loader workers), `worker`
+    The file has `main` and `helpers` (bytes of the training process when it evaluates a case, and of other processes but its
+    loader workers), `pictures` (bytes that it takes beyond that when it draws a validation or saves), `worker`
     (bytes that a loader worker does not share, mean), `copies` (bytes that the workers hold together, see `bytes_beside`) and
     `seconds` (processor time of a step without network, loss and optimiser, median).
 
@@ -30,7 +32,7 @@ class RehearsalWatch(pl.Callback):
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.helpers = self.worker = self.copies = 0
+        self.main = self.helpers = self.worker = self.copies = 0
         self.steps_s: list[float] = []
         self.computed_s = 0.0  # of the present step
         self.start_s = 0.0
@@ -38,7 +40,7 @@ class RehearsalWatch(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Time the network and the optimiser from within."""
-        pl_module.network.register_forward_pre_hook(self._start_computing)  # type: ignore[union-attr]
+        pl_module.network.register_forward_pre_hook(self._start_network)  # type: ignore[union-attr]
         for optimizer in trainer.optimizers:
             optimizer.register_step_pre_hook(self._start_computing)
             optimizer.register_step_post_hook(self._stop_computing)
@@ -65,13 +67,19 @@ class RehearsalWatch(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the file."""
         numbers = {
-            "main": peak_resident_bytes(),
+            "main": self.main,
             "helpers": self.helpers,
+            "pictures": max(0, peak_resident_bytes() - self.main),
             "worker": self.worker,
             "copies": self.copies,
             "seconds": statistics.median(self.steps_s),
         }
         self.path.write_text(json.dumps(numbers), encoding="utf-8")
+
+    def _start_network(self, network: nn.Module, *_: Any) -> None:
+        if not network.training:
+            self.main = max(self.main, resident_bytes())
+        self._start_computing()
 
     def _start_computing(self, *_: Any) -> None:
         self.start_s = time.process_time()

@@ -98,7 +98,7 @@ def test_a_run_to_resume_is_planned_as_it_is(tmp_path: Path) -> None:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements in a folder of their own, and processes of known sizes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "measurements"))
-    monkeypatch.setattr(estimate, "process_cost", lambda _, **__: ProcessCost(500 * 2**20, 50 * 2**20, 20 * 2**20, 0.02))
+    monkeypatch.setattr(estimate, "process_cost", lambda _, **__: ProcessCost(500 * 2**20, 0, 50 * 2**20, 20 * 2**20, 0.02))
     monkeypatch.setattr(estimate, "sample_cost", lambda *_, **__: SampleCost(10 * 2**20, 0.5))
 
 

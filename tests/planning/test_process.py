@@ -53,7 +53,7 @@ def test_samples_of_a_stage_are_made_and_measured_once(
 
 
 def cost(main_mib: int, worker_mib: int, seconds: float) -> ProcessCost:
-    return ProcessCost(main_mib * MIB, worker_mib * MIB, 20 * MIB, seconds)
+    return ProcessCost(main_mib * MIB, 10 * MIB, worker_mib * MIB, 20 * MIB, seconds)
 
 
 QUIET = [cost(600, 60, 0.09), cost(480, 15, 0.03), cost(482, 15, 0.032)]
