@@ -142,10 +142,10 @@ class KernelCosts:
         """Read the costs that still count, see `medseg.memory.calibration`."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            for key, (*bytes_of, seconds, load, time_s) in content.items():
+            for key, (workspace, written, kept, seconds, load, time_s) in content.items():
                 circumstances = Circumstances(float(load), float(time_s))
                 if circumstances.is_valid(present_load):
-                    self.costs[key] = Cost(*map(int, bytes_of), float(seconds))
+                    self.costs[key] = Cost(int(workspace), int(written), int(kept), float(seconds))
                     self._circumstances[key] = circumstances
         except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
             self.costs, self._circumstances = {}, {}

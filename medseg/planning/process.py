@@ -90,7 +90,8 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
     path = folder / f"process {processor_name()} {versions}{kind}.json".replace("/", "_")
     numbers = read_calibration(path, len(ProcessCost._fields))
     if numbers is not None:
-        return ProcessCost(*map(int, numbers[:-1]), numbers[-1])
+        main, pictures, worker, copies = map(int, numbers[:-1])
+        return ProcessCost(main, pictures, worker, copies, numbers[-1])
     say("plan: measuring a run without its tensors by tiny trainings, about a minute; kept for later plans")
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name, LoadMeter() as meter:
         arguments = [*REHEARSAL, *(SMALL_MONAI if has_monai else SMALL_UNET)]
@@ -122,8 +123,9 @@ def agree(first: ProcessCost, second: ProcessCost) -> bool:
 
 def joined(first: ProcessCost, second: ProcessCost) -> ProcessCost:
     """Mean bytes of two calibrations, and the smaller duration: other programs only lengthen one."""
-    sizes = [(one + other) // 2 for one, other in zip(first[:-1], second[:-1], strict=True)]
-    return ProcessCost(*sizes, min(first.seconds, second.seconds))
+    pairs = zip(first[:-1], second[:-1], strict=True)
+    main, pictures, worker, copies = (int(one + other) // 2 for one, other in pairs)
+    return ProcessCost(main, pictures, worker, copies, min(first.seconds, second.seconds))
 
 
 def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
