@@ -18,7 +18,7 @@ from medseg.config.targets import TARGET, check_target
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line, is_out_of_memory, require
 from medseg.geometry.grid_rule import GridRule
-from medseg.inference.openvino import has_openvino, quickest_backend, use_openvino
+from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.models.adapter import build_on_meta
@@ -128,6 +128,7 @@ def load_stage(
         )
         require(not half_weights, "inference.half_weights=true works with inference.backend=torch only; leave one of them out")
         use_openvino(network, precision, trained.checkpoints[str(path)])
+        trained.backend_bytes = openvino_bytes(network)
     return trained
 
 
@@ -179,6 +180,7 @@ def load_stages(
         others=tuple(other.network for other in others),
         # Networks may differ in size: the largest decides what fits.
         bytes_per_voxel=max(trained.bytes_per_voxel for trained in (first, *others)),
+        backend_bytes=sum(trained.backend_bytes for trained in (first, *others)),
         checkpoints={name: checksum for trained in (first, *others) for name, checksum in trained.checkpoints.items()},
     )
 

@@ -141,6 +141,11 @@ class Cascade:
         return (self.coarse,) if self.fine is None else (self.coarse, self.fine)
 
     @property
+    def backend_bytes(self) -> int:
+        """Memory that the backends of all stages take with their first pass and keep."""
+        return sum(stage.backend_bytes for stage in self.stages)
+
+    @property
     def last(self) -> TrainedStage:
         """The stage that makes the final labels."""
         return self.stages[-1]

@@ -108,6 +108,7 @@ class TrainedStage:
         rule: How its input is placed on the lattice.
         others: Networks of further checkpoints of the same kind; the result is the mean of all.
         bytes_per_voxel: Memory of a network per voxel of its input, see `count_memory`; 0 before it is counted.
+        backend_bytes: Memory that the networks' backend takes with the first pass and keeps; 0 for torch.
         checkpoints: SHA-256 of each file that the networks come from, by its path.
         tile_workers: Processes that share the tiles; None = this process alone.
         resampling: Filter that brings a scan to the stage's spacing, see `medseg.preprocess.resample`.
@@ -128,6 +129,7 @@ class TrainedStage:
     least_size: tuple[int, int, int] = (1, 1, 1)
     others: tuple[nn.Module, ...] = ()
     bytes_per_voxel: float = 0.0
+    backend_bytes: int = 0
     checkpoints: dict[str, str] = field(default_factory=dict)
     tile_workers: TileWorkers | None = None
     resampling: str = ANTIALIASED

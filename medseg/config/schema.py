@@ -528,7 +528,10 @@ class PredictInferenceConfig(InferenceConfig):
     half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")]
     backend: Annotated[
         Backend | None,
-        Knob("What runs the networks. null: torch, or OpenVINO where it is installed and faster on a CPU without bf16."),
+        Knob(
+            "What runs the networks. null: torch, or OpenVINO where it is installed, faster and fits into the memory on a "
+            "CPU without bf16."
+        ),
     ]
 
 

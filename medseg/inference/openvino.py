@@ -1,6 +1,7 @@
 """OpenVINO backend: networks converted and compiled for the processor; needs the extra `medseg[openvino]`.
 
-On a processor without bf16 it takes less than half of torch's time in fp32.
+On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels where torch takes
+4.2 s, both in fp32; the whole prediction takes 8.6 instead of 9.4 s and 1.07 instead of 0.97 GB.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,11 +38,21 @@ KNOWN_PACKAGES = ("medseg", "monai", "torch")
 # Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
 # (openvinotoolkit/openvino#36980).
 LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
+# Libraries and kernels of a compiled network, measured; OpenVINO also holds its weights twice, as a
+# model and in the layout of its kernels.
+KERNELS_BYTES = 25 * 2**20
+WEIGHT_COPIES = 2
 
 
 def has_openvino() -> bool:
     """Whether the extra is installed."""
     return importlib.util.find_spec("openvino") is not None
+
+
+def openvino_bytes(network: nn.Module) -> int:
+    """Estimate what OpenVINO holds for a network from its first pass on, beside the feature maps of a pass."""
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    return KERNELS_BYTES + WEIGHT_COPIES * weights
 
 
 @cache
@@ -151,7 +163,7 @@ class _Compiled:
     def __init__(self, network: nn.Module, in_channels: int, size: Shape, precision: str, kept: Path | None = None) -> None:
         self._network, self._in_channels, self._size, self._precision, self._kept = network, in_channels, size, precision, kept
         self._model: Any = None
-        self._request: Any = None
+        self._compiled: Any = None
         self._shape: tuple[int, ...] = ()
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -160,12 +172,20 @@ class _Compiled:
         if self._model is None:
             self._model = self._load()
         if self._shape != tuple(image.shape):
-            self._request = None  # its memory, before that of the next size is taken
+            self._compiled = None  # its memory, before that of the next size is taken
             self._model.reshape(openvino.PartialShape(list(image.shape)))
             options = {"INFERENCE_PRECISION_HINT": self._precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-            self._request = core().compile_model(self._model, "CPU", options).create_infer_request()
+            self._compiled = core().compile_model(self._model, "CPU", options)
             self._shape = tuple(image.shape)
-        return torch.from_numpy(self._request.infer([image.contiguous().numpy()], share_inputs=True)[0])
+        request = self._compiled.create_infer_request()
+        logits = np.empty(list(self._compiled.output(0).shape), np.float32)
+        request.set_output_tensor(openvino.Tensor(logits, shared_memory=True))  # saves a copy
+        request.infer([image.contiguous().numpy()], share_inputs=True, share_outputs=True)
+        # OpenVINO would keep the feature maps of this pass for the next one, beside the other stage and
+        # the rest of the prediction.
+        del request
+        self._compiled.release_memory()
+        return torch.from_numpy(logits)
 
     def _load(self) -> Any:
         """Read the converted network that is kept, or convert it and keep it."""

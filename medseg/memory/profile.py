@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 
 SAMPLE_INTERVAL_S = 0.05
+# Memory limit of the container, a number of bytes or `max`.
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def resident_bytes() -> int:
@@ -33,11 +35,11 @@ def peak_resident_bytes() -> int:
 
 
 def memory_limit_bytes() -> int:
-    """Memory that this process may use: that of the machine, or less in a control group."""
+    """Memory that this process may use: that of the machine, or less in a container (control group)."""
     limit = int(psutil.virtual_memory().total)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # no such group, or "max"
-            limit = min(limit, int(Path(path).read_text(encoding="ascii")))
+            limit = min(limit, int(path.read_text(encoding="ascii")))
     return limit
 
 

@@ -38,7 +38,7 @@ from medseg.prediction.case import (
     segment_case,
     write_case,
 )
-from medseg.prediction.contract import share_memory
+from medseg.prediction.contract import MemoryShares, share_memory
 from medseg.prediction.forecast import Forecast, describe, forecast, machine_key, seconds_per_voxel
 from medseg.prediction.results import Wanted, check_kinds, result_paths
 from medseg.prediction.scans import (
@@ -191,7 +191,7 @@ def predict_scans(
         if is_batch:
             write_summary(output, cases, task)
         return cases
-    shares = share_memory(inference.get("max_ram_gib"))  # of what the loaded weights leave
+    shares = share_batch_memory(cascades, inference)
     cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
     batch = Batch(cascades, resident_bytes(), shares.array_bytes, overwrite, wanted, len(cases), on_begin, on_step, on_end)
     if said := batch.describe_cost(cases):
@@ -284,7 +284,8 @@ def load_cascades(
         torch.set_num_threads(threads)
     if is_under_torchrun() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    loading = {"backend": inference.get("backend"), **{key: inference[key] for key in ("tile_size", "half_weights")}}
+    loading = {key: inference[key] for key in ("tile_size", "half_weights")}
+    loading |= {key: inference.get(key) for key in ("backend", "max_ram_gib")}
     options = CascadeOptions(
         **{key: inference[key] for key in ("overlap", "budget_gib", "tta")}, add_parts=inference.get("add_parts", True)
     )
@@ -295,6 +296,12 @@ def load_cascades(
         )
         loaded.append(RangeCascade(cascade, result_settings(cascade, precision, inference), name, range_mm))
     return loaded
+
+
+def share_batch_memory(cascades: Sequence[RangeCascade], inference: Mapping[str, Any]) -> MemoryShares:
+    """Divide what the loaded weights leave of `max_ram_gib`, see `share_memory`."""
+    backend_bytes = sum(chosen.cascade.backend_bytes for chosen in cascades)
+    return share_memory(inference.get("max_ram_gib"), backend_bytes)
 
 
 @dataclass

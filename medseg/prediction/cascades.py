@@ -13,6 +13,7 @@ from medseg.config.schema import Accelerator
 from medseg.errors import UserError, require
 from medseg.io.read import read_grid
 from medseg.memory.precision import check_precision
+from medseg.prediction.contract import has_room_for_openvino
 from medseg.prediction.scans import Scan
 from medseg.weights.files import TILE_CHANGES, shipped_weights
 
@@ -47,6 +48,7 @@ def load_cascade(
     tile_size: tuple[int, int, int] | None = None,
     half_weights: bool = False,
     backend: str | None = None,
+    max_ram_gib: float | None = None,
     options: CascadeOptions | None = None,
     trusted: Sequence[str] = (),
 ) -> Cascade:
@@ -59,7 +61,8 @@ def load_cascade(
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
         tile_size: Tile of the fine stage in voxels (z, y, x); None = that of its checkpoint.
         half_weights: Whether the networks store their weights in half precision, where they compute in it.
-        backend: `torch` or `openvino`; None = the quicker one on a CPU without bf16, else torch.
+        backend: `torch` or `openvino`; None = on a CPU without bf16 the quicker one whose memory fits, else torch.
+        max_ram_gib: Memory of the whole process, by which a backend is chosen; None = that of the machine.
         options: Thresholds, memory budget and flips; the defaults where None.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
 
@@ -74,6 +77,9 @@ def load_cascade(
             check_precision(precision, device.type)
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
+    options = options or CascadeOptions()
+    if backend is None and not has_room_for_openvino(max_ram_gib, options.budget_gib):
+        backend = "torch"
     stages: list[TrainedStage] = []
     measured = ""
     for name, given in (("coarse", coarse), ("fine", fine)):
@@ -84,7 +90,6 @@ def load_cascade(
             stages.append(load_stages(paths, name, device, precision, trusted, half_weights, backend))
     if tile_size is not None:
         stages[-1].use_tiles(tile_size, measured)
-    options = options or CascadeOptions()
     for stage in stages:
         if stage.tile_size is not None:
             stage.plan(stage.tile_size, options)  # refuses a tile that exceeds the budget before a scan is read

@@ -1,16 +1,21 @@
-"""Memory limit of a prediction: division of `inference.max_ram_gib` between the networks and the arrays of a scan."""
+"""Memory limit of a prediction: division of `inference.max_ram_gib` between the networks and the arrays of a scan.
+
+The limit, or the memory of the machine, also decides whether OpenVINO may be chosen.
+"""
 
 import math
 from typing import NamedTuple
 
 from medseg.errors import require
-from medseg.memory.profile import resident_bytes
+from medseg.memory.profile import memory_limit_bytes, resident_bytes
 
 # Libraries that load with the first scan, and kernels that are compiled for it; measured.
 LIBRARIES_BYTES = 60 * 2**20
 # Slabs that are resampled, and components of a label, at most.
 SLABS_BYTES = 240 * 2**20
 OVERHEAD_BYTES = LIBRARIES_BYTES + SLABS_BYTES
+# What OpenVINO takes beside torch for the two included networks; measured.
+OPENVINO_BYTES = 100 * 2**20
 # Smallest rest for networks and arrays.
 LEAST_BYTES = 80 * 2**20
 NETWORK_SHARE = 0.6
@@ -30,18 +35,19 @@ class MemoryShares(NamedTuple):
     array_bytes: float = math.inf
 
 
-def share_memory(max_ram_gib: float | None) -> MemoryShares:
+def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemoryShares:
     """Divide the memory that the process does not hold yet, once its weights are loaded.
 
     Args:
         max_ram_gib: Memory of the whole process; None = no bound.
+        backend_bytes: What the backends of the networks take later, see `TrainedStage.backend_bytes`.
 
     Raises:
         UserError: If the process already holds too much.
     """
     if max_ram_gib is None:
         return MemoryShares()
-    fixed = resident_bytes() + OVERHEAD_BYTES
+    fixed = resident_bytes() + OVERHEAD_BYTES + backend_bytes
     rest = max_ram_gib * 2**30 - fixed
     require(
         rest >= LEAST_BYTES,
@@ -49,3 +55,16 @@ def share_memory(max_ram_gib: float | None) -> MemoryShares:
         f"libraries, weights and work on slabs take {fixed / 2**30:.2f} GiB; raise it to that",
     )
     return MemoryShares(NETWORK_SHARE * rest / 2**30, (1 - NETWORK_SHARE) * rest / NUM_ARRAYS)
+
+
+def has_room_for_openvino(max_ram_gib: float | None, budget_gib: float) -> bool:
+    """Whether a pass that takes all of `inference.budget_gib` fits beside OpenVINO, before the weights are loaded.
+
+    Torch takes less: it runs in slabs where a pass does not fit, and has no libraries of its own to load.
+
+    Args:
+        max_ram_gib: Memory of the whole process; None = that of the machine.
+        budget_gib: Memory of a network pass.
+    """
+    limit_bytes = memory_limit_bytes() if max_ram_gib is None else max_ram_gib * 2**30
+    return resident_bytes() + OVERHEAD_BYTES + OPENVINO_BYTES + budget_gib * 2**30 <= limit_bytes

@@ -83,7 +83,8 @@ def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: 
     threads = min(torch.get_num_threads(), MAX_THREADS)
     has_holes = not maps_large_blocks()
     heaps = has_holes * (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
-    fixed = loaded_bytes + LIBRARIES_BYTES + heaps + channels * held(SCAN * num_voxels)
+    libraries = LIBRARIES_BYTES + cascade.backend_bytes
+    fixed = loaded_bytes + libraries + heaps + channels * held(SCAN * num_voxels)
     lattice, scan_mm = grid.resampled(coarse.spacing_mm), [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
     body = _crop_shape(
         coarse, grid, [min(length * share, most) for length, share, most in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True)], None

@@ -25,9 +25,9 @@ from medseg.cascade.cascade import Cascade
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, first_line, require
 from medseg.memory.profile import resident_bytes
-from medseg.prediction.batch import Batch, BatchCase, load_cascades
+from medseg.prediction.batch import Batch, BatchCase, load_cascades, share_batch_memory
 from medseg.prediction.case import scan_grid
-from medseg.prediction.contract import OVERHEAD_BYTES, share_memory
+from medseg.prediction.contract import OVERHEAD_BYTES
 from medseg.prediction.forecast import LABEL, SCAN, forecast
 from medseg.prediction.results import Wanted
 from medseg.prediction.scans import Scan
@@ -94,7 +94,7 @@ class CaseActor:
             ) from error
         cascades = load_cascades(**loading)
         self.threads = torch.get_num_threads()
-        shares = share_memory(loading["inference"].get("max_ram_gib"))
+        shares = share_batch_memory(cascades, loading["inference"])
         cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
         self.batch = Batch(

@@ -37,7 +37,8 @@ def make(norm: str = "instance", mode: str = "mirrored") -> RegionalNetwork:
 @pytest.mark.parametrize(("norm", "mode"), [("instance", "side_input"), ("affine", "separate")])
 def test_logits_are_those_of_torch_at_every_size(norm: str, mode: str) -> None:
     network, region = make(norm, mode), torch.tensor([1])
-    images = [torch.randn(1, 1, *shape) for shape in ((16, 24, 32), (32, 16, 16), (16, 24, 32))]
+    # The second pass of a size must not write into the result of the first.
+    images = [torch.randn(1, 1, *shape) for shape in ((16, 24, 32), (32, 16, 16), (16, 24, 32), (16, 24, 32))]
     with torch.inference_mode():
         expected = [network(image, region) for image in images]
         use_openvino(network, "fp32")
@@ -72,6 +73,62 @@ def test_a_converted_network_is_kept_for_its_checkpoint_and_code(tmp_path: Path,
     assert [run("a"), run("a")] == [4.0, 4.0]  # a damaged file is made again
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
     assert run("") == 5.0
+
+
+KEPT_AFTER_A_PASS = """
+import torch
+from medseg.inference.openvino import use_openvino
+from medseg.memory.profile import release_free_memory, resident_bytes
+from medseg.models.regional import RegionalNetwork
+from medseg.models.unet import UNet
+
+torch.set_num_threads(1)
+network = RegionalNetwork(lambda channels: UNet(channels, 2, width=16, depth=1), num_regions=1, mode="mirrored").eval()
+use_openvino(network, "fp32")
+kept = []
+with torch.inference_mode():
+    for size in (16, 96):
+        network(torch.zeros(1, 1, size, size, size), torch.tensor([0]))
+        release_free_memory()
+        kept.append(resident_bytes())
+print(kept[1] - kept[0], 4 * size**3)
+"""
+
+
+@needs_openvino
+@pytest.mark.slow
+def test_feature_maps_of_a_pass_are_given_back() -> None:
+    result = subprocess.run([sys.executable, "-c", KEPT_AFTER_A_PASS], capture_output=True, check=True)
+    kept, image = map(int, result.stdout.split())
+    # The feature maps of this pass take more than forty times its image.
+    assert kept < 10 * image
+
+
+@needs_openvino
+def test_the_memory_of_a_pass_is_released_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = []
+
+    class Compiled:
+        def __init__(self, compiled: Any) -> None:
+            self.compiled = compiled
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.compiled, name)
+
+        def release_memory(self) -> None:
+            released.append(True)
+
+    class Core:
+        def compile_model(self, *arguments: Any) -> Compiled:
+            return Compiled(core.compile_model(*arguments))
+
+    core = backend.core()
+    monkeypatch.setattr(backend, "core", Core)
+    network = make()
+    use_openvino(network, "fp32")
+    for number in (1, 2):
+        network(torch.zeros(1, 1, 16, 16, 16), torch.tensor([0]))
+        assert len(released) == number
 
 
 class Other(UNet):

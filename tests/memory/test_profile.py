@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from medseg.memory.profile import MemoryProfile, peak_resident_bytes, resident_bytes
+from medseg.memory import profile as memory_profile
+from medseg.memory.profile import MemoryProfile, memory_limit_bytes, peak_resident_bytes, resident_bytes
 
 
 def test_the_area_is_that_under_straight_lines() -> None:
@@ -18,6 +20,15 @@ def test_the_area_is_that_under_straight_lines() -> None:
     for time_s, gigabytes in ((10.0, 1), (12.0, 3), (12.0, 5), (13.0, 0)):
         profile.add(time_s, gigabytes * 10**9)
     assert profile.area_gb_s == 2 * 2.0 + 0.0 + 2.5
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory_profile, "CGROUP_LIMITS", (limit,))
+    total = memory_limit_bytes()
+    for text, expected in (("max\n", total), (f"{2**20}\n", 2**20), (f"{2**60}\n", total)):
+        limit.write_text(text, encoding="ascii")
+        assert memory_limit_bytes() == expected
 
 
 def test_the_profile_begins_and_ends_with_the_block_also_where_it_fails() -> None:

@@ -6,9 +6,11 @@ import math
 
 import pytest
 
+from medseg.cascade.stage import CascadeOptions
 from medseg.errors import UserError
-from medseg.prediction import contract
-from medseg.prediction.contract import NUM_ARRAYS, OVERHEAD_BYTES, share_memory
+from medseg.prediction import cascades, contract
+from medseg.prediction.cascades import load_cascade
+from medseg.prediction.contract import NUM_ARRAYS, OPENVINO_BYTES, OVERHEAD_BYTES, share_memory
 
 
 def test_without_a_bound_everything_may_be_in_memory() -> None:
@@ -30,3 +32,45 @@ def test_a_bound_below_the_libraries_is_refused_with_one_that_is_enough(monkeypa
         share_memory(0.5)
     named = float(str(refused.value).split("at least ")[1].split(",")[0])
     assert share_memory(named).network_gib > 0
+
+
+def test_what_a_backend_takes_later_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "resident_bytes", lambda: 400 * 2**20)
+    torch_shares, openvino_shares = share_memory(2.0), share_memory(2.0, OPENVINO_BYTES)
+    for shares, backend_bytes in ((torch_shares, 0), (openvino_shares, OPENVINO_BYTES)):
+        total = shares.network_gib * 2**30 + NUM_ARRAYS * shares.array_bytes + OVERHEAD_BYTES
+        assert math.isclose(total, 1648 * 2**20 - backend_bytes)
+
+
+@pytest.mark.parametrize(
+    ("max_ram_gib", "machine_gib", "budget_gib", "backend", "used"),
+    [
+        (None, 16.0, 1.0, None, None),  # both are measured
+        (None, 1.5, 1.0, None, "torch"),
+        (1.0, 16.0, 1.0, None, "torch"),
+        (4.0, 1.5, 1.0, None, None),
+        (1.0, 16.0, 0.1, None, None),
+        (1.0, 16.0, 1.0, "openvino", "openvino"),  # an explicit choice stands
+    ],
+)
+def test_openvino_is_a_choice_only_where_its_memory_fits(
+    max_ram_gib: float | None,
+    machine_gib: float,
+    budget_gib: float,
+    backend: str | None,
+    used: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class LoadedError(Exception):
+        pass
+
+    def load_stages(*arguments: object) -> None:
+        raise LoadedError(arguments[-1])
+
+    monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * 2**20)
+    monkeypatch.setattr(contract, "memory_limit_bytes", lambda: machine_gib * 2**30)
+    monkeypatch.setattr(cascades, "load_stages", load_stages)
+    options = CascadeOptions(budget_gib=budget_gib)
+    with pytest.raises(LoadedError) as loaded:
+        load_cascade([], [], backend=backend, max_ram_gib=max_ram_gib, options=options)
+    assert loaded.value.args == (used,)
