@@ -13,7 +13,7 @@ from medseg.build.network import find_divisor, make_network
 from medseg.build.optimisation import make_scheduled_optimizer
 from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
-from medseg.config.schema import PlanConfig, SpacingStrategy, TrainConfig
+from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, TrainConfig
 from medseg.errors import UserError, first_line
 from medseg.inference.tiles import most_probable, predict_probs, round_up
 from medseg.memory.accounting import StepMemory, count_forward, count_step
@@ -110,7 +110,9 @@ def count_memory(
     region = torch.zeros(samples, dtype=torch.int64)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
     uncompiled = replace(memory, compile=False)
-    is_gpu = memory.offload or pick_device_type(config.trainer.accelerator) == "cuda"
+    # Only GPUs train in fp16.
+    needs_gpu = memory.offload or memory.precision is Precision.fp16
+    is_gpu = needs_gpu or pick_device_type(config.trainer.accelerator) == "cuda"
 
     def make_ours() -> nn.Module:
         return switch_on(

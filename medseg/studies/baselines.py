@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -11,7 +12,26 @@ from medseg.io.atomic import replace_text
 
 # Installed without their dependencies: the networks need torch and numpy only, and every row must run on the same torch.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
-BASELINES = {"nnunet": "nnU-Net's default network", "monai": "MONAI's UNet"}
+
+
+class Baseline(NamedTuple):
+    """Baseline network.
+
+    Attributes:
+        title: Its name in tables.
+        trained_in: Precision in which its own program trains it.
+    """
+
+    title: str
+    trained_in: str
+
+
+BASELINES = {
+    # `nnUNetTrainer.train_step` of nnU-Net 2.8.1: autocast of CUDA, which is fp16; fp32 on a CPU.
+    "nnunet": Baseline("nnU-Net's default network", "fp16"),
+    # MONAI's tutorial of the spleen, where the channels and strides come from.
+    "monai": Baseline("MONAI's UNet", "fp32"),
+}
 
 
 def install_baselines(folder: Path) -> Path:

@@ -1,10 +1,17 @@
-"""Ladder: memory, time and Dice of a training as switches are added one at a time, beside baseline networks."""
+"""Ladder: memory, time and Dice of a training as switches are added one at a time, beside baseline networks.
+
+Bytes are compared in the same precision and without checkpointing, and as each network is used: a baseline has a row in
+fp32 and one in the precision in which its own program trains it. The bytes of fp16, which a CPU cannot compute, are
+counted on tensors without values.
+"""
 
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +24,7 @@ from medseg.build.network import make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
-from medseg.config.schema import LadderConfig, TrainConfig
+from medseg.config.schema import LadderConfig, MemoryConfig, Precision, TrainConfig
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.memory.precision import autocast, check_precision, set_tf32
@@ -40,8 +47,14 @@ from medseg.workers import Worker, WorkerDiedError
 
 # Printed column to its heading, and to its format.
 HEADINGS = {
-    "row": "", "saved_bytes_per_voxel": "saved B/voxel", "peak_mib": "peak MiB", "seconds_per_step": "s/step", "dice": "Dice",
-}  # fmt: skip
+    "row": "",
+    "precision": "precision",
+    "checkpointing": "checkpointing",
+    "saved_bytes_per_voxel": "saved B/voxel",
+    "peak_mib": "peak MiB",
+    "seconds_per_step": "s/step",
+    "dice": "Dice",
+}
 FORMATS = {"saved_bytes_per_voxel": ".1f", "peak_mib": ".1f", "seconds_per_step": ".3f", "dice": ".4f"}
 # Panels of `ladder.png`: column of the table, title, format, and whether bars begin at zero.
 PANELS = (
@@ -60,6 +73,7 @@ class Row(NamedTuple):
         arguments: All its arguments of `train`.
         added: Those that distinguish it.
         baseline: Key of `BASELINES`; None where the configuration names the network.
+        precision: Precision of a baseline; empty where the configuration names it.
         is_switch: Whether it adds its arguments to those of the row above.
     """
 
@@ -67,12 +81,23 @@ class Row(NamedTuple):
     arguments: tuple[str, ...]
     added: tuple[str, ...] = ()
     baseline: str | None = None
+    precision: str = ""
     is_switch: bool = False
 
     @property
     def folder(self) -> str:
         """Name of its folder."""
-        return folder_name(self.baseline or self.name)
+        return baseline_folder(self.baseline, self.precision) if self.baseline else folder_name(self.name)
+
+
+def baseline_folder(baseline: str, precision: str) -> str:
+    """Name of the folder of a baseline, which no other row may take."""
+    return f"{baseline}_{precision}"
+
+
+def baseline_precisions(baseline: str) -> list[str]:
+    """Precisions in which a baseline is counted: fp32, and the one in which its own program trains it."""
+    return list(dict.fromkeys(["fp32", BASELINES[baseline].trained_in]))
 
 
 def ladder(config: LadderConfig) -> int:
@@ -94,12 +119,15 @@ def ladder(config: LadderConfig) -> int:
     table: list[dict[str, Any]] = []
     for row, row_config in zip(rows, configs, strict=True):
         folder = output / row.folder
+        row_config = with_precision(row_config, row.precision)
         measured = measure(folder, row_config, shape, config.timed_steps, row.baseline, packages)
         if config.train and row.baseline is None:
             run_steps(train_steps(folder / "run", *row.arguments))
-        table.append(table_row(row, measured, read_summary(folder / "run") if config.train else {}))
-        on_device = f", {measured['device']}" if "device" in measured else ""
-        write(table, rows, output, f"A training step on {'×'.join(map(str, shape))} voxels{on_device}")
+        summary = read_summary(folder / "run") if config.train else {}
+        table.append(table_row(row, row_config.memory, measured, summary))
+        devices = {line["device"]: None for line in table if line["device"]}
+        title = ", ".join([f"A training step on {'×'.join(map(str, shape))} voxels", *devices])
+        write(table, rows, output, title)
     print_table(table, HEADINGS, FORMATS)
     print(f"{output / 'ladder.csv'}, {output / 'ladder.png'}")
     return 0
@@ -115,16 +143,34 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
     Raises:
         UserError: If there is no row, or two rows would share a folder.
     """
-    check_names([*config.networks, *config.rows], *BASELINES)
+    precisions = {baseline: baseline_precisions(baseline) for baseline in BASELINES}
+    taken = [[baseline_folder(name, precision) for precision in of_one] for name, of_one in precisions.items()]
+    check_names([*config.networks, *config.rows], *chain.from_iterable(taken))
     # `train` has another default stage than `ladder`.
     arguments = merge_arguments([f"stage={config.stage.name.value}"], given)
     yield from (Row(name, merge_arguments(arguments, own), tuple(own)) for name, own in config.networks.items())
     if config.peers:
         first = merge_arguments(arguments, next(iter(config.rows.values()), []))
-        yield from (Row(title, first, baseline=baseline) for baseline, title in BASELINES.items())
+        for baseline, of_one in precisions.items():
+            for precision in of_one:
+                yield baseline_row(baseline, precision, first)
     for number, (name, added) in enumerate(config.rows.items()):
         arguments = merge_arguments(arguments, added)
         yield Row(name, arguments, tuple(added), is_switch=number > 0)
+
+
+def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:
+    """Make the row of a baseline in a precision; its name says whether its own program trains it so."""
+    title, trained_in = BASELINES[baseline]
+    how = f"{precision} as it trains" if precision == trained_in else precision
+    return Row(f"{title}, {how}", arguments, baseline=baseline, precision=precision)
+
+
+def with_precision(config: TrainConfig, precision: str) -> TrainConfig:
+    """Replace the precision of a configuration; an empty one stands for that of the configuration."""
+    if not precision:
+        return config
+    return replace(config, memory=replace(config.memory, precision=Precision(precision)))
 
 
 def compose(row: Row) -> TrainConfig:
@@ -175,7 +221,7 @@ def measure_row(
 
     Returns:
         Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of the fastest step and the device; on a
-        GPU also the largest number of bytes that torch's allocator held.
+        GPU also the largest number of bytes that torch's allocator held. A baseline in a precision that the device lacks is not timed.
 
     Raises:
         UserError: If the device does not support the precision, or the step cannot be counted.
@@ -184,14 +230,17 @@ def measure_row(
         sys.path.insert(0, str(packages))
     task, num_classes = make_task(config.task), count_classes(config)
     precision, device = config.memory.precision.value, pick_device(config.trainer.accelerator)
+    is_timed = timed_steps > 0
     try:
         check_precision(precision, device.type)
     except ValueError as error:
-        raise UserError(f"memory.{error}") from error
+        if baseline is None:
+            raise UserError(f"memory.{error}") from error
+        is_timed = False
     make_other = partial(make_baseline, baseline, num_classes) if baseline else None
     memory = count_memory(config, shape, make_other)
     measured = {"saved_per_voxel": memory.saved_per_voxel, "peak_bytes": memory.peak, "parameter_bytes": memory.parameters}
-    if not timed_steps:
+    if not is_timed:
         return measured
     set_tf32(precision)
     if config.trainer.threads:
@@ -227,8 +276,12 @@ def measure_row(
     return {**measured, "device": f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}"}
 
 
-def table_row(row: Row, measured: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+def table_row(row: Row, memory: MemoryConfig, measured: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
     """Make a row of `ladder.csv`; None = not known."""
+    # The switches of a row are not applied to a baseline, but for its precision.
+    checkpointing = "none" if row.baseline else memory.checkpointing
+    if not isinstance(checkpointing, str):
+        checkpointing = " ".join(checkpointing)
 
     def rounded(key: str, digits: int, unit: int = 1) -> float | None:
         return round(measured[key] / unit, digits) if key in measured else None
@@ -236,6 +289,8 @@ def table_row(row: Row, measured: dict[str, Any], summary: dict[str, Any]) -> di
     return {
         "row": row.name,
         "arguments": " ".join(row.added),
+        "precision": memory.precision.value,
+        "checkpointing": checkpointing,
         "saved_bytes_per_voxel": rounded("saved_per_voxel", 2),
         "peak_mib": rounded("peak_bytes", 1, 2**20),
         "parameters_mib": rounded("parameter_bytes", 2, 2**20),
@@ -250,6 +305,16 @@ def table_row(row: Row, measured: dict[str, Any], summary: dict[str, Any]) -> di
 def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, title: str) -> None:
     """Write `ladder.csv` and `ladder.png` with the rows that are known so far."""
     write_csv(output / "ladder.csv", table)
-    names = [f"+ {row.name}" if row.is_switch else row.name for row in rows[: len(table)]]
+    names = [picture_name(row, line) for row, line in zip(rows, table, strict=False)]
     panels = [Panel(heading, text, [known[column] for known in table], has_bars) for column, heading, text, has_bars in PANELS]
     draw_panels(names, panels, title, output / "ladder.png", [row.baseline is not None for row in rows[: len(table)]])
+
+
+def picture_name(row: Row, line: dict[str, Any]) -> str:
+    """Name a row in `ladder.png`, with its precision and checkpointing unless it adds a switch to the row above."""
+    if row.is_switch:
+        return f"+ {row.name}"
+    if row.baseline:  # its name has the precision, and it has no checkpointing
+        return row.name
+    checkpointing = "" if line["checkpointing"] == "none" else f", checkpointing {line['checkpointing']}"
+    return f"{row.name}, {line['precision']}{checkpointing}"

@@ -11,10 +11,11 @@ import forked
 import hydra
 import pytest
 from PIL import Image
+from torch import nn
 
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
-from medseg.config.schema import LadderConfig, TrainConfig
+from medseg.config.schema import LadderConfig, Precision, TrainConfig
 from medseg.errors import UserError
 from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
@@ -27,16 +28,42 @@ def ladder_config(*overrides: str) -> LadderConfig:
 
 def test_rows_add_up_to_the_lean_experiment() -> None:
     rows = list(ladder_app.ladder_rows(ladder_config("peers=true"), ["seed=3", "data.num_workers=0"]))
-    assert [row.baseline for row in rows[:3]] == ["nnunet", "monai", None]
-    assert rows[0].arguments == rows[2].arguments, "baselines run with the switches of the first row"
+    assert [row.baseline for row in rows[:4]] == ["nnunet", "nnunet", "monai", None]
+    assert rows[0].arguments == rows[3].arguments, "baselines run with the switches of the first row"
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        first, last = (plain(ladder_app.compose(row)) for row in (rows[2], rows[-1]))
+        first, last = (plain(ladder_app.compose(row)) for row in (rows[3], rows[-1]))
         composed = hydra.compose("train", ["experiment=fine_lean", "seed=3", "data.num_workers=0", "run_dir=ladder"])
     lean = plain(to_config(composed, TrainConfig))
     differing = {key for key in lean if last[key] != lean[key]} - {"name", "data", "logger"}
     assert not differing
     assert first["memory"] != lean["memory"]
     assert all(config["seed"] == 3 and config["data"]["num_workers"] == 0 for config in (first, last))
+
+
+def small_network(_: str, num_classes: int) -> nn.Module:
+    """Network in place of a baseline, whose package is not installed."""
+    return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.InstanceNorm3d(8), nn.LeakyReLU(), nn.Conv3d(8, num_classes, 1))
+
+
+def test_baselines_are_counted_in_fp32_and_in_the_precision_in_which_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in ladder_app.ladder_rows(ladder_config("peers=true"), []) if row.baseline]
+    # nnU-Net trains in autocast of CUDA, which is fp16; MONAI's tutorial of the network in fp32.
+    assert [(row.name, row.precision, row.folder) for row in rows] == [
+        ("nnU-Net's default network, fp32", "fp32", "nnunet_fp32"),
+        ("nnU-Net's default network, fp16 as it trains", "fp16", "nnunet_fp16"),
+        ("MONAI's UNet, fp32 as it trains", "fp32", "monai_fp32"),
+    ]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = ladder_app.compose(rows[1]._replace(arguments=(*rows[1].arguments, "trainer.accelerator=cpu")))
+    full, half = (ladder_app.with_precision(config, row.precision) for row in rows[:2])
+    monkeypatch.setattr(ladder_app, "make_baseline", small_network)
+    in_fp32 = ladder_app.measure_row(full, (16, 16, 16), timed_steps=0, baseline="nnunet")
+    in_fp16 = ladder_app.measure_row(half, (16, 16, 16), timed_steps=1, baseline="nnunet")
+    assert "seconds_per_step" not in in_fp16, "a CPU cannot compute fp16"
+    # The loss keeps its logits in fp32 in both.
+    assert 0.5 < in_fp16["saved_per_voxel"] / in_fp32["saved_per_voxel"] < 0.6
+    line = ladder_app.table_row(rows[1], half.memory, in_fp16, {})
+    assert (line["precision"], line["checkpointing"]) == ("fp16", "none")
 
 
 def test_rows_that_train_would_refuse_are_named() -> None:
@@ -67,20 +94,28 @@ def test_a_task_of_one_stage_is_counted() -> None:
 
 
 def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
-    rows = [ladder_app.Row("MONAI's UNet", (), baseline="monai"), ladder_app.Row("plain", ("a=1", "b=2"), ("b=2",))]
+    rows = [
+        ladder_app.Row("MONAI's UNet", (), baseline="monai", precision="fp32"),
+        ladder_app.Row("plain", ("a=1", "b=2"), ("b=2",)),
+    ]
+    memory = replace(ladder_config().memory, precision=Precision.bf16, checkpointing=["stem", "head"])
+    assert [ladder_app.picture_name(row, {"precision": "bf16", "checkpointing": "stem"}) for row in rows] == [
+        "MONAI's UNet", "plain, bf16, checkpointing stem"
+    ]  # fmt: skip
     measured = {"saved_per_voxel": 100.0, "peak_bytes": 2**20, "parameter_bytes": 2**19}
     timed = {**measured, "seconds_per_step": 1.0, "device": "2 CPU threads"}
     widths = []
     for known, summary in ((measured, {}), (timed, {"val_dice_best": 0.9, "train_s": 7.0})):
-        table = [ladder_app.table_row(row, known, summary) for row in rows]
+        table = [ladder_app.table_row(row, memory, known, summary) for row in rows]
         ladder_app.write(table, rows, tmp_path, "noise")
         with Image.open(tmp_path / "ladder.png") as picture:
             widths.append(picture.size[0])
     assert widths[0] < widths[1], "panels without values are left out"
     assert (tmp_path / "ladder.csv").read_text(encoding="utf-8").splitlines() == [
-        "row,arguments,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,peak_allocated_mib,dice,train_s",
-        "MONAI's UNet,,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
-        "plain,b=2,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
+        "row,arguments,precision,checkpointing,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,"
+        "peak_allocated_mib,dice,train_s",
+        "MONAI's UNet,,bf16,none,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
+        "plain,b=2,bf16,stem head,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
     ]
 
 
