@@ -3,8 +3,8 @@
     python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
 
 Writes `bench.csv` and `bench.md`; ratios refer to the first row, medseg from file to file. Each baseline is measured in a process of
-its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. A baseline that would take hours runs only a stated
-part of its work.
+its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. A baseline that would take hours runs a part of its
+work; its row says which part, and how much the passes of this part differ.
 """
 
 import json
@@ -13,12 +13,14 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -45,8 +47,37 @@ from medseg.weights.files import read_weights, shipped_weights
 
 Row = dict[str, Any]
 Shape = tuple[int, int, int]
-Part = tuple[Callable[[], Any], float, str]
-"""Function that does a part of the work, the share of that part in the whole work, and the part in words."""
+
+
+class Way(NamedTuple):
+    """A way in which a baseline may do the whole work, of which some passes are timed.
+
+    Attributes:
+        num_passes: Passes of the whole work.
+        passes: What a pass is, in the plural.
+        title: How the way differs from the others of the baseline; empty where there is one way.
+    """
+
+    num_passes: int
+    passes: str
+    title: str = ""
+
+
+class Part(NamedTuple):
+    """Part of the work of a baseline.
+
+    Attributes:
+        runs: Passes to time one by one, each a function.
+        ways: Ways to do the whole work with passes like these.
+        passes_a_run: Passes that a function counts for.
+        run_name: What one function does, after its seconds.
+    """
+
+    runs: Sequence[Callable[[], Any]]
+    ways: Sequence[Way]
+    passes_a_run: int = 1
+    run_name: str = "each"
+
 
 BASELINES = {
     "lungmask": "lungmask, network of R231",
@@ -59,9 +90,12 @@ COLUMNS = {
     "measured": "measured, rest scaled",
 }  # fmt: skip
 LUNGMASK_SLICES = 20  # lungmask's own batch size
+LUNGMASK_BATCHES = 3  # batches that are timed
 LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in each slice
 NNUNET_PATCH: Shape = (128, 128, 128)
-NNUNET_MIRRORS = 8
+# Axes of (N, C, D, H, W) that are flipped in each pass of a tile.
+NNUNET_MIRRORS = ((), (2,), (3,), (4,), (2, 3), (2, 4), (3, 4), (2, 3, 4))
+LAUNCHER = Path(__file__).with_name("launch.py")
 ONE_MM = (1.0, 1.0, 1.0)
 FORMATS = {"wall_s": ".1f", "cpu_s": ".1f", "peak_gb": ".2f", "wall_ratio": ".1f", "cpu_ratio": ".1f"}
 
@@ -119,7 +153,7 @@ def run_benchmark(options: Options) -> None:
     for name, title in BASELINES.items() if packages else ():
         command = [__file__, "measure", name, str(scan), str(options.threads)]
         row, printed = measure(title, command, options.threads, packages)
-        rows.append(scaled(row, **json.loads(printed.splitlines()[-1])))
+        rows += [scaled(row, **part) for part in json.loads(printed.splitlines()[-1])]
     rows = [row | {f"{kind}_ratio": row[f"{kind}_s"] / rows[0][f"{kind}_s"] for kind in ("wall", "cpu")} for row in rows]
     text = markdown_table(rows, COLUMNS, FORMATS)
     write_csv(output / "bench.csv", rows, list(COLUMNS), FORMATS)
@@ -160,57 +194,117 @@ def measure(name: str, arguments: Sequence[str], threads: int, packages: Path | 
     print(f"measuring {name}", flush=True)
     paths = [str(packages or ""), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    start_s = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, encoding="utf-8", env=environment)
-    with process.stdout as stream:  # type: ignore[union-attr]
-        printed = stream.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    wall_s, cpu_s = time.perf_counter() - start_s, usage.ru_utime + usage.ru_stime
-    code = process.returncode = os.waitstatus_to_exitcode(status)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "cost.json"
+        # `-I -S`: the launcher needs nothing from the environment, and stays small.
+        launch = [sys.executable, "-I", "-S", str(LAUNCHER), str(report)]
+        process = subprocess.run(
+            [*launch, sys.executable, *arguments], stdout=subprocess.PIPE, encoding="utf-8", env=environment, check=True
+        )
+        cost = json.loads(report.read_text(encoding="utf-8"))
+    code = cost["exit_code"]
     require(code == 0, f"{name} could not be measured (exit code {code}); see the message above")
-    peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"contender": name, "wall_s": wall_s, "cpu_s": cpu_s, "peak_gb": peak_bytes / 1e9, "measured": "all"}, printed
+    row = {
+        "contender": name,
+        "wall_s": cost["wall_s"],
+        "cpu_s": cost["cpu_s"],
+        "peak_gb": cost["peak_bytes"] / 1e9,
+        "measured": "all",
+    }
+    return row, process.stdout
 
 
-def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: str) -> Row:
-    """Scale the part of the work that a process did to the whole; start-up and reading are counted once."""
+def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: str, title: str = "") -> Row:
+    """Scale the part of the work that a process did to the whole; start-up and reading are counted once.
+
+    Args:
+        row: Cost of the process.
+        part_s: Seconds of the part.
+        part_cpu_s: CPU seconds of the part.
+        share: Share of the part in the whole work, in (0, 1].
+        measured: The part in words, for the row.
+        title: What distinguishes the row from others of the same baseline.
+    """
     more = 1 / share - 1
-    return row | {"wall_s": row["wall_s"] + more * part_s, "cpu_s": row["cpu_s"] + more * part_cpu_s, "measured": measured}
+    return row | {
+        "contender": ", ".join(filter(None, (row["contender"], title))),
+        "wall_s": row["wall_s"] + more * part_s,
+        "cpu_s": row["cpu_s"] + more * part_cpu_s,
+        "measured": measured,
+    }
 
 
 def measure_baseline(name: str, scan: str, threads: str) -> None:
     """Run the work of a baseline on a scan.
 
-    The last line that is printed is JSON: seconds and CPU seconds of the part that ran, its share of the whole work in (0, 1], and the
-    part in words.
+    The last line that is printed is JSON: for each way of the baseline, the arguments of `scaled`.
     """
     torch.set_num_threads(int(threads))
     volume = read_image(Path(scan))
     image_hu, grid, _ = orient(volume.array, volume.grid)
-    run, share, measured = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name](image_hu, grid)
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    part = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name](image_hu, grid)
+    durations_s = []
+    start_cpu_s = time.process_time()
     with torch.inference_mode():
-        run()
-    part_s, part_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    print(json.dumps({"part_s": part_s, "part_cpu_s": part_cpu_s, "share": share, "measured": measured}))
+        for run in part.runs:
+            start_s = time.perf_counter()
+            run()
+            durations_s.append(time.perf_counter() - start_s)
+    part_cpu_s = time.process_time() - start_cpu_s
+    print(json.dumps([describe_part(part, way, durations_s, part_cpu_s) for way in part.ways]))
+
+
+def describe_part(part: Part, way: Way, durations_s: Sequence[float], part_cpu_s: float) -> dict[str, Any]:
+    """Return the arguments of `scaled` for one way to do the whole work.
+
+    Args:
+        part: The passes that were timed.
+        way: The way.
+        durations_s: Seconds of each function of the part.
+        part_cpu_s: CPU seconds of all of them.
+    """
+    num_timed = len(part.runs) * part.passes_a_run
+    measured = "all"
+    if num_timed < way.num_passes:
+        measured = f"{num_timed} of {way.num_passes} {way.passes}"
+    if len(durations_s) > 1:
+        measured += f", {min(durations_s):.1f} to {max(durations_s):.1f} s {part.run_name}"
+    return {
+        "part_s": sum(durations_s),
+        "part_cpu_s": part_cpu_s,
+        "share": min(1.0, num_timed / way.num_passes),
+        "measured": measured,
+        "title": way.title,
+    }
 
 
 def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
-    """The network of lungmask's R231, with random weights, on one of its batches of slices."""
+    """The network of lungmask's R231, with random weights, on some of its batches of slices."""
     # Run as a file: importing the package would import image libraries that the network does not need.
     (folder,) = find_spec("lungmask").submodule_search_locations  # type: ignore[union-attr, misc]
     unet = runpy.run_path(f"{folder}/resunet.py")["UNet"]
     network = unet(n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False).eval()
     num_slices = min(LUNGMASK_SLICES, grid.shape[0])
+    num_batches = max(1, min(LUNGMASK_BATCHES, grid.shape[0] // num_slices))
     slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
-    return lambda: network(slices), num_slices / grid.shape[0], f"{num_slices} of {grid.shape[0]} slices"
+    return Part([lambda: network(slices)] * num_batches, [Way(grid.shape[0], "slices")], num_slices, f"a batch of {num_slices}")
 
 
 def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
-    """nnU-Net's default network, with random weights, on one of the mirrored tiles of its predictor at 1 mm."""
+    """nnU-Net's default network, with random weights, on the eight mirrored passes of one tile of its predictor at 1 mm."""
     network = make_baseline("nnunet", 3).eval()
-    num_passes = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH) * NNUNET_MIRRORS
-    return lambda: network(torch.zeros(1, 1, *NNUNET_PATCH)), 1 / num_passes, f"1 of {num_passes} passes of 128×128×128"
+    tiles = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH)
+    tile = torch.zeros(1, 1, *NNUNET_PATCH)
+
+    def run(axes: tuple[int, ...]) -> Tensor:
+        return torch.flip(network(torch.flip(tile, axes)), axes)
+
+    passes = "passes of 128×128×128"
+    ways = [
+        Way(tiles * len(NNUNET_MIRRORS), f"{passes}, {len(NNUNET_MIRRORS)} a tile", "mirrored as by default"),
+        Way(tiles, f"{passes}, 1 a tile", "without mirroring"),
+    ]
+    return Part([partial(run, axes) for axes in NNUNET_MIRRORS], ways)
 
 
 def num_tiles(shape: Shape, patch: Shape) -> int:
@@ -240,7 +334,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
         image = normalise_hu(resampled, stage.task.window_hu)
         sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
 
-    return run, 1.0, "all"
+    return Part([run], [Way(1, "")])
 
 
 if __name__ == "__main__":
