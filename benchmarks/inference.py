@@ -243,35 +243,35 @@ def measure_baseline(name: str, scan: str, threads: str) -> None:
     volume = read_image(Path(scan))
     image_hu, grid, _ = orient(volume.array, volume.grid)
     part = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name](image_hu, grid)
-    durations_s = []
-    start_cpu_s = time.process_time()
+    cpu_s = []
+    part_start_s = time.perf_counter()
     with torch.inference_mode():
         for run in part.runs:
-            start_s = time.perf_counter()
+            start_s = time.process_time()
             run()
-            durations_s.append(time.perf_counter() - start_s)
-    part_cpu_s = time.process_time() - start_cpu_s
-    print(json.dumps([describe_part(part, way, durations_s, part_cpu_s) for way in part.ways]))
+            cpu_s.append(time.process_time() - start_s)
+    part_s = time.perf_counter() - part_start_s
+    print(json.dumps([describe_part(part, way, part_s, cpu_s) for way in part.ways]))
 
 
-def describe_part(part: Part, way: Way, durations_s: Sequence[float], part_cpu_s: float) -> dict[str, Any]:
+def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -> dict[str, Any]:
     """Return the arguments of `scaled` for one way to do the whole work.
 
     Args:
         part: The passes that were timed.
         way: The way.
-        durations_s: Seconds of each function of the part.
-        part_cpu_s: CPU seconds of all of them.
+        part_s: Seconds of all functions of the part.
+        cpu_s: CPU seconds of each, which other programs of the machine disturb less.
     """
     num_timed = len(part.runs) * part.passes_a_run
     measured = "all"
     if num_timed < way.num_passes:
         measured = f"{num_timed} of {way.num_passes} {way.passes}"
-    if len(durations_s) > 1:
-        measured += f", {min(durations_s):.1f} to {max(durations_s):.1f} s {part.run_name}"
+    if len(cpu_s) > 1:
+        measured += f", {min(cpu_s):.1f} to {max(cpu_s):.1f} CPU s {part.run_name}"
     return {
-        "part_s": sum(durations_s),
-        "part_cpu_s": part_cpu_s,
+        "part_s": part_s,
+        "part_cpu_s": sum(cpu_s),
         "share": min(1.0, num_timed / way.num_passes),
         "measured": measured,
         "title": way.title,

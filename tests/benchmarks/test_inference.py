@@ -32,20 +32,20 @@ def test_a_part_is_scaled_and_the_rest_counted_once() -> None:
 def test_a_row_that_was_scaled_says_which_part_was_timed_and_how_much_it_varied() -> None:
     ways = [app.Way(800, "passes, 8 a tile", "mirrored"), app.Way(100, "passes, 1 a tile")]
     part = app.Part([lambda: None] * 8, ways)
-    mirrored, plain = (app.describe_part(part, way, [1.0] * 6 + [0.5, 2.0], 17.0) for way in ways)
+    mirrored, plain = (app.describe_part(part, way, 5.0, [1.0] * 6 + [0.5, 2.0]) for way in ways)
     assert mirrored == {
-        "part_s": 8.5,
-        "part_cpu_s": 17.0,
+        "part_s": 5.0,
+        "part_cpu_s": 8.5,
         "share": 0.01,
-        "measured": "8 of 800 passes, 8 a tile, 0.5 to 2.0 s each",
+        "measured": "8 of 800 passes, 8 a tile, 0.5 to 2.0 CPU s each",
         "title": "mirrored",
     }
-    assert (plain["share"], plain["measured"]) == (0.08, "8 of 100 passes, 1 a tile, 0.5 to 2.0 s each")
+    assert (plain["share"], plain["measured"]) == (0.08, "8 of 100 passes, 1 a tile, 0.5 to 2.0 CPU s each")
     batches = app.Part([lambda: None] * 3, [app.Way(300, "slices")], 20, "a batch of 20")
-    described = app.describe_part(batches, batches.ways[0], [3.0, 2.0, 4.0], 9.0)
-    assert (described["share"], described["measured"]) == (0.2, "60 of 300 slices, 2.0 to 4.0 s a batch of 20")
+    described = app.describe_part(batches, batches.ways[0], 5.0, [3.0, 2.0, 4.0])
+    assert (described["share"], described["measured"]) == (0.2, "60 of 300 slices, 2.0 to 4.0 CPU s a batch of 20")
     whole = app.Part([lambda: None], [app.Way(1, "")])
-    assert app.describe_part(whole, whole.ways[0], [3.0], 4.0)["measured"] == "all"
+    assert app.describe_part(whole, whole.ways[0], 3.0, [4.0])["measured"] == "all"
 
 
 def test_nnunet_is_timed_on_the_eight_mirrored_passes_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
