@@ -34,7 +34,7 @@ CONFIGURATIONS = {
     "adamw": ["memory.precision=bf16", "optimizer=adamw"],
 }
 COLUMNS = {
-    "row": "", "saved_bytes_per_voxel": "saved B/voxel", "peak_mib": "planned MiB", "peak_allocated_mib": "allocated MiB",
+    "row": "", "precision": "precision", "checkpointing": "checkpointing", "saved_bytes_per_voxel": "saved B/voxel", "peak_mib": "planned MiB", "peak_allocated_mib": "allocated MiB",
     "ratio": "allocated / planned", "seconds_per_step": "s/step", "device": "device",
 }  # fmt: skip
 

@@ -15,8 +15,8 @@ from benchmarks import gpu as app
 from medseg.config.folder import conf_dir
 from medseg.studies.recipes import compose_train
 
-CSV = """row,arguments,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,peak_allocated_mib,dice,train_s
-fp32,memory.precision=fp32,288.8,1000.0,5.0,0.5,a GPU,1010.0,,
+CSV = """row,arguments,precision,checkpointing,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,peak_allocated_mib,dice,train_s
+fp32,memory.precision=fp32,fp32,none,288.8,1000.0,5.0,0.5,a GPU,1010.0,,
 """
 
 
@@ -47,7 +47,7 @@ def test_a_failed_part_is_named_and_the_others_run(tmp_path: Path, monkeypatch: 
     assert end.value.code == 1
     text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "## Tests (exit code 1)\n\n5 passed, 1 failed\n" in text
-    assert "| fp32 | 288.8 | 1000.0 | 1010.0 | 1.010 | 0.5 | a GPU |" in text
+    assert "| fp32 | fp32 | none | 288.8 | 1000.0 | 1010.0 | 1.010 | 0.5 | a GPU |" in text
     assert "## Inference\n\nsome" in text
 
 
