@@ -1,7 +1,7 @@
 """OpenVINO backend: networks converted and compiled for the processor; needs the extra `medseg[openvino]`.
 
 On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels where torch takes
-4.2 s, both in fp32; the whole prediction takes 8.6 instead of 9.4 s and 1.07 instead of 0.97 GB.
+4.2 s, both in fp32; the whole prediction takes about 9 s with either, and 1.07 instead of 0.97 GB.
 """
 
 from __future__ import annotations
