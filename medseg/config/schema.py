@@ -669,7 +669,9 @@ class LadderConfig(PlanConfig):
     timed_steps: Annotated[
         int, Knob("Timed steps after one warm-up step, of which the fastest counts; 0: count bytes only.", "[0, inf)", "steps")
     ]
-    peers: Annotated[bool, Knob("Also measure the networks of nnU-Net and MONAI, in an environment of their own.")]
+    peers: Annotated[
+        bool, Knob("Also measure the networks of nnU-Net and MONAI, in fp32 and as they train, in an environment of their own.")
+    ]
     peers_env: Annotated[str, Knob("Folder of the environment of `peers`; made on first use.")]
     train: Annotated[bool, Knob("Also train each row for `steps` and print its Dice.")]
     networks: Annotated[
