@@ -122,8 +122,8 @@ def main() -> None:
     write_csv(output / "sets.csv", [describe(*one, measured) for one in compared_sets])
     finalists = {line_of(choice) for choice in choices if choice is not None}
     for budget in budgets:
-        fitting = {line_of(one): measured[line_of(one)].seconds for one in compared_sets if does_fit(one, budget, measured)}
-        finalists |= {line for line, seconds in fitting.items() if seconds <= NEARLY_BEST * min(fitting.values())}
+        seconds_of = {line_of(one): measured[line_of(one)].seconds for one in compared_sets if does_fit(one, budget, measured)}
+        finalists |= {line for line, seconds in seconds_of.items() if seconds <= NEARLY_BEST * min(seconds_of.values())}
     final = [one for one in compared_sets if line_of(one) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
