@@ -187,8 +187,9 @@ class CasesDataModule(pl.LightningDataModule):
             divisor=given.divisor,
             coarse_boxes=boxes,
         )
-        # Lightning attaches its trainer; other users of the module have one process.
-        if self.trainer is None or self.trainer.is_global_zero:
+        # Lightning attaches its trainer; other users of the module have one process. `plan` brings its own case later.
+        is_first_rank = self.trainer is None or self.trainer.is_global_zero
+        if is_first_rank and self.train_cases:
             self._note_absent_classes()
 
     def _note_absent_classes(self) -> None:
