@@ -43,6 +43,7 @@ def compose(*overrides: str) -> PlanConfig:
 def test_samples_of_a_stage_are_made_and_measured_once(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_load(monkeypatch, 0.0)
     config, shape = compose(*overrides), (48, 48, 32)
     training, validation = (sample_cost(config, shape, tmp_path, is_training=one) for one in (True, False))
     assert 0 < training.seconds < 60
