@@ -22,6 +22,7 @@ from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, User
 from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable
+from medseg.io.inputs import is_dicomdir
 from medseg.io.read import read_grid
 from medseg.io.scratch import scratch_above
 from medseg.memory.profile import resident_bytes
@@ -161,9 +162,11 @@ def predict_scans(
         return []
     scans, protected = find_scans(source, split, series, hu, wanted.labels_column)
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
+    # Whether there is a summary does not depend on what the headers will say.
+    is_one_scan = not _is_batch(source)
     # Which DICOM files are one case depends on the task, which is in the checkpoints.
     if not (is_folder and any(map(may_hold_studies, scans))):
-        check_outputs(_outputs(output, source, scans), protected)
+        check_outputs(_outputs(output, scans, is_one_scan), protected)
     cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
     task = cascades[0].cascade.coarse.task
     if not isinstance(source, Path):
@@ -173,9 +176,9 @@ def predict_scans(
         if sentence := describe_studies(by_study, scans):
             say(f"{source}: {sentence}")
         scans = join_channels(by_study, len(task.channels))
-    outputs = _outputs(output, source, scans)
+    outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
-    is_batch = _is_batch(source, scans) and output not in outputs
+    is_batch = not is_one_scan and output not in outputs
     if is_batch:
         refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
     placed = [result_paths(path, cascades[0].cascade, wanted.save) for path in outputs]
@@ -203,15 +206,16 @@ def predict_scans(
     return cases
 
 
-def _is_batch(source: Path | Sequence[Path], scans: Sequence[Scan]) -> bool:
-    """Whether an input is several scans, or a folder of scans that may become several."""
-    return isinstance(source, Path) and not (len(scans) == 1 and scans[0].path == source)
+def _is_batch(source: Path | Sequence[Path]) -> bool:
+    """Whether an input is a case table, or a folder or medium, which may hold any number of scans."""
+    if not isinstance(source, Path):
+        return False
+    return source.suffix.lower() == ".csv" or source.is_dir() or is_dicomdir(source)
 
 
-def _outputs(output: Path, source: Path | Sequence[Path], scans: Sequence[Scan]) -> list[Path]:
+def _outputs(output: Path, scans: Sequence[Scan], is_one_scan: bool) -> list[Path]:
     """Choose the paths of the label maps; errors as for `output_paths`."""
-    names = [scan.name for scan in scans]
-    return output_paths(output, names, is_one_scan=not _is_batch(source, scans))
+    return output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
 
 
 def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:

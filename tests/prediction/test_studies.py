@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
-    monkeypatch.setattr("medseg.prediction.case.audit_channels", lambda *_: [])
+    monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
 
 
 def series(folder: Path, patient: str, number: int, study: int = 1, **fields: object) -> np.ndarray:
@@ -70,7 +71,7 @@ def test_a_series_is_chosen_inside_each_case(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().err
     for patient in ("anna", "bert"):
         assert (
-            f"medseg: {patient}: {cohort / patient}: expected one CT series, but it holds 2: "
+            f"medseg: {cohort / patient}: expected one CT series, but it holds 2: "
             f"series=2 'B20f' {SIZE}; series=3 'B30f' {SIZE}; choose one with series="
         ) in said
     assert predict(cohort, out, "series=3") == 0
@@ -128,24 +129,102 @@ def test_studies_are_told_apart_by_their_headers_not_by_folders(tmp_path: Path) 
     series(cohort / "twice" / "later", "anna", 2, study=2)
     series(cohort / "plain", "bert", 2)
     whole = series(tmp_path / "x", "carl", 2)
-    for number, file in enumerate(sorted((tmp_path / "x").iterdir())):
-        folder = cohort / f"ST{number % 2}"
-        folder.mkdir(exist_ok=True)
-        file.rename(folder / file.name)
+    spread(tmp_path / "x", cohort)
     images = cases(cohort)
     assert list(images) == ["carl_20240101", "plain", "twice_anna_20240101", "twice_anna_20240102"]
     assert np.array_equal(images["carl_20240101"], whole)
 
 
-def test_a_study_in_subfolders_is_one_case_named_after_the_input(tmp_path: Path) -> None:
-    study = tmp_path / "study"
-    series(study / "a", "anna", 2)
-    image = series(study / "b", "anna", 3)
-    (only,) = cases(study, "3").items()
-    assert only[0] == "study"
-    assert np.array_equal(only[1], image)
-    with pytest.raises(UserError, match="expected one CT series, but it holds 2"):
-        cases(study)
+def test_folders_of_one_study_with_whole_series_stay_apart(tmp_path: Path) -> None:
+    """As an archive exports them; a number is looked for in all folders of the study."""
+    study, out = tmp_path / "study", tmp_path / "out"
+    images = {"thick": series(study / "thick", "anna", 3), "thin": series(study / "thin", "anna", 2)}
+    assert predict(study, out) == 0
+    assert written(out) == ["thick.nii.gz", "thin.nii.gz"]
+    for name, image in cases(study).items():
+        assert np.array_equal(image, images[name])
+    assert list(cases(study, "3")) == ["thick"]
+
+
+def test_a_copied_series_is_not_spread(tmp_path: Path) -> None:
+    cohort = tmp_path / "cohort"
+    series(cohort / "a", "anna", 2)
+    shutil.copytree(cohort / "a", cohort / "b")
+    assert list(cases(cohort)) == ["a", "b"]
+
+
+def spread(whole: Path, cohort: Path) -> None:
+    """Move the slices of a series into two folders, as a medium holds them."""
+    for number, file in enumerate(sorted(whole.iterdir())):
+        folder = cohort / f"ST{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        file.rename(folder / file.name)
+
+
+def test_a_summary_depends_on_the_kind_of_input_not_on_headers(tmp_path: Path) -> None:
+    """A folder is a batch also where its files turn out to be one scan; a file of the series is none."""
+    spread_over, flat = tmp_path / "spread", tmp_path / "flat"
+    series(tmp_path / "whole", "anna", 2)
+    spread(tmp_path / "whole", spread_over)
+    series(flat, "bert", 2)
+    file = min(flat.iterdir())
+    for number, source in enumerate((spread_over, flat, file)):
+        out = tmp_path / f"out{number}"
+        assert predict(source, out) == 0
+        assert (out / "summary.csv").exists() == source.is_dir()
+
+
+def listed(message: str) -> list[str]:
+    """Values of `series=` that a refusal lists."""
+    return [word.rstrip(",") for word in re.findall(r"series=(\S+) ", message.partition("; choose one")[0])]
+
+
+def test_the_values_of_a_listing_work_on_the_folder(tmp_path: Path) -> None:
+    """Each is what a person types after the list: the number with patient and date, or the UID."""
+    flat = tmp_path / "flat"
+    chosen = [series(flat, "anna", 3), series(flat, "bert", 3), series(flat, "bert", 3, study=2)]
+    chosen.append(series(flat, "no ID: x", 3))
+    with pytest.raises(UserError) as caught:
+        read_image(flat)
+    values = listed(str(caught.value))
+    assert len(values) == 4
+    for value, image in zip(values, chosen, strict=True):
+        (array,) = cases(flat, value).values()
+        assert np.array_equal(array, image), value
+    assert predict(flat, tmp_path / "out", "series=anna:3") == 0
+    assert written(tmp_path / "out") == ["anna_20240101.nii.gz"]
+
+
+def test_the_values_of_a_listing_work_on_the_batch(tmp_path: Path) -> None:
+    """Two series of one number are told apart by UIDs, which only one case holds."""
+    cohort = tmp_path / "cohort"
+    image = series(cohort / "anna", "anna", 3)
+    series(cohort / "anna" / "more", "anna", 4, SeriesNumber=3)
+    series(cohort / "bert", "bert", 3)
+    with pytest.raises(UserError) as caught:
+        cases(cohort)
+    (array,) = cases(cohort, listed(str(caught.value))[0]).values()
+    assert np.array_equal(array, image)
+    assert list(cases(cohort, "bert:3")) == ["bert"]
+
+
+def test_a_choice_that_nothing_meets_is_refused_with_the_list(tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    series(flat, "anna", 3)
+    series(flat, "bert", 3)
+    with pytest.raises(UserError, match="there is no series=carl:3 among series=anna:3 "):
+        read_image(flat, "carl:3")
+    with pytest.raises(UserError, match="there is no series=7 among series=3 "):
+        cases(flat, "7")
+
+
+def test_a_choice_does_not_change_the_name_of_a_case(tmp_path: Path) -> None:
+    """Two studies of a patient on a day: neither result is written over the other."""
+    flat = tmp_path / "flat"
+    for study in (1, 2):
+        series(flat, "anna", 3, study=study, StudyDate="20240101")
+    names = list(cases(flat))
+    assert [*cases(flat, "1.2.414.1.3"), *cases(flat, "1.2.414.2.3")] == names
 
 
 def test_what_is_no_scan_makes_no_case(tmp_path: Path) -> None:
@@ -166,3 +245,15 @@ def test_files_without_identities_stay_apart(tmp_path: Path) -> None:
         dataset.save_as(file)
     shutil.copytree(cohort / "a", cohort / "b")
     assert list(cases(cohort)) == ["a", "b"]
+
+
+def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
+    """Files without identities are a case of their own, which `series=` reaches too."""
+    flat = tmp_path / "flat"
+    series(flat, "anna", 2)
+    image = series(flat, "", 3, StudyInstanceUID="", StudyDate="")
+    found = cases(flat)
+    assert list(found) == ["anna_20240101", "study"]
+    assert np.array_equal(found["study"], image)
+    (array,) = cases(flat, "::3").values()
+    assert np.array_equal(array, image)
