@@ -23,7 +23,6 @@ from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable
 from medseg.io.inputs import is_dicomdir
-from medseg.io.read import read_grid
 from medseg.io.scratch import scratch_above
 from medseg.memory.profile import resident_bytes
 from medseg.metrics.intensity import HU_FIGURES
@@ -362,7 +361,7 @@ class Batch:
             if is_ahead and not is_small(case.scan, cascade.coarse.task, cascade.options.budget_gib):
                 return None
             if cascade.options.budget_gib < SURE_BUDGET_GIB:
-                cascade.check_budget(read_grid(case.scan.path, case.scan.series, cascade.coarse.task.channels[0].modality))
+                cascade.check_budget(scan_grid(case.scan, cascade.coarse.task))
             if not is_ahead:
                 self._begin(case, "read")
             with scratch_above(self.array_bytes):

@@ -58,6 +58,10 @@ class Scan(NamedTuple):
         """List the file of each channel; None where there is none."""
         return list_channels(self.path, self.more_paths, num_channels)
 
+    def files_by_channel(self, num_channels: int) -> list[tuple[Path, ...]]:
+        """List the DICOM files of each channel; empty where they are all files at its path."""
+        return [self.files, *[()] * (num_channels - 1)]
+
 
 def find_scans(
     source: Path | Sequence[Path],

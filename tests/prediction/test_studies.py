@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import hydra
@@ -18,6 +19,7 @@ from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
+from medseg.io.dicom.frames import Frame, NoSlice, read_frames
 from medseg.io.read import read_image
 from medseg.prediction.scans import divide_studies, find_scans
 
@@ -54,7 +56,11 @@ def predict(source: Path, output: Path, *overrides: str) -> int:
 def cases(source: Path, wanted: str | None = None) -> dict[str, np.ndarray]:
     """Read the scan of each case of a folder."""
     scans = divide_studies(source, find_scans(source, None, wanted)[0], "ct")
-    return {scan.name: read_image(scan.path, scan.series).array for scan in scans}
+    images = {scan.name: read_image(scan.path, scan.series, files=scan.files).array for scan in scans}
+    # The report of a case has the path and the series only.
+    for scan in scans:
+        assert np.array_equal(read_image(scan.path, scan.series).array, images[scan.name])
+    return images
 
 
 def written(folder: Path) -> list[str]:
@@ -257,3 +263,40 @@ def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
     assert np.array_equal(found["study"], image)
     (array,) = cases(flat, "::3").values()
     assert np.array_equal(array, image)
+
+
+def test_a_case_of_a_flat_folder_reads_the_files_of_its_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further patient neither makes the others be predicted again nor is read with them."""
+    flat, out = tmp_path / "flat", tmp_path / "out"
+    series(flat, "anna", 3)
+    series(flat, "bert", 3)
+    assert predict(flat, out) == 0
+    first = {path.name: path.stat().st_mtime_ns for path in out.glob("*.nii.gz")}
+    series(flat, "carl", 3)
+    headers = Counter[str]()
+
+    def counted(path: Path, modality: str) -> list[Frame | NoSlice]:
+        headers[path.name] += 1
+        return read_frames(path, modality)
+
+    monkeypatch.setattr("medseg.io.dicom.stacks.read_frames", counted)
+    assert predict(flat, out) == 0
+    assert len(headers) == 4, "the headers of carl"
+    assert len(written(out)) == 3
+    for name, written_ns in first.items():
+        assert (out / name).stat().st_mtime_ns == written_ns
+
+
+def test_a_broken_slice_is_refused_with_every_study_that_it_may_belong_to(tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    series(flat, "anna", 3)
+    series(flat, "bert", 3)
+    broken = min(flat.iterdir()).with_name("99.dcm")
+    broken.write_bytes(b"")
+    scans = divide_studies(flat, find_scans(flat, None)[0], "ct")
+    assert len(scans) == 2
+    for scan in scans:
+        with pytest.raises(UserError, match="its 0 bytes are no DICOM"):
+            read_image(scan.path, scan.series, files=scan.files)
