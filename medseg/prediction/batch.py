@@ -112,6 +112,7 @@ def predict_scans(
     overwrite: bool = False,
     trusted: Sequence[str] = (),
     wanted: Wanted | None = None,
+    on_header: Callable[[], None] = lambda: None,
     on_forecast: Callable[[str], None] = lambda _: None,
     on_begin: Callable[[str, int], None],
     on_step: Callable[[str, str, int, int], None] = lambda *_: None,
@@ -137,6 +138,7 @@ def predict_scans(
         overwrite: Whether results that are up to date are made again.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
         wanted: Which result files are written; None = the label maps.
+        on_header: Called for each DICOM file of a folder whose header was read to find the studies.
         on_forecast: Called before the first case with a sentence about memory and seconds.
         on_begin: Called with the name of a case and the number of cases when its turn comes.
         on_step: Called with the name of a case, the name of the step that begins, its place and the number of steps.
@@ -171,7 +173,7 @@ def predict_scans(
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif is_folder:
-        by_study = divide_studies(source, scans, task.channels[0].modality)
+        by_study = divide_studies(source, scans, task.channels[0].modality, on_header)
         if sentence := describe_studies(by_study, scans):
             say(f"{source}: {sentence}")
         scans = join_channels(by_study, len(task.channels))

@@ -13,6 +13,7 @@ import pytest
 from dicom_files import save_stack
 from oracle import CoarseOracle, FineOracle, stage
 from pydicom import dcmread
+from rich.progress import Progress
 
 from medseg.commands import predict as app
 from medseg.config.check import to_config
@@ -263,6 +264,8 @@ def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
     assert np.array_equal(found["study"], image)
     (array,) = cases(flat, "::3").values()
     assert np.array_equal(array, image)
+    assert predict(flat, tmp_path / "out", "series='::3'") == 0
+    assert written(tmp_path / "out") == ["study.nii.gz"]
 
 
 def test_a_case_of_a_flat_folder_reads_the_files_of_its_study(
@@ -300,3 +303,20 @@ def test_a_broken_slice_is_refused_with_every_study_that_it_may_belong_to(tmp_pa
     for scan in scans:
         with pytest.raises(UserError, match="its 0 bytes are no DICOM"):
             read_image(scan.path, scan.series, files=scan.files)
+
+
+def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = tmp_path / "flat"
+    series(flat, "anna", 3)
+    shown: list[str] = []
+
+    def update(self: Progress, task_id: int, **fields: object) -> None:
+        shown.append(str(fields.get("description", "")))
+
+    monkeypatch.setattr("medseg.commands.predict.SLOW_S", 0.0)
+    monkeypatch.setattr(Progress, "update", update)
+    assert predict(flat, tmp_path / "out") == 0
+    assert [text for text in shown if "headers" in text] == [f"{number} headers of DICOM files read" for number in (1, 2, 3, 4)]
+    shown.clear()
+    assert predict(min(flat.iterdir()), tmp_path / "one") == 0
+    assert not any("headers" in text for text in shown)
