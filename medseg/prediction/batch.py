@@ -164,7 +164,9 @@ def predict_scans(
     scans, protected = find_scans(source, split, series, hu, wanted.labels_column)
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
     # Whether there is a summary does not depend on what the headers will say.
-    is_one_scan = not _is_batch(source)
+    is_batch = _is_batch(source)
+    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds slices.
+    is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
     # Which DICOM files are one case depends on the task, which is in the checkpoints.
     if not (is_folder and any(map(may_hold_studies, scans))):
         check_outputs(_outputs(output, scans, is_one_scan), protected)
@@ -179,7 +181,7 @@ def predict_scans(
         scans = join_channels(by_study, len(task.channels))
     outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
-    is_batch = not is_one_scan and output not in outputs
+    is_batch = is_batch and output not in outputs
     if is_batch:
         refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
     placed = [result_paths(path, cascades[0].cascade, wanted.save) for path in outputs]

@@ -179,6 +179,8 @@ def test_a_summary_depends_on_the_kind_of_input_not_on_headers(tmp_path: Path) -
         out = tmp_path / f"out{number}"
         assert predict(source, out) == 0
         assert (out / "summary.csv").exists() == source.is_dir()
+    with pytest.raises(UserError, match="give a name that ends in"):
+        predict(flat, tmp_path / "anna.nii.gzz")
 
 
 def listed(message: str) -> list[str]:
