@@ -24,6 +24,8 @@ from medseg.preprocess.scale import HuScale
 
 # Files of a case that its line names.
 MAX_FILES = 3
+# Reading headers is shown where it takes longer, as of a cohort on a network drive.
+SLOW_S = 2.0
 
 
 def predict(config: PredictConfig) -> int:
@@ -42,8 +44,19 @@ def predict(config: PredictConfig) -> int:
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
         bar, steps = (progress.add_task("", visible=False, case="") for _ in range(2))
+        headers = progress.add_task("", start=False, total=None, visible=False)
+
+        def show_header() -> None:
+            task = progress.tasks[headers]
+            if not task.started:
+                progress.start_task(headers)
+            progress.advance(headers)
+            if (task.elapsed or 0.0) >= SLOW_S:
+                description = f"{task.completed:g} headers of DICOM files read"
+                progress.update(headers, description=description, visible=True)
 
         def show_begin(name: str, num_cases: int) -> None:
+            progress.update(headers, visible=False)
             progress.update(bar, description=name, total=num_cases, visible=num_cases > 1)
 
         def show_step(name: str, step: str, number: int, num_steps: int) -> None:
@@ -91,6 +104,7 @@ def predict(config: PredictConfig) -> int:
             hu=HuScale(config.hu_slope, config.hu_offset),
             overwrite=config.overwrite,
             wanted=wanted,
+            on_header=show_header,
             on_forecast=say if console.is_terminal else lambda _: None,  # the error stream of a script has complaints alone
             on_begin=show_begin,
             on_step=show_step,

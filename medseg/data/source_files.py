@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +41,41 @@ def files_of(path: Path) -> list[Path]:
     return [path]
 
 
-def _stamp(path: Path) -> list[list[int]]:
+def _stamp(files: Sequence[Path]) -> list[list[int]]:
     """Size and modification time of each file of a source, which are compared without reading it."""
-    stats = [file.stat() for file in files_of(path)]
+    stats = [file.stat() for file in files]
     return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
 
-def _content_hash(path: Path) -> str:
+def _content_hash(files: Sequence[Path]) -> str:
     total = hashlib.sha256()
-    for file in files_of(path):
+    for file in files:
         with file.open("rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
     return total.hexdigest()
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Describe a source so that a later change is detected; plain types for a JSON file."""
-    return {"path": str(path.resolve()), "stamp": _stamp(path), "sha256": _content_hash(path)}
+def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
+    """Describe a source so that a later change is detected; plain types for a JSON file.
+
+    Args:
+        path: The source.
+        files: Its files, where they are not those of `files_of`.
+    """
+    files = files or files_of(path)
+    return {"path": str(path.resolve()), "stamp": _stamp(files), "sha256": _content_hash(files)}
 
 
-def is_same_source(path: Path, known: dict[str, Any]) -> bool:
+def is_same_source(path: Path, known: dict[str, Any], files: Sequence[Path] = ()) -> bool:
     """Whether a source agrees with what `fingerprint` described."""
-    stamp = _stamp(path)
+    files = files or files_of(path)
+    stamp = _stamp(files)
     if stamp == known["stamp"]:
         return True
     if [size for size, _ in stamp] != [size for size, _ in known["stamp"]]:
         return False
     # A copied or touched file has another time and may have the same content.
-    return _content_hash(path) == known["sha256"]
+    return _content_hash(files) == known["sha256"]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Readers of scans and label maps: one function for all formats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,13 +15,20 @@ from medseg.io.volume import AIR_HU, LazyVolume, Volume, load_image, load_labels
 Result = TypeVar("Result")
 
 
-def _open(path: Path, series: str | None = None, modality: str = "ct", channel: int = 0, num_channels: int = 1) -> LazyVolume:
+def _open(
+    path: Path,
+    series: str | None = None,
+    modality: str = "ct",
+    channel: int = 0,
+    num_channels: int = 1,
+    files: Sequence[Path] = (),
+) -> LazyVolume:
     """Read the header; the library of the format is imported only now."""
     kind = input_format(path)
     if kind == "dicom":
         from medseg.io.dicom.read import open_dicom
 
-        return open_dicom(path, series, modality)
+        return open_dicom(path, series, modality, files)
     require(
         series is None,
         f"{path}: series={series} chooses among DICOM series, but this is a {kind} file; leave series out.",
@@ -48,7 +55,13 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
         raise UserError(f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again.") from error
 
 
-def read_grid(path: Path, series: str | None = None, modality: str = "ct", num_channels: int = 1) -> VoxelGrid:
+def read_grid(
+    path: Path,
+    series: str | None = None,
+    modality: str = "ct",
+    num_channels: int = 1,
+    files: Sequence[Path] = (),
+) -> VoxelGrid:
     """Read the grid of a scan, in the storage order of its file, without its voxels.
 
     Args:
@@ -56,14 +69,22 @@ def read_grid(path: Path, series: str | None = None, modality: str = "ct", num_c
         series: As for `read_image`.
         modality: As for `read_image`.
         num_channels: As for `read_image`.
+        files: As for `read_image`.
 
     Raises:
         UserError: If it cannot be read as one regular 3D volume.
     """
-    return _explained(path, lambda known: _open(known, series, modality, 0, num_channels).grid)
+    return _explained(path, lambda known: _open(known, series, modality, 0, num_channels, files).grid)
 
 
-def read_image(path: Path, series: str | None = None, modality: str = "ct", channel: int = 0, num_channels: int = 1) -> Volume:
+def read_image(
+    path: Path,
+    series: str | None = None,
+    modality: str = "ct",
+    channel: int = 0,
+    num_channels: int = 1,
+    files: Sequence[Path] = (),
+) -> Volume:
     """Read a scan in the storage order of its file.
 
     Args:
@@ -73,6 +94,7 @@ def read_image(path: Path, series: str | None = None, modality: str = "ct", chan
         modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, or `other` for any); other files do not name theirs.
         channel: Which volume of a 4D NIfTI file, from 0.
         num_channels: Volumes of a NIfTI file, one per channel; 1 for a 3D file.
+        files: The DICOM files to read, where they are not all files at the path.
 
     Returns:
         HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where that is exact, else float32.
@@ -81,7 +103,11 @@ def read_image(path: Path, series: str | None = None, modality: str = "ct", chan
         UserError: If it cannot be read as one regular 3D volume of numbers.
     """
     air = AIR_HU if modality == "ct" else 0
-    return _explained(path, lambda known: load_image(_open(known, series, modality, channel, num_channels), air))
+
+    def read(known: Path) -> Volume:
+        return load_image(_open(known, series, modality, channel, num_channels, files), air)
+
+    return _explained(path, read)
 
 
 def read_labels(path: Path) -> Volume:

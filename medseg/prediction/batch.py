@@ -22,7 +22,7 @@ from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, User
 from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import check_writable
-from medseg.io.read import read_grid
+from medseg.io.inputs import is_dicomdir
 from medseg.io.scratch import scratch_above
 from medseg.memory.profile import resident_bytes
 from medseg.metrics.intensity import HU_FIGURES
@@ -112,6 +112,7 @@ def predict_scans(
     overwrite: bool = False,
     trusted: Sequence[str] = (),
     wanted: Wanted | None = None,
+    on_header: Callable[[], None] = lambda: None,
     on_forecast: Callable[[str], None] = lambda _: None,
     on_begin: Callable[[str, int], None],
     on_step: Callable[[str, str, int, int], None] = lambda *_: None,
@@ -137,6 +138,7 @@ def predict_scans(
         overwrite: Whether results that are up to date are made again.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
         wanted: Which result files are written; None = the label maps.
+        on_header: Called for each DICOM file of a folder whose header was read to find the studies.
         on_forecast: Called before the first case with a sentence about memory and seconds.
         on_begin: Called with the name of a case and the number of cases when its turn comes.
         on_step: Called with the name of a case, the name of the step that begins, its place and the number of steps.
@@ -161,21 +163,25 @@ def predict_scans(
         return []
     scans, protected = find_scans(source, split, series, hu, wanted.labels_column)
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
+    # Whether there is a summary does not depend on what the headers will say.
+    is_batch = _is_batch(source)
+    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds slices.
+    is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
     # Which DICOM files are one case depends on the task, which is in the checkpoints.
     if not (is_folder and any(map(may_hold_studies, scans))):
-        check_outputs(_outputs(output, source, scans), protected)
+        check_outputs(_outputs(output, scans, is_one_scan), protected)
     cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
     task = cascades[0].cascade.coarse.task
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif is_folder:
-        by_study = divide_studies(source, scans, task.channels[0].modality)
+        by_study = divide_studies(source, scans, task.channels[0].modality, on_header)
         if sentence := describe_studies(by_study, scans):
             say(f"{source}: {sentence}")
         scans = join_channels(by_study, len(task.channels))
-    outputs = _outputs(output, source, scans)
+    outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
-    is_batch = _is_batch(source, scans) and output not in outputs
+    is_batch = is_batch and output not in outputs
     if is_batch:
         refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
     placed = [result_paths(path, cascades[0].cascade, wanted.save) for path in outputs]
@@ -203,15 +209,16 @@ def predict_scans(
     return cases
 
 
-def _is_batch(source: Path | Sequence[Path], scans: Sequence[Scan]) -> bool:
-    """Whether an input is several scans, or a folder of scans that may become several."""
-    return isinstance(source, Path) and not (len(scans) == 1 and scans[0].path == source)
+def _is_batch(source: Path | Sequence[Path]) -> bool:
+    """Whether an input is a case table, or a folder or medium, which may hold any number of scans."""
+    if not isinstance(source, Path):
+        return False
+    return source.suffix.lower() == ".csv" or source.is_dir() or is_dicomdir(source)
 
 
-def _outputs(output: Path, source: Path | Sequence[Path], scans: Sequence[Scan]) -> list[Path]:
+def _outputs(output: Path, scans: Sequence[Scan], is_one_scan: bool) -> list[Path]:
     """Choose the paths of the label maps; errors as for `output_paths`."""
-    names = [scan.name for scan in scans]
-    return output_paths(output, names, is_one_scan=not _is_batch(source, scans))
+    return output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
 
 
 def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
@@ -358,7 +365,7 @@ class Batch:
             if is_ahead and not is_small(case.scan, cascade.coarse.task, cascade.options.budget_gib):
                 return None
             if cascade.options.budget_gib < SURE_BUDGET_GIB:
-                cascade.check_budget(read_grid(case.scan.path, case.scan.series, cascade.coarse.task.channels[0].modality))
+                cascade.check_budget(scan_grid(case.scan, cascade.coarse.task))
             if not is_ahead:
                 self._begin(case, "read")
             with scratch_above(self.array_bytes):

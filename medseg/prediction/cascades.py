@@ -109,7 +109,8 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
         return cascades[0], []
     # Headers store float32: 5 mm must not fall below a range that begins there.
     channels = cascades[0].cascade.coarse.task.channels
-    grid = read_grid(scan.path, scan.series, channels[0].modality, scan.paths(len(channels)).count(scan.path))
+    num_volumes = scan.paths(len(channels)).count(scan.path)
+    grid = read_grid(scan.path, scan.series, channels[0].modality, num_volumes, scan.files)
     spacing_mm = round(max(grid.spacing_mm), 3)
     for one in cascades:
         if one.range_mm[0] <= spacing_mm < one.range_mm[1]:

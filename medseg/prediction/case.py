@@ -88,7 +88,7 @@ def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
         UserError: If its header cannot be read.
     """
     num_volumes = scan.paths(len(task.channels)).count(scan.path)
-    return read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes)
+    return read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes, scan.files)
 
 
 def read_case(scan: Scan, task: Task) -> CaseData:
@@ -99,15 +99,21 @@ def read_case(scan: Scan, task: Task) -> CaseData:
     """
     case, paths = CaseData(), scan.paths(len(task.channels))
     with case.measured("read"):
-        for path in paths:
+        for path, files in zip(paths, scan.files_by_channel(len(paths)), strict=True):
             case.sources.append(None)
             with suppress(OSError):  # the reader reports it in a sentence
-                case.sources[-1] = fingerprint(path) if path else None
-        case.volume, case.more_channels = read_scan(paths, task, scan.series, scan.hu)
+                case.sources[-1] = fingerprint(path, files) if path else None
+        case.volume, case.more_channels = read_scan(paths, task, scan.series, scan.hu, scan.files)
     return case
 
 
-def read_scan(paths: Sequence[Path | None], task: Task, series: str | None, hu: HuScale) -> tuple[Volume, list[np.ndarray]]:
+def read_scan(
+    paths: Sequence[Path | None],
+    task: Task,
+    series: str | None,
+    hu: HuScale,
+    files: Sequence[Path] = (),
+) -> tuple[Volume, list[np.ndarray]]:
     """Read the channels of a scan on the grid of the first.
 
     Args:
@@ -115,6 +121,7 @@ def read_scan(paths: Sequence[Path | None], task: Task, series: str | None, hu: 
         task: Its channels.
         series: DICOM series of the first.
         hu: Scale that turns the values of the first into HU.
+        files: DICOM files of the first, where they are not all files at its path.
 
     Returns:
         The first channel, and the arrays (D, H, W) of the others.
@@ -123,7 +130,7 @@ def read_scan(paths: Sequence[Path | None], task: Task, series: str | None, hu: 
         UserError: If one is missing or cannot be read.
     """
     outside, modalities = ([getattr(one, name) for one in task.channels] for name in ("outside", "modality"))
-    channels, volume = read_channels(paths, outside, series=series, scales=[hu], modalities=modalities)
+    channels, volume = read_channels(paths, outside, series=series, files=files, scales=[hu], modalities=modalities)
     return volume, list(channels[1:])
 
 
@@ -279,6 +286,7 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, wanted: Wanted
     and of the checkpoints and all settings that decide the result must be unchanged.
     """
     try:
+        paths = scan.paths(len(chosen.cascade.coarse.task.channels))
         known = read_report(output)
         return bool(
             known["version"] == __version__
@@ -288,10 +296,11 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, wanted: Wanted
             and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
             and checksums(list(result_paths(output, chosen.cascade, wanted.save).values())).items() <= known["results"].items()
             and all(
-                path is not None and is_same_source(path, source)
-                for path, source in zip(
-                    scan.paths(len(chosen.cascade.coarse.task.channels)),
+                path is not None and is_same_source(path, source, files)
+                for path, source, files in zip(
+                    paths,
                     [known["source"], *known.get("more_sources", [])],
+                    scan.files_by_channel(len(paths)),
                     strict=True,
                 )
             )

@@ -205,7 +205,7 @@ def write_results(
             from medseg.io.dicom.segmentation import write_segmentation
             from medseg.io.dicom.structure_set import write_structure_set
 
-            slices = open_slices(scan.path, scan.series, task.channels[0].modality)
+            slices = open_slices(scan.path, scan.series, task.channels[0].modality, scan.files)
             if kind == "dicom_seg":
                 write_segmentation(path, result.labels, slices, structures, **wanted.dicom_seg)
             else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from medseg.io.inputs import (
 from medseg.preprocess.scale import AS_STORED, HuScale
 
 if TYPE_CHECKING:
+    from medseg.io.dicom.frames import Series
     from medseg.io.dicom.studies import Study
 
 # Cases that a sentence names; it counts the others.
@@ -38,6 +39,7 @@ class Scan(NamedTuple):
         hu: Scale that turns its values into HU.
         more_paths: Files of the channels after the first; None where a case table leaves one empty.
         labels: Reference of a case table; None where there is none.
+        files: The DICOM files of its study, where they are not all files at the path.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Scan(NamedTuple):
     hu: HuScale = AS_STORED
     more_paths: tuple[Path | None, ...] = ()
     labels: Path | None = None
+    files: tuple[Path, ...] = ()
 
     def reading(self) -> dict[str, Any]:
         """Settings of the reader for this scan, in plain types."""
@@ -54,6 +57,10 @@ class Scan(NamedTuple):
     def paths(self, num_channels: int) -> list[Path | None]:
         """List the file of each channel; None where there is none."""
         return list_channels(self.path, self.more_paths, num_channels)
+
+    def files_by_channel(self, num_channels: int) -> list[tuple[Path, ...]]:
+        """List the DICOM files of each channel; empty where they are all files at its path."""
+        return [self.files, *[()] * (num_channels - 1)]
 
 
 def find_scans(
@@ -115,59 +122,132 @@ class Part(NamedTuple):
     num_studies: int
 
 
-def divide_studies(source: Path, scans: Sequence[Scan], modality: str) -> list[Scan]:
-    """Make each DICOM study one case, wherever its files lie.
+@dataclass(frozen=True, eq=False)
+class StudyCase:
+    """A study, or the part of it in one folder, that makes a case.
 
-    A folder with one study that has no files elsewhere stays a case with its name. A folder with several becomes a
-    case for each of them; a study in several folders becomes one.
+    Attributes:
+        parts: The study in each of the folders over which its series are spread.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def scan(self) -> Scan:
+        """Scan of its first folder."""
+        return self.parts[0].scan
+
+    @property
+    def study(self) -> Study:
+        """Study of its first folder."""
+        return self.parts[0].study
+
+    @property
+    def series(self) -> list[Series]:
+        """All its series."""
+        return [series for part in self.parts for series in part.study.series]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether its files are not those of one folder."""
+        return len(self.parts) > 1 or self.parts[0].num_studies > 1
+
+    def goes_on_in(self, part: Part) -> bool:
+        """Whether a series of it has slices in a further folder."""
+        return any(part.study.shares_series(own.study) for own in self.parts)
+
+
+def divide_studies(source: Path, scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None) -> list[Scan]:
+    """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
+
+    A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A folder with several
+    becomes a case for each of them. Cases are left out that cannot hold what `series=` names, see `_choose`.
 
     Args:
         source: The input, a folder.
         scans: Its scans by folder, see `find_scans`.
         modality: Modality of the first channel, as a task names it.
+        on_file: Called after each DICOM file whose header was read.
     """
+    holders = [scan for scan in scans if may_hold_studies(scan)]
+    if not holders:
+        return list(scans)
+    # pydicom is imported only for DICOM.
+    from medseg.io.dicom.studies import find_studies
+
+    folders = [scan.path if scan.path.is_dir() else scan.path.parent for scan in holders]
     parts: list[Part] = []
-    for scan in scans:
-        studies = _studies_of(scan, modality)
+    for scan, studies in zip(holders, find_studies(folders, modality, on_file), strict=True):
         parts += [Part(scan, study, len(studies)) for study in studies]
-    by_scope: dict[str, list[Part]] = {}
+    found = _join_parts(parts)
+    chosen = set(_choose(found))
+    divided_paths = {part.scan.path for case in found if case.is_divided for part in case.parts}
+    with_study = {part.scan.path for part in parts}
+    names = {scan.name for scan in scans if scan.path not in divided_paths}
+    cases = [scan for scan in scans if scan.path not in with_study]
+    for case in found:
+        scan = case.scan
+        if case.is_divided:
+            # Its name does not depend on the choice, so that a later one does not write over it.
+            scan = _scan_of(case, source, names)
+            names.add(scan.name)
+        if case in chosen:
+            cases.append(scan)
+    return sorted(cases, key=lambda scan: scan.name)
+
+
+def _join_parts(parts: Sequence[Part]) -> list[StudyCase]:
+    """Join the parts of a study over which a series is spread."""
+    cases: list[StudyCase] = []
     for part in parts:
-        # Files without identities are told apart by their folders alone.
-        key = part.study.scope if part.study.uid else f"{part.study.scope} {part.scan.path}"
-        by_scope.setdefault(key, []).append(part)
-    if len(by_scope) == 1 and len(parts) == len(scans) > 1:
-        return [scans[0]._replace(name=case_name(source), path=source)]
-    moved = [same for same in by_scope.values() if len(same) > 1 or same[0].num_studies > 1]
-    moved_paths = {part.scan.path for same in moved for part in same}
-    divided = [scan for scan in scans if scan.path not in moved_paths]
-    names = {scan.name for scan in divided}
-    for same in moved:
-        scan, study, _ = same[0]
-        name = _study_name(study, "" if scan.path == source or len(same) > 1 else scan.name)
-        while name in names:
-            name += "_2"
-        names.add(name)
-        path = source if len(same) > 1 else scan.path
-        divided.append(scan._replace(name=name, path=path, series=f"{study.scope}:{scan.series or ''}"))
-    # Where only one is left of a folder, nothing is to be told apart.
-    return sorted(divided, key=lambda scan: scan.name) if moved else list(scans)
+        joined = [case for case in cases if case.goes_on_in(part)]
+        apart = [case for case in cases if case not in joined]
+        own = [earlier for case in joined for earlier in case.parts]
+        cases = [*apart, StudyCase((*own, part))]
+    return cases
+
+
+def _choose(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
+    """Leave out the cases that cannot hold what `series=` names, if others may hold it.
+
+    A UID is in one study. A number is looked for in every study of its scope, in all folders of that study. Where
+    nothing is named so, all cases stay, and their readers list what there is.
+    """
+    if not cases:
+        return cases
+    from medseg.io.dicom.choice import parse_series
+
+    choice = parse_series(cases[0].scan.series)
+    with_uid = [case for case in cases if any(map(choice.is_uid_of, case.series))]
+    if with_uid:
+        return with_uid
+    in_scope = [case for case in cases if any(map(choice.is_scope_of, case.series))]
+    holders = {case for case in in_scope if any(map(choice.is_meant, case.series))}
+    answered = {case.study.scope for case in holders if case.study.uid}
+    kept = [case for case in in_scope if case in holders or case.study.scope not in answered]
+    return kept or cases
+
+
+def _scan_of(case: StudyCase, source: Path, names: set[str]) -> Scan:
+    """Make the scan of a divided case, with a name that no other case has."""
+    from medseg.io.dicom.choice import parse_series
+
+    is_joined = len(case.parts) > 1
+    folder = "" if case.scan.path == source or is_joined else case.scan.name
+    name = _study_name(case.study, folder)
+    while name in names:
+        name += "_2"
+    return case.scan._replace(
+        name=name,
+        path=source if is_joined else case.scan.path,
+        series=parse_series(case.scan.series).within(case.study.scope),
+        files=tuple(file for part in case.parts for file in part.study.files),
+    )
 
 
 def may_hold_studies(scan: Scan) -> bool:
     """Whether a scan is a DICOM folder or medium, whose files may belong to several studies."""
     return scan.path.is_dir() or is_dicomdir(scan.path)
-
-
-def _studies_of(scan: Scan, modality: str) -> list[Study]:
-    """List the studies of a scan that is a DICOM folder or medium; none for other scans."""
-    if not may_hold_studies(scan):
-        return []
-    # pydicom is imported only for DICOM.
-    from medseg.io.dicom.studies import find_studies
-
-    with suppress(OSError):  # the reader of the scan reports it
-        return find_studies(scan.path if scan.path.is_dir() else scan.path.parent, modality)
-    return []
 
 
 def _study_name(study: Study, folder: str) -> str:
@@ -182,7 +262,8 @@ def describe_studies(scans: Sequence[Scan], before: Sequence[Scan]) -> str:
     if not names:
         return ""
     listed = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if names[MAX_NAMED:] else "")
-    return f"by the patients and studies in their headers the DICOM files are {len(names)} cases: {listed}"
+    number = "1 case" if len(names) == 1 else f"{len(names)} cases"
+    return f"by the patients and studies in their headers the DICOM files are {number}: {listed}"
 
 
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
@@ -194,7 +275,8 @@ def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
         scans: Scans of a folder, or one scan, by name.
         num_channels: Channels of the task.
     """
-    by_name = {scan.name: scan for scan in scans}
+    # A study in a folder of several is no file of a channel.
+    by_name = {scan.name: scan for scan in scans if not scan.files}
     joined: dict[str, Scan] = {}
     for scan in scans:
         case, _, number = scan.name.rpartition("_")

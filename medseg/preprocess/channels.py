@@ -91,6 +91,7 @@ def read_channels(
     outside: Sequence[float],
     *,
     series: str | None = None,
+    files: Sequence[Path] = (),
     scales: Sequence[HuScale] = (),
     modalities: Sequence[str] = (),
 ) -> tuple[np.ndarray, Volume]:
@@ -101,6 +102,7 @@ def read_channels(
             NIfTI file with one volume for each occurrence.
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
+        files: DICOM files of the first channel, as for `read_image`.
         scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.
         modalities: Modality of each channel, `ct`, `mr` or `other`; DICOM series of another one are refused. Those beyond its end: `ct`.
 
@@ -126,7 +128,9 @@ def read_channels(
     modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
     for number, (name, path, fill, scale, modality) in enumerate(zip(names, paths, outside, scales, modalities, strict=True)):
         assert path is not None, "refused above"
-        volume = read_image(path, None if channels else series, modality, paths[:number].count(path), paths.count(path))
+        own_series, own_files = (series, files) if number == 0 else (None, ())
+        index, num_volumes = paths[:number].count(path), paths.count(path)
+        volume = read_image(path, own_series, modality, index, num_volumes, own_files)
         image = scale.apply(volume.array)
         if not channels:
             first = replace(volume, array=image)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import hydra
@@ -11,12 +13,14 @@ import pytest
 from dicom_files import save_stack
 from oracle import CoarseOracle, FineOracle, stage
 from pydicom import dcmread
+from rich.progress import Progress
 
 from medseg.commands import predict as app
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
+from medseg.io.dicom.frames import Frame, NoSlice, read_frames
 from medseg.io.read import read_image
 from medseg.prediction.scans import divide_studies, find_scans
 
@@ -28,7 +32,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
-    monkeypatch.setattr("medseg.prediction.case.audit_channels", lambda *_: [])
+    monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
 
 
 def series(folder: Path, patient: str, number: int, study: int = 1, **fields: object) -> np.ndarray:
@@ -53,7 +57,11 @@ def predict(source: Path, output: Path, *overrides: str) -> int:
 def cases(source: Path, wanted: str | None = None) -> dict[str, np.ndarray]:
     """Read the scan of each case of a folder."""
     scans = divide_studies(source, find_scans(source, None, wanted)[0], "ct")
-    return {scan.name: read_image(scan.path, scan.series).array for scan in scans}
+    images = {scan.name: read_image(scan.path, scan.series, files=scan.files).array for scan in scans}
+    # The report of a case has the path and the series only.
+    for scan in scans:
+        assert np.array_equal(read_image(scan.path, scan.series).array, images[scan.name])
+    return images
 
 
 def written(folder: Path) -> list[str]:
@@ -70,7 +78,7 @@ def test_a_series_is_chosen_inside_each_case(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().err
     for patient in ("anna", "bert"):
         assert (
-            f"medseg: {patient}: {cohort / patient}: expected one CT series, but it holds 2: "
+            f"medseg: {cohort / patient}: expected one CT series, but it holds 2: "
             f"series=2 'B20f' {SIZE}; series=3 'B30f' {SIZE}; choose one with series="
         ) in said
     assert predict(cohort, out, "series=3") == 0
@@ -128,24 +136,104 @@ def test_studies_are_told_apart_by_their_headers_not_by_folders(tmp_path: Path) 
     series(cohort / "twice" / "later", "anna", 2, study=2)
     series(cohort / "plain", "bert", 2)
     whole = series(tmp_path / "x", "carl", 2)
-    for number, file in enumerate(sorted((tmp_path / "x").iterdir())):
-        folder = cohort / f"ST{number % 2}"
-        folder.mkdir(exist_ok=True)
-        file.rename(folder / file.name)
+    spread(tmp_path / "x", cohort)
     images = cases(cohort)
     assert list(images) == ["carl_20240101", "plain", "twice_anna_20240101", "twice_anna_20240102"]
     assert np.array_equal(images["carl_20240101"], whole)
 
 
-def test_a_study_in_subfolders_is_one_case_named_after_the_input(tmp_path: Path) -> None:
-    study = tmp_path / "study"
-    series(study / "a", "anna", 2)
-    image = series(study / "b", "anna", 3)
-    (only,) = cases(study, "3").items()
-    assert only[0] == "study"
-    assert np.array_equal(only[1], image)
-    with pytest.raises(UserError, match="expected one CT series, but it holds 2"):
-        cases(study)
+def test_folders_of_one_study_with_whole_series_stay_apart(tmp_path: Path) -> None:
+    """As an archive exports them; a number is looked for in all folders of the study."""
+    study, out = tmp_path / "study", tmp_path / "out"
+    images = {"thick": series(study / "thick", "anna", 3), "thin": series(study / "thin", "anna", 2)}
+    assert predict(study, out) == 0
+    assert written(out) == ["thick.nii.gz", "thin.nii.gz"]
+    for name, image in cases(study).items():
+        assert np.array_equal(image, images[name])
+    assert list(cases(study, "3")) == ["thick"]
+
+
+def test_a_copied_series_is_not_spread(tmp_path: Path) -> None:
+    cohort = tmp_path / "cohort"
+    series(cohort / "a", "anna", 2)
+    shutil.copytree(cohort / "a", cohort / "b")
+    assert list(cases(cohort)) == ["a", "b"]
+
+
+def spread(whole: Path, cohort: Path) -> None:
+    """Move the slices of a series into two folders, as a medium holds them."""
+    for number, file in enumerate(sorted(whole.iterdir())):
+        folder = cohort / f"ST{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        file.rename(folder / file.name)
+
+
+def test_a_summary_depends_on_the_kind_of_input_not_on_headers(tmp_path: Path) -> None:
+    """A folder is a batch also where its files turn out to be one scan; a file of the series is none."""
+    spread_over, flat = tmp_path / "spread", tmp_path / "flat"
+    series(tmp_path / "whole", "anna", 2)
+    spread(tmp_path / "whole", spread_over)
+    series(flat, "bert", 2)
+    file = min(flat.iterdir())
+    for number, source in enumerate((spread_over, flat, file)):
+        out = tmp_path / f"out{number}"
+        assert predict(source, out) == 0
+        assert (out / "summary.csv").exists() == source.is_dir()
+    with pytest.raises(UserError, match="give a name that ends in"):
+        predict(flat, tmp_path / "anna.nii.gzz")
+
+
+def listed(message: str) -> list[str]:
+    """Values of `series=` that a refusal lists."""
+    return [word.rstrip(",") for word in re.findall(r"series=(\S+) ", message.partition("; choose one")[0])]
+
+
+def test_the_values_of_a_listing_work_on_the_folder(tmp_path: Path) -> None:
+    """Each is what a person types after the list: the number with patient and date, or the UID."""
+    flat = tmp_path / "flat"
+    chosen = [series(flat, "anna", 3), series(flat, "bert", 3), series(flat, "bert", 3, study=2)]
+    chosen.append(series(flat, "no ID: x", 3))
+    with pytest.raises(UserError) as caught:
+        read_image(flat)
+    values = listed(str(caught.value))
+    assert len(values) == 4
+    for value, image in zip(values, chosen, strict=True):
+        (array,) = cases(flat, value).values()
+        assert np.array_equal(array, image), value
+    assert predict(flat, tmp_path / "out", "series=anna:3") == 0
+    assert written(tmp_path / "out") == ["anna_20240101.nii.gz"]
+
+
+def test_the_values_of_a_listing_work_on_the_batch(tmp_path: Path) -> None:
+    """Two series of one number are told apart by UIDs, which only one case holds."""
+    cohort = tmp_path / "cohort"
+    image = series(cohort / "anna", "anna", 3)
+    series(cohort / "anna" / "more", "anna", 4, SeriesNumber=3)
+    series(cohort / "bert", "bert", 3)
+    with pytest.raises(UserError) as caught:
+        cases(cohort)
+    (array,) = cases(cohort, listed(str(caught.value))[0]).values()
+    assert np.array_equal(array, image)
+    assert list(cases(cohort, "bert:3")) == ["bert"]
+
+
+def test_a_choice_that_nothing_meets_is_refused_with_the_list(tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    series(flat, "anna", 3)
+    series(flat, "bert", 3)
+    with pytest.raises(UserError, match="there is no series=carl:3 among series=anna:3 "):
+        read_image(flat, "carl:3")
+    with pytest.raises(UserError, match="there is no series=7 among series=3 "):
+        cases(flat, "7")
+
+
+def test_a_choice_does_not_change_the_name_of_a_case(tmp_path: Path) -> None:
+    """Two studies of a patient on a day: neither result is written over the other."""
+    flat = tmp_path / "flat"
+    for study in (1, 2):
+        series(flat, "anna", 3, study=study, StudyDate="20240101")
+    names = list(cases(flat))
+    assert [*cases(flat, "1.2.414.1.3"), *cases(flat, "1.2.414.2.3")] == names
 
 
 def test_what_is_no_scan_makes_no_case(tmp_path: Path) -> None:
@@ -166,3 +254,71 @@ def test_files_without_identities_stay_apart(tmp_path: Path) -> None:
         dataset.save_as(file)
     shutil.copytree(cohort / "a", cohort / "b")
     assert list(cases(cohort)) == ["a", "b"]
+
+
+def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
+    """Files without identities are a case of their own, which `series=` reaches too."""
+    flat = tmp_path / "flat"
+    series(flat, "anna", 2)
+    image = series(flat, "", 3, StudyInstanceUID="", StudyDate="")
+    found = cases(flat)
+    assert list(found) == ["anna_20240101", "study"]
+    assert np.array_equal(found["study"], image)
+    (array,) = cases(flat, "::3").values()
+    assert np.array_equal(array, image)
+    assert predict(flat, tmp_path / "out", "series='::3'") == 0
+    assert written(tmp_path / "out") == ["study.nii.gz"]
+
+
+def test_a_case_of_a_flat_folder_reads_the_files_of_its_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further patient neither makes the others be predicted again nor is read with them."""
+    flat, out = tmp_path / "flat", tmp_path / "out"
+    series(flat, "anna", 3)
+    series(flat, "bert", 3)
+    assert predict(flat, out) == 0
+    first = {path.name: path.stat().st_mtime_ns for path in out.glob("*.nii.gz")}
+    series(flat, "carl", 3)
+    headers = Counter[str]()
+
+    def counted(path: Path, modality: str) -> list[Frame | NoSlice]:
+        headers[path.name] += 1
+        return read_frames(path, modality)
+
+    monkeypatch.setattr("medseg.io.dicom.stacks.read_frames", counted)
+    assert predict(flat, out) == 0
+    assert len(headers) == 4, "the headers of carl"
+    assert len(written(out)) == 3
+    for name, written_ns in first.items():
+        assert (out / name).stat().st_mtime_ns == written_ns
+
+
+def test_a_broken_slice_is_refused_with_every_study_that_it_may_belong_to(tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    series(flat, "anna", 3)
+    series(flat, "bert", 3)
+    broken = min(flat.iterdir()).with_name("99.dcm")
+    broken.write_bytes(b"")
+    scans = divide_studies(flat, find_scans(flat, None)[0], "ct")
+    assert len(scans) == 2
+    for scan in scans:
+        with pytest.raises(UserError, match="its 0 bytes are no DICOM"):
+            read_image(scan.path, scan.series, files=scan.files)
+
+
+def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = tmp_path / "flat"
+    series(flat, "anna", 3)
+    shown: list[str] = []
+
+    def update(self: Progress, task_id: int, **fields: object) -> None:
+        shown.append(str(fields.get("description", "")))
+
+    monkeypatch.setattr("medseg.commands.predict.SLOW_S", 0.0)
+    monkeypatch.setattr(Progress, "update", update)
+    assert predict(flat, tmp_path / "out") == 0
+    assert [text for text in shown if "headers" in text] == [f"{number} headers of DICOM files read" for number in (1, 2, 3, 4)]
+    shown.clear()
+    assert predict(min(flat.iterdir()), tmp_path / "one") == 0
+    assert not any("headers" in text for text in shown)

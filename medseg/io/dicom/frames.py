@@ -111,9 +111,14 @@ class Series:
         return f"{self.patient}:{self.study}"
 
     def is_in(self, scope: str) -> bool:
-        """Whether a scope names its patient, its study, or both; the study by UID or date."""
-        names = {self.patient, self.study, self.scope, f"{self.patient}:{self.date}"}
-        return scope in names - {"", ":"}
+        """Whether a scope names its patient, its study, or both; the study by UID or date.
+
+        The scope ":" names series without identities, as those that were anonymised.
+        """
+        names = {self.patient, self.study, self.scope}
+        if self.date:
+            names.add(f"{self.patient}:{self.date}")
+        return scope in names - {""}
 
     def __str__(self) -> str:
         name = f"series {plain(self.number or self.uid)}" if self.number or self.uid else "unknown series"

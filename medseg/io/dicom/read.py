@@ -11,7 +11,7 @@ The rules, which docs/dicom.md repeats:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -64,7 +64,7 @@ class SourceSlices:
     remarks: tuple[str, ...]
 
 
-def open_slices(path: Path, series: str | None = None, modality: str = "ct") -> SourceSlices:
+def open_slices(path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()) -> SourceSlices:
     """Read the headers of a series and lay a regular grid over its slices.
 
     Args:
@@ -72,11 +72,12 @@ def open_slices(path: Path, series: str | None = None, modality: str = "ct") -> 
             the series' files beside it.
         series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
         modality: Modality of the series, as a task names it: `ct` (in HU), `mr`, or `other` for any.
+        files: The files to read instead of all files at the path.
 
     Raises:
         UserError: If it is not exactly one stack of slices, or the slices do not make a regular volume by the rules above.
     """
-    stack, remarks = choose_stack(path, series, "" if modality == "other" else modality.upper())
+    stack, remarks = choose_stack(path, series, "" if modality == "other" else modality.upper(), files)
     without = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without) < len(stack.frames):
         raise UserError(
@@ -108,9 +109,9 @@ def open_slices(path: Path, series: str | None = None, modality: str = "ct") -> 
     )
 
 
-def open_dicom(path: Path, series: str | None = None, modality: str = "ct") -> LazyVolume:
+def open_dicom(path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()) -> LazyVolume:
     """Describe the volume of a series, in HU or intensities on its regular grid; arguments and errors as for `open_slices`."""
-    slices = open_slices(path, series, modality)
+    slices = open_slices(path, series, modality, files)
     frames, shape = slices.frames, slices.grid.shape
     dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.dicom.choice import parse_series
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
-from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicomdir
+from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicom_file, is_dicomdir
 from medseg.io.volume import shown
 
 Item = TypeVar("Item")
@@ -150,29 +151,46 @@ def _name_pattern(path: Path) -> str:
     return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
 
 
-def _broken_copies(files: set[Path], images: Sequence[Frame | NoSlice]) -> Iterator[NoSlice]:
-    """Find files that are named like the slices beside them and are no DICOM, such as copies that never got a byte."""
-    slices = {image.path for image in images if isinstance(image, Frame)}
+def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
+    """Find files that are named like slices beside them and are no DICOM, such as copies that never got a byte.
+
+    Args:
+        files: All DICOM files of the folders of the slices.
+        slices: The slices.
+    """
     for folder, neighbours in group_by(slices, lambda path: path.parent).items():
         patterns = set(map(_name_pattern, neighbours))
         for entry in sorted(folder.iterdir()):
-            if _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "." and not entry.is_dir():
-                num_bytes = entry.stat().st_size if entry.is_file() else 0
-                reason = (
-                    f"expected a slice, as its name is like those of the slices beside it, but its {num_bytes} bytes are no DICOM; "
-                    "copy it again or remove it."
-                )
-                yield NoSlice(entry, Series(), reason, is_unreadable=True)
+            is_alike = _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "."
+            if is_alike and not entry.is_dir():
+                yield entry
 
 
-def _read_images(path: Path, modality: str, *, is_deep: bool) -> list[Frame | NoSlice]:
-    """Read the headers of all DICOM files at a path, and find broken ones beside them."""
-    files = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_deep))
-    images = [image for file in files for image in read_frames(file, modality)]
-    return [*images, *_broken_copies(set(files), images)]
+def _refused_copy(path: Path) -> NoSlice:
+    """Describe a file that should be a slice and is no DICOM."""
+    num_bytes = path.stat().st_size if path.is_file() else 0
+    reason = (
+        "expected a slice, as its name is like those of the slices beside it, "
+        f"but its {num_bytes} bytes are no DICOM; copy it again or remove it."
+    )
+    return NoSlice(path, Series(), reason, is_unreadable=True)
 
 
-def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, list[str]]:
+def _read_images(path: Path, modality: str, files: Sequence[Path], *, is_deep: bool) -> list[Frame | NoSlice]:
+    """Read the headers of the given files, or of all DICOM files at a path, and find broken ones beside them."""
+    if files:
+        dicom = [file for file in files if is_dicom_file(file)]
+        broken = set(files) - set(dicom)
+    else:
+        dicom = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_deep))
+    images = [image for file in dicom for image in read_frames(file, modality)]
+    if not files:
+        slices = {image.path for image in images if isinstance(image, Frame)}
+        broken = set(broken_copies(set(dicom), slices))
+    return [*images, *map(_refused_copy, sorted(broken))]
+
+
+def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[Path] = ()) -> tuple[Stack, list[str]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
     Unreadable files are refused with their series: other series stay readable beside them. A series that consists of unreadable
@@ -183,6 +201,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
         wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; before it `<scope>:`
             for the series of one patient or study, see `Series.is_in`; None for the only one.
         modality: Modality of the series, as DICOM names it; "" takes any.
+        files: The files to read instead of all files at the path.
 
     Returns:
         The stack, and remarks on what was left out.
@@ -191,12 +210,14 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
         UserError: If there is none, or more than one, or a file of it cannot be read.
     """
     is_folder = path.is_dir() or is_dicomdir(path)
-    images = _read_images(path, modality, is_deep=is_folder)
-    scope, _, wanted = (wanted or "").rpartition(":")
-    if scope:
-        # A file whose series cannot be read may belong to any study.
-        images = [image for image in images if image.series.is_in(scope) or not image.series.uid]
-    wanted = wanted or None
+    images = _read_images(path, modality, files, is_deep=is_folder)
+    choice = parse_series(wanted)
+    # A file whose series cannot be read may belong to any study.
+    in_scope = [image for image in images if choice.is_scope_of(image.series) or not image.series.uid]
+    # Otherwise the refusal lists what there is.
+    if any(isinstance(image, Frame) for image in in_scope):
+        images = in_scope
+    is_named = bool(choice.name)
     only_file = None if is_folder else path
     kind = f"{modality or 'scan'} series"
     stacks: list[Stack] = []
@@ -209,29 +230,28 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
         left_out += alone
     stacks.sort(key=lambda stack: (natural(stack.frames[0].series.number), stack.frames[0].series.uid, stack.part))
     in_file = [stack for stack in stacks if only_file is None or any(frame.path == only_file for frame in stack.frames)]
-    chosen = [stack for stack in in_file if wanted is None or _is_meant(wanted, stack.frames[0].series, stack.part or 1)]
+    chosen = [stack for stack in in_file if choice.is_meant(stack.frames[0].series, stack.part or 1)]
     require(
         len(chosen) <= 1,
         f"{path}: expected one {kind}, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
         "column series of a case table.",
     )
     uids = {stack.frames[0].series.uid for stack in chosen} or {
-        image.series.uid
-        for image in images
-        if only_file in (None, image.path) and (wanted is None or not in_file or _is_meant(wanted, image.series))
+        image.series.uid for image in images if only_file in (None, image.path) and (not in_file or choice.is_meant(image.series))
     }
     in_folder = group_by(images, lambda image: image.path.parent)
     broken = [image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])]
     if broken:
         raise UserError(f"{some([image.path for image in broken])}: {broken[0].reason}")
-    is_any = wanted is None and only_file is None
+    is_any = not is_named and only_file is None
     listed = Counter((str(image.series), image.reason) for image in left_out if is_any or image.series.uid in uids)
     summary = _first([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], ", ")
     require(
         bool(in_file),
         f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
     )
-    require(bool(chosen), f"{path}: there is no series={plain(str(wanted))} among {_list(in_file, stacks)}; give one of them.")
+    missing = choice.name if choice.is_scope_of(in_file[0].frames[0].series) else str(wanted)
+    require(bool(chosen), f"{path}: there is no series={plain(missing)} among {_list(in_file, stacks)}; give one of them.")
     num_patients = len({frame.series.patient for frame in chosen[0].frames} - {""})
     require(
         num_patients <= 1,
@@ -243,12 +263,6 @@ def choose_stack(path: Path, wanted: str | None, modality: str) -> tuple[Stack, 
         names = some([f"'{image.path.name}'" for image in lost])
         remarks.append(f"{series} was left out, since it cannot be read: {names}: {lost[0].reason.rstrip('.')}")
     return chosen[0], remarks
-
-
-def _is_meant(wanted: str, series: Series, part: int = 0) -> bool:
-    """Whether `series=` names a series and, if it names a part, this part; `part` 0 stands for any part."""
-    uid_or_number, _, wanted_part = wanted.partition("/")
-    return uid_or_number in (series.uid, series.number) and (not part or wanted_part in ("", str(part)))
 
 
 def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:

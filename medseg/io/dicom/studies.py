@@ -1,51 +1,144 @@
-"""Studies below a folder, by the headers of their files: which patients and examinations there are, wherever the files lie."""
+"""Studies below folders, by the headers of their files: which patients and examinations there are, wherever the files lie."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from medseg.io.dicom.frames import Frame, Series, read_frames
+from medseg.io.dicom.frames import Frame, NoSlice, Series, read_frames
+from medseg.io.dicom.stacks import broken_copies
 from medseg.io.inputs import dicom_files
+
+Position = tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Study:
-    """An examination of a patient that has slices of the wanted modality.
+    """An examination of a patient that has slices of the wanted modality, as far as its files lie below one folder.
 
     Attributes:
         patient: Patient ID, or "".
         uid: Study Instance UID, or "".
         date: Study Date as DICOM writes it, or "".
         scope: What `series=<scope>:` takes for it.
+        series: Its series, also those that are no volume.
+        positions: Places of the slices of each volume, by Series Instance UID.
+        files: Its files, with those that may belong to any study of the folder because their headers do not tell.
     """
 
     patient: str
     uid: str
     date: str
     scope: str
+    series: tuple[Series, ...]
+    positions: dict[str, frozenset[Position]]
+    files: tuple[Path, ...]
+
+    def shares_series(self, other: "Study") -> bool:
+        """Whether a series of this study goes on in another folder; a copy of a series does not."""
+        if not self.uid or self.scope != other.scope:
+            return False
+        common = self.positions.keys() & other.positions.keys()
+        return any(self.positions[uid] != other.positions[uid] for uid in common)
 
 
-def find_studies(folder: Path, modality: str) -> list[Study]:
-    """Find the studies whose files lie below a folder.
+@dataclass
+class _Folder:
+    """What the headers of a folder say.
+
+    Attributes:
+        series: The series by UID, as the first readable slice describes them.
+        files: Files by the UID of their series.
+        loose: Files that may belong to any series.
+        dicom: All DICOM files.
+        positions: Places of the slices by the UID of their series.
+    """
+
+    series: dict[str, Series] = field(default_factory=dict)
+    files: dict[str, list[Path]] = field(default_factory=dict)
+    loose: list[Path] = field(default_factory=list)
+    dicom: set[Path] = field(default_factory=set)
+    positions: dict[str, list[Position]] = field(default_factory=dict)
+
+
+def find_studies(folders: Sequence[Path], modality: str, on_file: Callable[[], None] = lambda: None) -> list[list[Study]]:
+    """Find the studies whose files lie below folders.
 
     A study counts if it has a series of two slices at least: localisers, reports, structures and other modalities
     make none. All slices of a series belong to one study, even where their headers disagree; the reader refuses such.
 
     Args:
-        folder: Where to look, to the bottom.
+        folders: Where to look, to the bottom.
         modality: Modality of a channel, as a task names it: `ct`, `mr`, or `other` for any.
+        on_file: Called after each file.
 
     Returns:
-        The studies, by patient and date.
+        The studies of each folder, by patient and date; none of a folder that cannot be searched.
     """
     wanted = "" if modality == "other" else modality.upper()
-    by_uid: dict[str, Series] = {}
-    num_slices: dict[str, int] = {}
-    for file in dicom_files(folder):
-        for image in read_frames(file, wanted):
-            if isinstance(image, Frame):
-                by_uid.setdefault(image.series.uid, image.series)
-                num_slices[image.series.uid] = num_slices.get(image.series.uid, 0) + 1
-    volumes = [series for uid, series in by_uid.items() if num_slices[uid] > 1]
-    studies = {Study(series.patient, series.study, series.date, series.scope) for series in volumes}
-    first = {study.scope: study for study in sorted(studies, key=lambda study: study.date, reverse=True)}
-    return sorted(first.values(), key=lambda study: (study.patient, study.date, study.uid))
+    read = [_read_folder(folder, wanted, on_file) for folder in folders]
+    num_slices: Counter[str] = Counter()
+    for folder in read:
+        num_slices.update({uid: len(places) for uid, places in folder.positions.items()})
+    volumes = {uid for uid, number in num_slices.items() if number > 1}
+    return [_divide(folder, volumes) for folder in read]
+
+
+def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Folder:
+    """Read the headers of all DICOM files below a folder; nothing where it cannot be searched."""
+    folder = _Folder()
+    try:
+        for file in dicom_files(path):
+            folder.dicom.add(file)
+            images = read_frames(file, modality)
+            for image in images:
+                _add(folder, image)
+            on_file()
+    except OSError:  # the reader of the scan reports it
+        return _Folder()
+    return folder
+
+
+def _add(folder: _Folder, image: Frame | NoSlice) -> None:
+    """Note a slice, or a file without one, with its series."""
+    series = image.series
+    # A file that was cut off lacks its patient and study.
+    is_loose = isinstance(image, NoSlice) and image.is_unreadable and series.scope == Series().scope
+    if is_loose and series.uid not in folder.series:
+        folder.loose.append(image.path)
+        return
+    folder.series.setdefault(series.uid, series)
+    files = folder.files.setdefault(series.uid, [])
+    if image.path not in files[-1:]:
+        files.append(image.path)
+    if isinstance(image, Frame):
+        folder.positions.setdefault(series.uid, []).append(image.position_xyz_mm)
+
+
+def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
+    """Divide the series of a folder by study; a study needs a volume."""
+    by_scope: dict[str, list[Series]] = {}
+    for series in folder.series.values():
+        by_scope.setdefault(series.scope, []).append(series)
+    studies = []
+    for scope, all_series in by_scope.items():
+        own = [series for series in all_series if series.uid in volumes & folder.positions.keys()]
+        if not own:
+            continue
+        # Series of an examination may have several dates; the first is its own.
+        first = min(own, key=lambda series: series.date)
+        positions = {series.uid: frozenset(folder.positions[series.uid]) for series in own}
+        files = _files_of(folder, all_series)
+        studies.append(Study(first.patient, first.study, first.date, scope, tuple(all_series), positions, files))
+    return sorted(studies, key=lambda study: (study.patient, study.date, study.uid))
+
+
+def _files_of(folder: _Folder, all_series: Iterable[Series]) -> tuple[Path, ...]:
+    """List the files of series, the files that may belong to them, and broken copies beside their slices."""
+    files: set[Path] = set()
+    slices: set[Path] = set()
+    for series in all_series:
+        files.update(folder.files[series.uid])
+        if series.uid in folder.positions:
+            slices.update(folder.files[series.uid])
+    return tuple(sorted({*files, *folder.loose, *broken_copies(folder.dicom, slices)}))
