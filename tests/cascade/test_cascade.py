@@ -330,6 +330,11 @@ def test_an_empty_fine_result_is_said_aloud() -> None:
     assert [warning.split()[0] for warning in result.warnings] == ["left_lung", "right_lung"]
 
 
+def test_the_backends_of_all_stages_are_in_memory_at_once() -> None:
+    coarse, fine = stage(CoarseOracle(), "coarse", backend_bytes=3), stage(FineOracle(), "fine", backend_bytes=5)
+    assert Cascade(coarse, fine).backend_bytes == 8
+
+
 def test_stages_of_different_tasks_are_refused() -> None:
     other = Task("kidneys", {"kidney": 1}, (Region("kidney", ("kidney",)),), (Channel(window_hu=(-200.0, 300.0)),))
     with pytest.raises(UserError, match="two checkpoints of the same task"):

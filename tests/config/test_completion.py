@@ -25,6 +25,7 @@ def completions(command: str, *words: str) -> list[str]:
     ("words", "offered"),
     [
         (["save=[labels,p"], ["save=[labels,preview]", "save=[labels,probabilities]"]),
+        (["save=[labels,l"], []),
         (["engine="], ["engine=local", "engine=ray"]),
         (["overwrite=t"], ["overwrite=true"]),
         (["precision=n"], ["precision=null"]),

@@ -54,6 +54,17 @@ def test_a_region_that_is_not_trained_on_teaches_nothing() -> None:
     ]
 
 
+def test_a_class_of_the_region_with_more_labels_is_listed() -> None:
+    regions = (
+        Region("left", ("left_upper", "left_lower"), "left"),
+        Region("right", ("right_upper",), "right"),
+    )
+    labels = {"left_upper": 1, "left_lower": 2, "right_upper": 3}
+    task = Task("lobes", labels, regions, CHANNELS)
+    trained_on = items(case("a", "left_upper", "right_upper"))
+    assert absent_classes(trained_on, task, is_coarse=False) == ["left_lower"]
+
+
 def test_the_note_has_the_class_and_the_counts() -> None:
     val_cases = [case("c", "left_lower"), case("d")]
     note = absence_note(["left_lower"], 3, val_cases, ["reference"])

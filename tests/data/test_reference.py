@@ -15,6 +15,8 @@ from medseg.data.reference import read_reference
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.data.task import LabelValues
 from medseg.errors import UserError
+from medseg.io import volume
+from medseg.io.read import read_layer
 
 LOBES: LabelValues = {
     "lung_upper_lobe_left": "left_lung",
@@ -51,6 +53,15 @@ def test_overlapping_masks_count_for_the_last_label(tmp_path: Path) -> None:
     assert volume.remarks == (
         f"{(labels == LEFT).sum()} voxels belong to several labels and count for the last one of data.label_values",
     )
+
+
+def test_structures_of_one_label_may_overlap(tmp_path: Path) -> None:
+    labels = blocks()[1]
+    for name in ("upper", "lower"):
+        save(tmp_path / f"{name}.nii.gz", (labels == LEFT).astype(np.uint8))
+    volume, _ = read_reference(tmp_path, {"upper": "left_lung", "lower": "left_lung"})
+    assert np.array_equal(volume.array == 1, labels == LEFT)
+    assert volume.remarks == ()
 
 
 def test_a_label_map_keeps_its_values(tmp_path: Path) -> None:
@@ -109,6 +120,16 @@ def test_a_structure_that_the_task_does_not_keep_takes_no_voxel(tmp_path: Path) 
         all_of_them, _ = read_reference(path, values, image)
         assert np.count_nonzero(all_of_them.array == 3) > 0, path
         assert np.count_nonzero(all_of_them.array == 2) < np.count_nonzero(labels == RIGHT), path
+
+
+def test_layers_are_read_whatever_the_chunks_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk may end within a voxel of three layers: 1000 is no multiple of 3."""
+    monkeypatch.setattr(volume, "SLAB_BYTES", 1000)
+    labels = blocks()[1]
+    layers = [labels, (labels == LEFT).astype(np.uint8), (labels == RIGHT).astype(np.uint8)]
+    write_layers(tmp_path / "a.seg.nrrd", layers, [("left", LEFT, 0), ("left again", 1, 1), ("right", 1, 2)])
+    for number, layer in enumerate(layers):
+        assert np.array_equal(read_layer(tmp_path / "a.seg.nrrd", number).array, layer)
 
 
 def add_tumour(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from torch import nn
 
 from medseg.errors import UserError
 from medseg.inference import openvino as backend
-from medseg.inference.openvino import quickest_backend, use_openvino
+from medseg.inference.openvino import openvino_bytes, quickest_backend, use_openvino
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 
@@ -31,6 +31,12 @@ def make(norm: str = "instance", mode: str = "mirrored") -> RegionalNetwork:
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
     return network.eval()
+
+
+def test_openvino_holds_the_bytes_of_the_weights_twice() -> None:
+    layer = nn.Linear(1000, 10, bias=False)
+    assert openvino_bytes(layer) - openvino_bytes(nn.Identity()) == 2 * 40_000
+    assert openvino_bytes(layer.half()) - openvino_bytes(nn.Identity()) == 2 * 20_000
 
 
 @needs_openvino

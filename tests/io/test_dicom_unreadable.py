@@ -245,3 +245,13 @@ def test_objects_without_an_image_are_left_out(tmp_path: Path) -> None:
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
     assert volume.remarks == ("left out, because they are not slices of the scan: 1 x object without an image (series 6)",)
+
+
+def test_a_file_of_unknown_series_may_belong_to_the_chosen_study(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    chest = save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3, PatientID="a")
+    other = {"uid": "1.2.4.4", "StudyInstanceUID": "1.2.4"}
+    save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3, PatientID="b", **other)
+    assert np.array_equal(read_image(folder, "a:3").array, make_hu())
+    cut(chest[2], 300)
+    assert said(folder, "a:3") == f"{chest[2]}: {CUT_HEADER}"

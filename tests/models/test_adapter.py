@@ -128,6 +128,22 @@ def test_only_modules_that_can_be_recomputed_are_blocks() -> None:
     assert traits.has_unused
 
 
+class Widening(nn.Module):
+    """Two blocks, of which the later saves more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 2, 3, padding=1))
+        self.wide = nn.Sequential(nn.Conv3d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 3, 3, padding=1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.wide(self.narrow(image))
+
+
+def test_the_block_that_saves_the_most_comes_first() -> None:
+    assert find_traits(Widening, 1, 3).blocks == ("wide", "narrow")
+
+
 def test_what_is_stated_counts() -> None:
     traits = find_traits(Odd, 1, 3, divisor=(8, 4, 4), blocks=["twi*", "head"])
     assert traits.divisor == (8, 4, 4)

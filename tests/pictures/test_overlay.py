@@ -84,6 +84,11 @@ def test_errors_have_their_own_colours(tmp_path: Path, pred_value: int, referenc
             assert is_drawn == (name == kind and panel.plane != "sagittal") or panel.plane == "sagittal", (panel, name)
 
 
+def draw_axial(image_hu: np.ndarray, pred: np.ndarray, reference: np.ndarray, path: Path) -> list[Panel]:
+    panels = overlay_montage(image_hu, pred, reference, (2.0, 2.0, 2.0), path, "a", label_names={1: "lung"})
+    return [panel for panel in panels if panel.plane == "axial"]
+
+
 def test_the_slice_with_most_errors_is_shown_and_named(tmp_path: Path) -> None:
     reference = _labels(1, slice(10, 50))
     pred = reference.copy()
@@ -94,6 +99,17 @@ def test_the_slice_with_most_errors_is_shown_and_named(tmp_path: Path) -> None:
     assert {panel.plane for panel in panels if panel.has_most_errors} == {"axial", "coronal", "sagittal"}
     _, panels = _draw(tmp_path / "a.png", reference, reference)
     assert not any(panel.has_most_errors for panel in panels)
+
+
+def test_the_nearest_slice_moves_to_the_most_errors(tmp_path: Path) -> None:
+    labels = np.zeros((100, 8, 8), np.uint8)
+    labels[:, 2:6, 2:6] = 1
+    pred = labels.copy()
+    pred[40, 3, 3] = 0
+    image_hu = np.zeros(labels.shape, np.int16)
+    shown = [[panel.index for panel in draw_axial(image_hu, one, labels, tmp_path / "p.png")] for one in (labels, pred)]
+    assert shown[0][1] != 40
+    assert shown[1] == [shown[0][0], 40, *shown[0][2:]]
 
 
 def test_superior_and_anterior_are_up_and_anterior_is_left(tmp_path: Path) -> None:

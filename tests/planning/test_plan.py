@@ -77,6 +77,16 @@ def test_the_budget_holds_for_the_validation_too_and_names_what_exceeds_it(
     assert plan_app.plan(compose(*SMALL, *patch, budget, "inference.tile_size=[16,16,16]")) == 0
 
 
+def test_the_validation_holds_the_state_of_the_optimiser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_app, "evaluation_bytes", lambda *_: (3 * 2**20, 5 * 2**20))
+    output = tmp_path / "plan.json"
+    assert plan_app.plan(compose(*SMALL, "shape=[16,24,32]", f"output='{output}'")) == 0
+    facts = json.loads(output.read_text())
+    state_mib = facts["optimizer_state"] / 2**20
+    assert state_mib > 0.02
+    assert facts["validation_peak_mib"] == round(8 + state_mib, 2)
+
+
 @pytest.mark.parametrize("patch", [(64, 64, 64), (48, 96, 96)])
 def test_one_stage_is_validated_in_tiles_of_its_training_patch(patch: tuple[int, int, int]) -> None:
     config = compose("stage=single", f"stage.patch_size={list(patch)}")

@@ -147,3 +147,17 @@ def test_a_better_result_is_established_by_patients_and_not_by_scans() -> None:
     assert not is_established(baseline, clear, patients), "worse is not better"
     assert not is_established(clear, baseline, patients, num_comparisons=10)
     assert not is_established({"a_0": 0.99}, baseline, patients), "one patient establishes nothing"
+
+
+def test_established_means_a_two_sided_p_of_scipy_below_the_level() -> None:
+    rng = np.random.default_rng(2)
+    baseline = {f"case {n}": 0.8 for n in range(5)}
+    answers = set()
+    for num_comparisons in (1, 3):
+        for _ in range(60):
+            scores = {case: dice + float(rng.normal(0.02, 0.02)) for case, dice in baseline.items()}
+            found = stats.ttest_rel(list(scores.values()), list(baseline.values()))
+            expected = bool(found.pvalue < 0.05 / num_comparisons and found.statistic > 0)
+            assert is_established(scores, baseline, {}, num_comparisons) == expected
+            answers.add(expected)
+    assert answers == {True, False}

@@ -71,3 +71,13 @@ def test_the_best_row_is_judged_by_patients() -> None:
     best = "* all: high has the best mean Dice, 0.8200 over 6 regions"
     assert f"{best}\n" in markdown([low, high])
     assert f"{best}; not established against low (paired t-test over the patients)\n" in markdown([low, high], scans)
+
+
+def test_every_pair_of_rows_counts_as_a_comparison() -> None:
+    """Three rows make three pairs: p = 0.020 is below a half of 0.05, and above a third of it."""
+    gains = {"a": 0.03, "b": 0.022, "c": 0.0185}
+    rows = [Strategy(name, {}, [score(case, 0.8, 0.8) for case in gains], {}) for name in ("low", "same")]
+    high = Strategy("high", {}, [score(case, 0.8, 0.8 + gain) for case, gain in gains.items()], {})
+    best = "* all: high has the best mean Dice, 0.8235 over 3 regions"
+    assert f"{best}\n" in markdown([rows[0], high])
+    assert f"{best}; not established against low, same" in markdown([*rows, high])

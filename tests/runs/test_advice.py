@@ -16,8 +16,10 @@ from medseg.commands.entry import COMMANDS
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.overrides import check_arguments, expand_options, quote_paths
+from medseg.config.schema import Accelerator
 from medseg.config.targets import targets_first
 from medseg.errors import EXIT_OUT_OF_MEMORY
+from medseg.runs import advice
 from medseg.runs.advice import next_command, plan_command
 
 
@@ -54,6 +56,13 @@ def test_the_plan_of_a_command_that_ran_out_of_memory_is_accepted(overrides: lis
     assert config.fit_gib > 0.1
     assert config.memory.budget_gib is None
     assert (config.stage, config.model, config.data.cases) == (run.stage, run.model, str(table))
+
+
+def test_each_rank_of_a_machine_has_its_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "memory_limit_bytes", lambda: 8 * 2**30)
+    trainer = SimpleNamespace(accelerator=Accelerator.cpu, devices=4)
+    config: Any = SimpleNamespace(trainer=trainer)
+    assert plan_command(config, ["stage=fine"]) == "medseg plan stage=fine fit_gib=2.0"
 
 
 def test_the_plan_of_a_task_file_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
+from medseg.studies import cross_validate as study
 from medseg.studies.cross_validate import check_folds, share_in_crop, write_bound, write_rows
 from medseg.studies.recipes import BOUND, read_bound
 
@@ -107,6 +108,32 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
         read_bound(tmp_path / BOUND, config)
     write_bound(rows[:6], cases, config)
     assert read_bound(tmp_path / BOUND, config) is None, "too few patients, and the old file is gone"
+
+
+def test_regions_with_additions_and_pieces_do_not_calibrate_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(3)]
+    data = SimpleNamespace(labels_column="labels", label_values={"left_lung": 1})
+    config: Any = SimpleNamespace(
+        output=str(tmp_path), cases="cases.csv", num_folds=3, task=None, pieces=False, diseased=False, data=data
+    )
+    rows = [{"case": case, "added_ml": added_ml} for case, added_ml in (("c0", 0.0), ("c1", 2.5), ("c2_lower", 0.0))]
+    arguments = SimpleNamespace(overrides=SimpleNamespace(task=[]))
+    calibrated: list[dict[str, Any]] = []
+    replaced: dict[str, Any] = {
+        "HydraConfig": SimpleNamespace(get=lambda: arguments),
+        "check_experiments": lambda _: None,
+        "read_cases": lambda *_: cases,
+        "make_task": lambda _: SimpleNamespace(is_ct=True, regions=(), labels={"left_lung": 1}),
+        "cascade_steps": lambda *_: [],
+        "run_steps": lambda _: None,
+        "fold_rows": lambda *_: rows,
+        "write_rows": lambda *_: (tmp_path / "folds.md").write_text("table"),
+        "write_bound": lambda bound_rows, *_: calibrated.extend(bound_rows),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(study, name, value)
+    assert study.cross_validate(config) == 0
+    assert calibrated == rows[:1]
 
 
 def test_folds_of_the_table_must_be_those_that_are_scored() -> None:

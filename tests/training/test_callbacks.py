@@ -78,6 +78,9 @@ def test_scores_name_the_patient_and_rows_of_older_versions_stay(tmp_path: Path)
     module: Any = SimpleNamespace(case_scores={("a_1", 0, 1): 0.8})
     scores.on_validation_end(trainer, module)
     assert [(row["step"], row["patient"]) for row in read_csv(path)] == [("20", ""), ("40", "a")]
+    resumed = ValidationScores(path, scores.pictures)
+    resumed.on_train_start(trainer, None)  # type: ignore[arg-type]
+    assert [row["patient"] for row in resumed.rows] == ["", "a"]
 
 
 def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

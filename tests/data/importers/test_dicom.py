@@ -88,6 +88,18 @@ def test_two_scans_of_a_patient_are_two_cases(tmp_path: Path) -> None:
     ]
 
 
+def test_two_files_without_identity_are_no_copies(tmp_path: Path) -> None:
+    make_dicom(tmp_path)
+    path = next((tmp_path / "LCTSC-Train-S1-000").glob("*/*.2/1-1.dcm"))
+    dataset = dcmread(path)
+    dataset.SOPInstanceUID = ""
+    dataset.save_as(path)
+    dataset.StructureSetROISequence[0].ROIName = "Heart"
+    dataset.save_as(path.with_name("1-2.dcm"))
+    with pytest.raises(UserError, match="label the same series of LCTSC-Train-S1-000"):
+        import_dicom(tmp_path)
+
+
 def test_mistakes_of_a_dicom_folder(tmp_path: Path) -> None:
     make_dicom(tmp_path / "a")
     for path in (tmp_path / "a").glob("*/*/*.2"):

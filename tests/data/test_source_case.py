@@ -1,0 +1,42 @@
+"""Source cases: what is read of a case for its task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from layouts import LEFT, RIGHT, blocks, save
+
+from medseg.data.case_table import Case
+from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
+from medseg.data.task import Channel, LabelValues, Region, Task
+
+LUNGS = Task(
+    "lungs",
+    {"left_lung": LEFT, "right_lung": RIGHT},
+    (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
+    (Channel(window_hu=(-1000.0, 400.0)),),
+)
+VALUES: LabelValues = {"left_lung": "left_lung", "right_lung": "right_lung", "tumour": "tumour"}
+
+
+def read(case: Case) -> SourceCase:
+    try:
+        return read_source(case, LUNGS, VALUES)
+    except CaseRefusedError as refused:  # the blocks are no lungs
+        source = refused.source
+    assert source is not None
+    return source
+
+
+def test_a_structure_that_the_task_lacks_takes_no_voxel_of_its_labels(tmp_path: Path) -> None:
+    image, labels = blocks()
+    masks = {"left_lung": labels == LEFT, "right_lung": labels == RIGHT, "tumour": labels == RIGHT}
+    for name, mask in masks.items():
+        save(tmp_path / "masks" / f"{name}.nii.gz", mask.astype(np.uint8))
+    path = save(tmp_path / "ct.nii.gz", image)
+    found = read(Case("a", path, tmp_path / "masks", "a")).labels
+    assert found is not None
+    assert [np.count_nonzero(found == value) for value in (LEFT, RIGHT)] == [
+        np.count_nonzero(labels == value) for value in (LEFT, RIGHT)
+    ]
