@@ -155,8 +155,8 @@ def run(
             codes.append(EXIT_USER_ERROR)
 
     prepare_streams()
-    # OpenMP reads this when torch is loaded: threads that wait sleep. On a shared machine, busy waiting at each barrier made a prediction
-    # take five times as long.
+    # OpenMP reads this when torch is loaded: threads that wait sleep. Beside three other programs on two cores, busy waiting at
+    # each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
     if issubclass(schema, TrainConfig):

@@ -434,7 +434,7 @@ class TrainerConfig:
     devices: Annotated[int, Knob("Ranks of each machine, one per device.", "[1, inf)", "ranks", neutral=True)]
     num_nodes: Annotated[int, Knob("Machines.", "[1, inf)", "machines", neutral=True)]
     strategy: Annotated[
-        Strategy, Knob("Division of the work among ranks. fsdp: weights and optimiser state are divided too.", neutral=True)
+        Strategy, Knob("ddp: ranks divide the samples of a step; auto: one rank, or ddp under torchrun.", neutral=True)
     ]
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads", neutral=True)]
     gradient_clip: Annotated[float | None, Knob("Bound on the gradient, see clip_by; null: no clipping.", "(0, inf)")]

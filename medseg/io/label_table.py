@@ -1,4 +1,4 @@
-"""Names, colours and codes of labels as other programs read them: NIfTI header extension, 3D Slicer, ITK-SNAP."""
+"""Names, colours and codes of labels as other programs read them: NIfTI header extension, 3D Slicer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

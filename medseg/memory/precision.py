@@ -42,7 +42,7 @@ def inference_precision(trained: str, device_type: str) -> str:
     """Choose the precision in which a trained network runs.
 
     A CPU has no fp16, and runs fp32 where it only emulates bf16: with AVX2 alone torch leaves its fast kernels, and a network takes
-    nine times as long as in fp32.
+    several times as long as in fp32.
 
     Args:
         trained: Precision of the training.

@@ -26,7 +26,7 @@ class InstanceNorm(nn.Module):
     """Normalise each channel of each sample over its voxels, then scale and shift.
 
     The same function as `torch.nn.InstanceNorm3d(affine=True)`, computed by the batch-norm kernel on single samples. That kernel keeps
-    the channels-last layout (torch's instance norm copies to the contiguous layout and back, four times slower on CPU), reads half
+    the channels-last layout (torch's instance norm copies to the contiguous layout and back, which takes longer), reads half
     precision and sums in fp32. There are no running statistics: training and evaluation compute the same.
     """
 

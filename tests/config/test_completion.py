@@ -44,7 +44,7 @@ def test_predict_is_completed(words: list[str], offered: list[str]) -> None:
 
 
 def test_every_kind_of_result_is_offered_as_a_list() -> None:
-    kinds = ["dicom_seg", "itksnap", "labels", "masks", "preview", "probabilities", "rtstruct", "viewer"]
+    kinds = ["dicom_seg", "labels", "masks", "preview", "probabilities", "rtstruct", "viewer"]
     assert completions("predict", "save=") == [f"save=[{kind}]" for kind in kinds]
 
 
