@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,30 +50,38 @@ def convert(network: RegionalNetwork, suffix: str, region: int = 0, fixed: Any =
 
 
 @pytest.mark.parametrize(("norm", "mode"), [("instance", "mirrored"), ("affine", "separate"), ("channel", "side_input")])
-def test_torchscript_has_the_logits_of_each_region_and_its_metadata(norm: str, mode: str) -> None:
+def test_a_converted_network_has_the_logits_of_each_region_and_its_metadata(norm: str, mode: str, tmp_path: Path) -> None:
     network, image = make(norm, mode), torch.randn(1, 1, 24, 8, 16)
-    extra = {"medseg.json": ""}
     for region in (0, 1):
-        exported = convert(network, ".ts", region)
-        loaded = torch.jit.load(io.BytesIO(exported.files[".ts"]), _extra_files=extra)
+        exported = convert(network, ".xml", region)
+        for part, content in exported.files.items():
+            (tmp_path / f"model{part}").write_bytes(content)
+        model = core().read_model(str(tmp_path / "model.xml"))
+        compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        logits = torch.from_numpy(compiled({"image": image.numpy()})["logits"])
         with torch.inference_mode():
-            torch.testing.assert_close(loaded(image), network(image, torch.tensor([region])))
+            torch.testing.assert_close(logits, network(image, torch.tensor([region])), rtol=1e-3, atol=1e-3)
         assert exported.fixed_size is None
-        assert json.loads(extra["medseg.json"]) == {"size": None}
+        assert json.loads(model.get_rt_info(["medseg"]).astype(str)) == {"size": None}
 
 
 def test_a_network_of_one_size_is_converted_for_its_tiles_only() -> None:
     network = make(kind=OneSize)
-    assert convert(network, ".ts", fixed=(16, 16, 24)).fixed_size == (16, 16, 24)
-    with pytest.raises(UserError, match=r"OneSize cannot be converted to TorchScript.*; choose another format: model\.onnx"):
-        convert(network, ".ts")
+    assert convert(network, ".xml", fixed=(16, 16, 24)).fixed_size == (16, 16, 24)
+    with pytest.raises(UserError, match=r"OneSize cannot be converted to OpenVINO.*; choose the other format: model\.onnx"):
+        convert(network, ".xml")
 
 
 def test_other_logits_than_those_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = FORMATS[".ts"]._replace(load=lambda model: lambda image: model(image) * 1.01)
-    monkeypatch.setitem(FORMATS, ".ts", wrong)
+    load = FORMATS[".xml"].load
+
+    def load_wrong(model: Any) -> export.Run:
+        run = load(model)
+        return lambda image: run(image) * 1.01
+
+    monkeypatch.setitem(FORMATS, ".xml", FORMATS[".xml"]._replace(load=load_wrong))
     with pytest.raises(UserError, match=r"its logits differ from those of torch by 0\.01 of the largest logit"):
-        convert(make(), ".ts")
+        convert(make(), ".xml")
 
 
 def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

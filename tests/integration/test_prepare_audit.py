@@ -127,7 +127,7 @@ def bad_scans() -> dict[str, Scan]:
 SWAP = np.array([0, 2, 1], dtype=np.uint8)
 WINDOW = (
     "they are windowed or normalised, not HU; convert the scan again from its DICOM files, or undo a known window: "
-    "for one of -1250 to 250 HU set data.hu_slope=5.88235 data.hu_offset=-1250 (for predict: hu_slope and hu_offset), or these columns of the case table"
+    "for one of -1250 to 250 HU set data.hu_slope={0} data.hu_offset={1} (for predict: hu_slope={0} hu_offset={1}), or these columns of the case table"
 )
 OFFSET = "they are about 1024 too {} for HU; data.hu_offset={} corrects them (predict: hu_offset={}), or the column hu_offset of the case table"
 BY_VOXEL = (
@@ -146,8 +146,8 @@ SEEN = {
         "refused (hu_offset): the values run from -3048 to -265, and soft tissue lies at about -979: "
         + OFFSET.format("low", 1024, 1024)
     ],
-    "windowed": ["refused (hu_range): the values run from 38 to 255: " + WINDOW],
-    "normalised": ["refused (hu_range): the values run from -2.56 to 1.8575: " + WINDOW],
+    "windowed": ["refused (hu_range): the values run from 38 to 255: " + WINDOW.format("5.88235", "-1250")],
+    "normalised": ["refused (hu_range): the values run from -2.56 to 1.8575: " + WINDOW.format("339.559", "-380.73")],
     "magnetic": [
         "refused (hu_range): the values run from 88 to 974, and almost no voxel has the values of fat or air: this is "
         "no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)"
@@ -160,8 +160,8 @@ SEEN = {
     "ge": [],
     "ge2": [],
     "filled": [
-        "warning (padding): 30.2% of the voxels hold exactly 0 HU, the value of a tissue: a constant may have been filled "
-        "in; if they lie outside the field of view, replace them in the file by -1024"
+        "warning (padding): 30.1% of the voxels hold exactly 0 HU up to the border of their slices: a constant was filled "
+        "in outside the field of view; nothing to do: it is read as air, -1024 HU"
     ],
     "clipped": [],
     "narrow": [
@@ -252,7 +252,10 @@ class Run:
     folder: Path
 
     def told(self, case: str) -> list[str]:
-        return [line.removeprefix(f"medseg: {case}: ") for line in self.err if line.startswith(f"medseg: {case}: ")]
+        """Sentences on a case; one that begins with the file of the case does not name the case too."""
+        by_name, by_file = f"medseg: {case}: ", f"medseg: {self.folder}/{case}.nii.gz: "
+        lines = [line for line in self.err if line.startswith((by_name, by_file))]
+        return [line.removeprefix(by_name).removeprefix("medseg: ") for line in lines]
 
     def table(self) -> dict[str, dict[str, str]]:
         with (self.folder / "cache" / "audit.csv").open(newline="", encoding="utf-8") as file:

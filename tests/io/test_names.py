@@ -13,7 +13,7 @@ from io_volumes import make_grid, make_labels
 from medseg.io.label_table import Structure
 from medseg.io.names import is_utf8, utf8_path
 from medseg.io.read import read_labels
-from medseg.io.simpleitk import segment_names
+from medseg.io.simpleitk import read_segments
 from medseg.io.write import write_labels
 from medseg.weights.files import load_checkpoint
 
@@ -37,7 +37,7 @@ def test_names_of_segments(tmp_path: Path) -> None:
     path = raw_path(tmp_path, b"\xe4.seg.nrrd")
     structures = [Structure("left_lung", 1)]
     write_labels(path, make_labels(), make_grid(np.eye(3)), structures=structures)
-    assert segment_names(path)[1].replace(" ", "_") == "left_lung"
+    assert next(segment.name for segment in read_segments(path)) == "left_lung"
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from medseg.build import extensions, switches
 from medseg.build import network as networks
+from medseg.build.check import check_objects
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import TrainConfig
@@ -107,6 +108,7 @@ def test_the_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> N
 def test_what_is_refused_says_why_before_anything_runs(values: Row, said: str) -> None:
     def begin() -> None:
         config = compose(values)
+        check_objects(config)
         switches.switch_on(make_network(config), config.memory, "cpu")  # type: ignore[arg-type]
 
     with pytest.raises(UserError) as caught:

@@ -249,7 +249,8 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
     is_window = low >= -1 and high <= 1
     if is_in_range and not is_window and num_near_zero > num_near_one:
         return find("hu_range:divided", low=low, high=high, slope=DIVISOR)
-    fitting = (ends for ends in USUAL_ENDS if ends[0] <= low and high <= ends[1])
+    # A range that fills less than half of the usual ends was not scaled to them.
+    fitting = ((bottom, top) for bottom, top in USUAL_ENDS if bottom <= low and high <= top and high - low >= (top - bottom) / 2)
     bottom, top = next(fitting, (low, high))
     slope = (USUAL_WINDOW_HU[1] - USUAL_WINDOW_HU[0]) / (top - bottom)
     return find("hu_range:window", low=low, high=high, slope=slope, offset=USUAL_WINDOW_HU[0] - slope * bottom)
