@@ -15,6 +15,8 @@ CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.Cycl
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
 # Ratio of the two gradients with which an optimiser is tried.
 GRADIENT_RATIO = 100.0
+# After as many steps the optimisers of torch and pytorch_optimizer have begun to adapt.
+ADAPTED_STEPS = 20
 
 
 def make_optimizer(
@@ -76,24 +78,28 @@ def propose_lr(config: TrainConfig, batch_size: int) -> float:
 
 
 def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
-    """Whether the first step of an optimiser grows with the gradient.
+    """Whether the steps of an optimiser grow with the gradient.
 
     In others the noise of a batch shrinks with its root (Malladi et al. 2022). The weights of the
     tried steps are zero, so that neither weight decay nor a ratio to their norm (LARS) counts.
+    Some optimisers adapt only after some steps (RAdam), so a later one is compared.
 
     Args:
         make: From parameters to an optimiser.
     """
-    length, longer = (float(step_from_zero(make, scale).norm()) for scale in (1.0, GRADIENT_RATIO))
+    length, longer = (float(step_from_zero(make, scale, ADAPTED_STEPS).norm()) for scale in (1.0, GRADIENT_RATIO))
     return longer > GRADIENT_RATIO**0.5 * length
 
 
-def step_from_zero(make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0) -> Tensor:
-    """Take one step from weights of zero with a gradient from -scale to scale; returns them flat."""
+def step_from_zero(make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0, num_steps: int = 1) -> Tensor:
+    """Take steps with a gradient from -scale to scale, each from weights of zero; returns the last one, flat."""
     weight = nn.Parameter(torch.zeros(2, 1, 3, 3, 3))
     optimizer = make([weight])
-    weight.grad = scale * torch.linspace(-1.0, 1.0, weight.numel()).view_as(weight)
-    optimizer.step(lambda: 0.0)
+    gradient = scale * torch.linspace(-1.0, 1.0, weight.numel()).view_as(weight)
+    for _ in range(num_steps):
+        weight.data.zero_()
+        weight.grad = gradient.clone()  # some optimisers change it
+        optimizer.step(lambda: 0.0)
     return weight.detach().flatten()
 
 

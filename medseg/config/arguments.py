@@ -108,7 +108,11 @@ CLASS_RANGES: dict[str, dict[str, str]] = {
     "monai.losses.FocalLoss": {"alpha": "[0, 1]"},
     "monai.losses.SoftDiceclDiceLoss": {"alpha": "[0, 1]"},
     "torch.nn.HuberLoss": {"delta": "(0, inf)"},
+    "torch.nn.CosineEmbeddingLoss": {"margin": "[-1, 1]"},
+    "torch.optim.lr_scheduler.ExponentialLR": {"gamma": "(0, inf)"},
 }
+# Packages whose arguments are known by name. Another class may mean something else by the same name; it is tried instead.
+KNOWN_PACKAGES = ("medseg.", "monai.losses.", "pytorch_optimizer.", "torch.nn.", "torch.optim.")
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -124,6 +128,8 @@ def range_of(point: str, target: str, name: str) -> str:
         >>> range_of("optimizer", "torch.optim.SGD", "momentum")
         '[0, 1)'
     """
+    if not target.startswith(KNOWN_PACKAGES):
+        return ""
     own = CLASS_RANGES.get(target, {})
     return own.get(name, ARGUMENT_RANGES.get(point, {}).get(name, ""))
 

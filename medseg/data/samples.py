@@ -181,7 +181,8 @@ class Samples(Dataset[Sample]):
         if cases and not found:
             names = " or ".join(region.name for region in task.regions)
             raise UserError(
-                f"no training or validation case has a voxel of {names}; check data.label_values, the label maps and the split"
+                f"of {len(cases)} case(s), such as {cases[0].name}, none has a voxel of {names}; check data.label_values, the label "
+                "maps and the split"
             )
         self.items = [item for item, _ in found]
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))

@@ -5,6 +5,7 @@ along each other.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,18 @@ NEAR_PROFILE = 0.06
 NEAR_MEDIAN = 0.15
 
 Profile = tuple[tuple[int, ...], ...]
+
+
+class Areas(NamedTuple):
+    """A profile as it is compared, made once for each scan.
+
+    Attributes:
+        steps_mm2: Areas, (steps, bands).
+        medians_mm2: Median of each band over the steps.
+    """
+
+    steps_mm2: np.ndarray
+    medians_mm2: np.ndarray
 
 
 def make_profile(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> Profile:
@@ -46,19 +59,27 @@ def make_profile(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -
     return tuple(map(tuple, np.rint(np.transpose(areas_mm2)).astype(int).tolist()))
 
 
-def profile_distance(one: Profile, other: Profile) -> float:
+def areas_of(profile: Profile) -> Areas | None:
+    """Prepare a profile for comparisons; None for an empty one."""
+    if not profile:
+        return None
+    steps_mm2 = np.array(profile, dtype=np.float64)
+    return Areas(steps_mm2, np.median(steps_mm2, axis=0))
+
+
+def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
     """Measure how far two profiles are apart where they fit best.
 
     Returns:
         Root mean square difference of the band that differs most, relative to its areas; infinite where they overlap too little or
         are clearly different.
     """
-    longer = max(len(one), len(other))
+    first, second = first_areas.steps_mm2, second_areas.steps_mm2
+    longer = max(len(first), len(second))
     least = max(MIN_STEPS, math.ceil(OVERLAP * longer))
-    if min(len(one), len(other)) < least:
+    if min(len(first), len(second)) < least:
         return math.inf
-    first, second = np.array(one, dtype=np.float64), np.array(other, dtype=np.float64)
-    medians = np.median(first, axis=0), np.median(second, axis=0)
+    medians = first_areas.medians_mm2, second_areas.medians_mm2
     if (np.abs(medians[0] - medians[1]) > NEAR_MEDIAN * np.maximum(*medians)).any():
         return math.inf
     distances = []

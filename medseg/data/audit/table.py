@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, Finding, Severity, find
-from medseg.data.audit.profile import NEAR_PROFILE, profile_distance
+from medseg.data.audit.profile import NEAR_PROFILE, Areas, areas_of, profile_distance
 from medseg.data.case_table import Case
 from medseg.report.tables import csv_text
 
@@ -59,11 +59,22 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     if len(audits) >= MIN_CASES:
         usual_mm = {axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)}
     earlier: list[AuditedCase] = []
-    found = []
-    for one in cases:
-        found.append(replace(one, compared=tuple(_compare(one.case, one.audit, usual_mm, earlier)) if one.audit else ()))
-        earlier.append(one)
-    return found
+    earlier_areas: list[tuple[Case, Areas]] = []
+    compared_cases = []
+    for audited in cases:
+        findings: list[Finding] = []
+        if audited.audit is not None:
+            areas = areas_of(audited.audit.profile)
+            copies = list(_compare(audited.case, audited.audit, usual_mm, earlier))
+            findings += copies
+            is_copy = any(finding.code in (DUPLICATE, "near_copy") for finding in copies)
+            if areas is not None and not is_copy:
+                findings += _near_profiles(audited.case, areas, earlier_areas)
+            if areas is not None:
+                earlier_areas.append((audited.case, areas))
+        compared_cases.append(replace(audited, compared=tuple(findings)))
+        earlier.append(audited)
+    return compared_cases
 
 
 def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], earlier: Sequence[AuditedCase]) -> Iterator[Finding]:
@@ -82,20 +93,15 @@ def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], earlie
         yield find(DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients", **names)
     elif distance < NEAR_HU and case.patient != twin.patient:
         yield find("near_copy", difference=distance, **names)
-    elif (near := _nearest_profile(case, audit, earlier)) is not None:
-        difference, twin = near
-        yield find("near_copy:profile", difference=difference, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
 
 
-def _nearest_profile(case: Case, audit: CaseAudit, earlier: Sequence[AuditedCase]) -> tuple[float, Case] | None:
-    """Find the case of another patient whose profile is nearest; None where none is near."""
-    distances = [
-        (profile_distance(other.audit.profile, audit.profile), other.case)
-        for other in earlier
-        if other.audit and other.case.patient != case.patient
-    ]
-    nearest = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
-    return nearest if nearest[0] < NEAR_PROFILE else None
+def _near_profiles(case: Case, areas: Areas, earlier: Sequence[tuple[Case, Areas]]) -> Iterator[Finding]:
+    """Find the case of another patient whose profile is nearest, if it is near."""
+    distances = [(profile_distance(other_areas, areas), other) for other, other_areas in earlier if other.patient != case.patient]
+    difference, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
+    if difference < NEAR_PROFILE:
+        names = {"twin": twin.name, "patient": case.patient, "twin_patient": twin.patient}
+        yield find("near_copy:profile", difference=difference, **names)
 
 
 def copy_distance(one: CaseAudit, other: CaseAudit) -> float:

@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.data.audit.profile import NEAR_PROFILE, make_profile, profile_distance
+from medseg.data.audit.profile import NEAR_PROFILE, Profile, areas_of, make_profile, profile_distance
 
 SPACING_MM = (2.5, 3.0, 3.0)
+
+
+def distance(first: Profile, second: Profile) -> float:
+    first_areas, second_areas = areas_of(first), areas_of(second)
+    assert first_areas is not None
+    assert second_areas is not None
+    return profile_distance(first_areas, second_areas)
 
 
 def patient(seed: int) -> np.ndarray:
@@ -46,15 +53,15 @@ def test_copies_are_near(copy: Callable[[np.ndarray], np.ndarray]) -> None:
     other = copy(image)
     is_resampled = other.shape[0] == round(0.95 * image.shape[0])
     spacing_mm = tuple(step / 0.95 for step in SPACING_MM) if is_resampled else SPACING_MM
-    assert profile_distance(make_profile(image, SPACING_MM), make_profile(other, spacing_mm)) < NEAR_PROFILE
+    assert distance(make_profile(image, SPACING_MM), make_profile(other, spacing_mm)) < NEAR_PROFILE
 
 
 def test_patients_are_apart() -> None:
     profiles = [make_profile(patient(seed), SPACING_MM) for seed in range(4)]
-    apart = [profile_distance(profiles[0], other) for other in profiles[1:]]
+    apart = [distance(profiles[0], other) for other in profiles[1:]]
     assert min(apart) > NEAR_PROFILE
 
 
 def test_a_short_scan_has_none() -> None:
     assert make_profile(patient(1)[:30], SPACING_MM) == ()
-    assert profile_distance((), ()) == np.inf
+    assert areas_of(()) is None
