@@ -324,9 +324,3 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
     stage.predict_probs(torch.zeros(1, 2, 3, 4), 0, CascadeOptions())
     assert seen == [False, False]
     assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]
-
-
-@pytest.mark.parametrize(("source", "is_batch"), [("scans", True), ("scans/a.nii.gz", False)])
-def test_a_folder_of_one_scan_is_a_batch(source: str, is_batch: bool) -> None:
-    scans = [Scan("a", Path("scans/a.nii.gz"))]
-    assert batch._is_batch(Path(source), scans) == is_batch
