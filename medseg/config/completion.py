@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from medseg.config.help import Group, Key, group_files, list_keys
 from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.config.schema import Knob
+from medseg.config.targets import TARGET
 
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
 # Hydra's option by which its script for the shell asks; the command line to complete is in COMP_LINE.
@@ -122,7 +123,9 @@ def _key_values(key: Key, begun: str) -> list[str]:
         return ["true", "false", *null]
     if _is_choice(kind):
         return [*kind, *null]
-    is_current = key.value not in (None, "???") and not isinstance(key.value, dict)
+    # A class that is named on the command line replaces the preset with all of its arguments, also the present class.
+    is_class = key.name.rpartition(".")[2] == TARGET
+    is_current = key.value not in (None, "???") and not isinstance(key.value, dict) and not is_class
     current = text_of(key.value) if is_current else ""
     return [*([current] if current and PLAIN.issuperset(current) else []), *null]
 
