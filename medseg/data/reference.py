@@ -190,21 +190,40 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
 
 
 def _read_segments(path: Path, segments: Sequence[Segment], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
-    """Merge segments of 3D Slicer to a label map, which may lie in several layers."""
+    """Merge segments of 3D Slicer to a label map, which may lie in several layers.
+
+    Raises:
+        UserError: If voxels belong to no segment.
+    """
     chosen = _choose(path, [segment.name for segment in segments], label_values)
+    layers = [read_layer(path, number) for number in range(segments[0].num_layers)]
+    for number, layer in enumerate(layers):
+        _require_segments(path, number, layer, segments)
 
     def parts() -> Iterator[tuple[str, Volume, int]]:
-        layers: dict[int, Volume] = {}
         for name, value in chosen.structures:
             for segment in segments:
                 if segment.name != name:
                     continue
-                if segment.layer not in layers:
-                    layers[segment.layer] = read_layer(path, segment.layer)
                 layer = layers[segment.layer]
                 yield name, Volume(layer.array == segment.value, layer.grid, layer.header, layer.remarks), value
 
     return _merge(path, parts(), chosen)
+
+
+def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence[Segment]) -> None:
+    """Refuse voxels of a layer that belong to no segment: they would be trained on as background.
+
+    Raises:
+        UserError: With the first of their values.
+    """
+    described = {segment.value for segment in segments if segment.layer == number}
+    for value in np.unique(layer.array).tolist():
+        if value and value not in described:
+            raise UserError(
+                f"{path}: layer {number} holds the value {value}, which no segment of the header has; "
+                "save the segmentation again in 3D Slicer."
+            )
 
 
 def _merge(path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen) -> tuple[Volume, dict[int, str]]:

@@ -324,15 +324,17 @@ def read_segments(path: Path) -> list[Segment]:
         The segments in their order; none for a file of another program.
 
     Raises:
-        UserError: If the header cannot be read, or a segment has no value or that of another one.
+        UserError: If the header cannot be read, gives a field two values, or a segment has no value or that of another one.
     """
     num_layers = _num_layers(read_header(path)[0])
     pairs = _read_pairs(path)
-    numbers = {int(match[1]) for key in pairs if (match := re.fullmatch(r"Segment(\d{1,6})_Name", key, re.ASCII))}
+    fields = r"Segment(\d{1,6})_(?:Name|ID|LabelValue)"
+    numbers = {int(match[1]) for key in pairs if (match := re.fullmatch(fields, key, re.ASCII))}
     segments: list[Segment] = []
     owners: dict[tuple[int, int], str] = {}
     for number in sorted(numbers):
-        name = pairs[f"Segment{number}_Name"]
+        # 3D Slicer shows the ID of a segment without a name.
+        name = pairs.get(f"Segment{number}_Name") or pairs.get(f"Segment{number}_ID") or f"Segment {number}"
         value, layer = pairs.get(f"Segment{number}_LabelValue", ""), pairs.get(f"Segment{number}_Layer", "0")
         if not (re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII) and re.fullmatch(r"\d{1,6}", layer, re.ASCII)):
             raise UserError(
@@ -353,13 +355,19 @@ def read_segments(path: Path) -> list[Segment]:
 
 
 def _read_pairs(path: Path) -> dict[str, str]:
-    """Read the lines `key:=value` of a NRRD header, in which programs keep what the format does not define."""
-    pairs = {}
+    """Read the lines `key:=value` of a NRRD header, in which programs keep what the format does not define.
+
+    Raises:
+        UserError: If a key has two values.
+    """
+    pairs: dict[str, str] = {}
     with path.open("rb") as file:
         while line := file.readline(MAX_HEADER_BYTES).rstrip(b"\r\n"):
             key, separator, value = line.decode("utf-8", "surrogateescape").partition(":=")
-            if separator:
-                pairs[key] = value
+            if not separator:
+                continue
+            if pairs.setdefault(key, value) != value:
+                raise UserError(f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.")
     return pairs
 
 

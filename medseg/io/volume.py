@@ -384,16 +384,23 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     A label may miss its number by the rounding of the scale in the header: the value 255 with the slope 1/255 in 32 bits gives
     1.00000006. The error is relative to the product and to the intercept, which may nearly cancel.
 
+    A program that scales labels to the range of an integer type also rounds what it stores: labels up to 2 get the slope 2/255 in
+    uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its number by at most half a step.
+
     Args:
         values: Scaled labels, float.
-        volume: Their file, for its intercept and for the message.
+        volume: Their file, for its scale and for the message.
 
     Raises:
         UserError: If a value misses every whole number by more than rounding.
     """
     whole = np.rint(values)
     sizes = np.abs(values - volume.intercept) + abs(volume.intercept)
-    is_whole = np.abs(values - whole) <= np.minimum(ROUNDING * sizes, MAX_ROUNDING)
+    step = abs(volume.slope)
+    # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds them.
+    half_step = step / 2 if volume.dtype.kind in "iu" and step < 1.0 else 0.0
+    tolerance = np.maximum(ROUNDING * sizes, half_step * (1.0 + ROUNDING))
+    is_whole = np.abs(values - whole) <= np.minimum(tolerance, MAX_ROUNDING)
     if not is_whole.all():
         raise _no_label_map(volume.path, values[~is_whole][0])
     return whole

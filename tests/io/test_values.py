@@ -133,6 +133,23 @@ def test_labels_that_miss_a_whole_number_by_rounding(
     assert np.array_equal(read_labels(tmp_path / f"l{suffix}").array, want)
 
 
+@pytest.mark.parametrize("num_labels", [2, 7, 117])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_labels_that_were_rounded_to_the_steps_of_their_scale(tmp_path: Path, num_labels: int, dtype: type) -> None:
+    """Floating point labels that nibabel stores as integers: in uint8, 1 of 2 labels becomes 128 * 2/255 = 1.004."""
+    want = np.resize(np.arange(num_labels + 1), (5, 7, 9))
+    image = nib.Nifti1Image(want.T.astype(np.float64), np.eye(4))
+    image.set_data_dtype(dtype)
+    image.to_filename(tmp_path / "l.nii.gz")
+    assert np.array_equal(read_labels(tmp_path / "l.nii.gz").array, want)
+
+
+@pytest.mark.parametrize("stored", [1, 127, 254])
+def test_probabilities_in_steps_of_a_byte_are_no_labels(tmp_path: Path, stored: int) -> None:
+    save_scaled(tmp_path / "l.nii", np.full((5, 7, 9), stored, np.uint8), 1 / 255, 0.0)
+    assert f"values such as {stored / 255:.4f}"[:-1] in told(tmp_path / "l.nii", read_labels)
+
+
 @pytest.mark.parametrize(
     ("value", "told_value"), [(1.00001, "1.00001"), (0.999, "0.999"), (2_000_000.3, "2000000.3"), (1e9 + 0.5, "1000000000.5")]
 )

@@ -285,6 +285,7 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
     if all(case.labels is None for case in data.cases):
         raise UserError(f"{folder}: none of the {len(data.cases)} cases has labels, so nothing can be trained; add them.")
     _check_images(data.cases, folder)
+    _account_shared(data)
     _account_files(data, files, folder)
     return data
 
@@ -338,6 +339,21 @@ def _check_images(cases: Sequence[Case], folder: Path) -> None:
             raise UserError(
                 f"{folder}: {case.image} is the image of the case {owner.name!r} and of {case.name!r}; keep one of the two."
             )
+
+
+def _account_shared(data: DataSet) -> None:
+    """Enter files that are read for several cases or channels: a slip of a list, unless it is meant."""
+    uses: dict[tuple[str, str | None], list[str]] = {}
+    for case in data.cases:
+        roles = {f"channel {number}": path for number, path in enumerate((case.image, *case.more_images)) if path}
+        if case.labels is not None:
+            roles["labels"] = case.labels
+        for role, path in roles.items():
+            series = case.series if path == case.image else None
+            uses.setdefault((os.path.realpath(path), series), []).append(f"{role} of {case.name}")
+    for (real_path, _), shared in uses.items():
+        if len(shared) > 1:
+            data.account.merge(Kind.file, real_path, f"one file is {' and '.join(shared[:MAX_CASES])}; check that this is meant")
 
 
 def _data_files(path: Path) -> tuple[Path, ...]:
@@ -462,6 +478,25 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
             f"the labels {other!r} and {name!r} would both be {label}; rename one of them in the data set.",
         )
     return known
+
+
+def named_groups(names: Iterable[str], account: Account) -> FileValues:
+    """Make one label of each structure; spellings that differ in case, signs or the place of the side are one structure.
+
+    Args:
+        names: Names of the structures of all cases in the order of the labels; they may repeat.
+        account: Gets the other spellings.
+
+    Returns:
+        Labels, each with the first spelling of its structure, which stands for the others.
+    """
+    first: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        spelling = first.setdefault(plain_name(name), name)
+        if spelling != name:
+            account.merge(Kind.structure, name, f"another spelling of {spelling}")
+    written = label_names(first.values())
+    return {label: [name] for name, label in written.items()}
 
 
 def channel_of(name: str) -> Channel:

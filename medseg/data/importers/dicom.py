@@ -11,10 +11,9 @@ from medseg.data.importers.account import Account, Kind
 from medseg.data.importers.dataset import (
     DICOM,
     DataSet,
-    FileValues,
     channel_of,
     first_of,
-    label_names,
+    named_groups,
     plain_name,
 )
 from medseg.errors import UserError, require
@@ -32,10 +31,13 @@ def import_dicom(folder: Path) -> DataSet:
     """
     catalogue, account = read_catalogue(folder), Account()
     series = catalogue.series
-    require(
-        bool(catalogue.labels),
-        f"{folder}: expected DICOM labels (SEG or RTSTRUCT) beside {len(series)} image series, but found none; add them.",
-    )
+    if not catalogue.labels:
+        # Labels that cannot be read are the likely cause.
+        for path, reason in catalogue.unreadable.items():
+            require(not reason, f"{path}: {reason}")
+        raise UserError(
+            f"{folder}: expected DICOM labels (SEG or RTSTRUCT) beside {len(series)} image series, but found none; add them."
+        )
     chosen = _choose_labels(catalogue, folder, account)
     kinds = sorted({series[uid].modality for uid in chosen})
     require(
@@ -56,7 +58,8 @@ def import_dicom(folder: Path) -> DataSet:
         structures[name] = file.names
         for empty in file.empty:
             account.use(Kind.structure, f"{empty} of {name}", "empty there, which states its absence")
-    labels = _labels(list(chosen.values()), account)
+    names = [name for file in chosen.values() for name in file.names]
+    labels = named_groups(sorted(names, key=plain_name), account)
     channels = (channel_of(kinds[0]),)
     return DataSet(
         DICOM,
@@ -114,8 +117,8 @@ def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account
         account.leave_out(Kind.series, image.uid, "no labels refer to it")
         for path in image.files:
             account.explain(path, "of a series without labels")
-    for path in catalogue.unreadable:
-        account.explain(path, "damaged DICOM, cannot be read")
+    for path, reason in catalogue.unreadable.items():
+        account.explain(path, reason or "damaged DICOM, cannot be read")
     for path, modality in catalogue.others.items():
         account.explain(path, f"DICOM without an image ({modality})")
 
@@ -152,15 +155,3 @@ def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) ->
         other = identities.setdefault(patient, identity)
         if other != identity:
             raise UserError(f"the patients {other!r} and {identity!r} would both be called {patient!r}; import a folder of each.")
-
-
-def _labels(files: list[LabelEntry], account: Account) -> FileValues:
-    """Make labels of the names of structures; spellings that differ in case or signs are one label."""
-    first: dict[str, str] = {}
-    for file in files:
-        for name in file.names:
-            known = first.setdefault(plain_name(name), name)
-            if known != name:
-                account.merge(Kind.structure, name, f"another spelling of {known}")
-    written = label_names(first.values())
-    return {written[name]: [name] for _, name in sorted(first.items())}

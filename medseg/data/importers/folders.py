@@ -20,7 +20,7 @@ from medseg.data.importers.dataset import (
     Structures,
     channel_of,
     first_of,
-    label_names,
+    named_groups,
     require_pairs,
 )
 from medseg.data.importers.json_lists import guess_modality, values_in
@@ -82,10 +82,10 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
     names = {name for several in structures.values() for name in several}
     lobes = {name: f"{match[2]}_{match[1]}" for name in names if (match := LOBE.fullmatch(name))}
-    written = label_names(sorted(names - lobes.keys()))
-    labels: dict[str, list[int | str]] = {}
-    for name in sorted(names):
-        labels.setdefault(lobes.get(name) or written[name], []).append(name)
+    labels = named_groups(sorted(names - lobes.keys()), account)
+    for name, organ in sorted(lobes.items()):
+        labels.setdefault(organ, []).append(name)
+    labels = dict(sorted(labels.items(), key=lambda item: str(item[1][0])))
     modalities = {case_name(case.image): case for case in cases}
     if len(modalities) > 1:
         raise UserError(
@@ -239,9 +239,9 @@ def import_pairs(folder: Path) -> DataSet:
     structures: Structures | None = None
     if any(path.is_dir() for path in labels.values()):
         structures = {name: list(_masks_in(path)) for name, path in labels.items()}
-        groups = _named_groups({str(name) for several in structures.values() for name in several})
+        groups = named_groups(sorted({str(name) for several in structures.values() for name in several}), account)
     elif segments := _segments_of(labels):
-        structures, groups = _slicer_groups(segments)
+        structures, groups = _slicer_groups(segments, account)
     else:
         groups = values_in(cases, notes)
     channel = channel_of(guess_modality(cases[0].image, notes))
@@ -271,13 +271,6 @@ def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
         raise UserError(f"{place}: expected labels of one kind, but found {names}; save all of them alike.")
 
 
-def _named_groups(names: Iterable[str]) -> FileValues:
-    """Make one label of each structure."""
-    ordered = sorted(names)
-    written = label_names(ordered)
-    return {written[name]: [name] for name in ordered}
-
-
 def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     """Read the segments of each case; empty where no file names any, as label maps of other programs.
 
@@ -299,7 +292,7 @@ def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     return segments
 
 
-def _slicer_groups(segments: Mapping[str, Sequence[Segment]]) -> tuple[Structures, FileValues]:
+def _slicer_groups(segments: Mapping[str, Sequence[Segment]], account: Account) -> tuple[Structures, FileValues]:
     """Make labels of segments of 3D Slicer.
 
     Returns:
@@ -313,8 +306,9 @@ def _slicer_groups(segments: Mapping[str, Sequence[Segment]]) -> tuple[Structure
             is_by_value &= segment.num_layers == 1 and owners.setdefault(segment.value, segment.name) == segment.name
             if segment.value not in by_name.setdefault(segment.name, []):
                 by_name[segment.name].append(segment.value)
-    groups = _named_groups(by_name)
-    if not is_by_value:
+    groups = named_groups(sorted(by_name), account)
+    # A value names one spelling only.
+    if not is_by_value or len(groups) < len(by_name):
         return {name: [segment.name for segment in several] for name, several in segments.items()}, groups
     values = {label: sorted(by_name[str(members[0])]) for label, members in groups.items()}
     ordered = dict(sorted(values.items(), key=lambda item: item[1]))

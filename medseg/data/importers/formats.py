@@ -1,10 +1,11 @@
 """Formats of data sets: detection of the format of a folder from its content, and the importer of each format."""
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.importers.dataset import DICOM, DataSet, check_dataset
@@ -47,11 +48,26 @@ class Format(NamedTuple):
 
 
 def _is_nnunet(path: Path) -> bool:
-    """Whether a folder has a `dataset.json` with `channel_names`, or one of nnU-Net 1, whose images have the number of a channel."""
+    """Whether a folder has a `dataset.json` with `channel_names`, or one of nnU-Net 1, whose images have the number of a channel.
+
+    Cases of the Decathlon may be called `lung_0000` too, but then the list names all of its files as they are.
+    """
     if not (path / DATASET_FILE).is_file():
         return False
     about = read_about(path / DATASET_FILE)
-    return "channel_names" in about or ("modality" in about and next((path / "imagesTr").glob("*_0000.*"), None) is not None)
+    if "channel_names" in about:
+        return True
+    if "modality" not in about or next((path / "imagesTr").glob("*_0000.*"), None) is None:
+        return False
+    return not _lists_files(path, about.get("training"))
+
+
+def _lists_files(folder: Path, entries: Any) -> bool:
+    """Whether a list of the Decathlon names files that exist, some of them without the number of a first channel."""
+    images = [entry.get("image") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    paths = [folder / image for image in images if isinstance(image, str)]
+    is_numbered = all("_0000." in path.name for path in paths)
+    return bool(paths) and not is_numbered and all(path.is_file() for path in paths)
 
 
 def _is_msd(path: Path) -> bool:
@@ -95,6 +111,8 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
         UserError: If the path does not exist, has no known layout, or the data set is incomplete.
     """
     require(path.exists(), f"{path}: this folder does not exist; check the path.")
+    # The names of the folder and of those around it count: "." has none.
+    path = Path(os.path.abspath(path))
     try:
         return check_dataset(FORMATS[format_name or find_format(path)].read(path), path)
     except OSError as error:

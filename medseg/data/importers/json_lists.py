@@ -78,6 +78,7 @@ def import_nnunet(folder: Path) -> DataSet:
         images, labels = _in_folders(folder, ending, channels)
     if is_first_version and "training" in about:
         images = _chosen(images, about, "training", path, folder / "imagesTr", account)
+        _require_own_labels(about, labels, path)
     _check_count(about, "numTraining", len(images), account)
     splits = [
         folder / SPLITS_FILE,
@@ -174,7 +175,7 @@ def _chosen(
     """
     entries = field(about, key, list, path)
     paths = [text(entry.get("image") if isinstance(entry, dict) else entry, path) for entry in entries]
-    counts = Counter(re.sub(r"_0000$", "", case_name(Path(one))) for one in paths)
+    counts = Counter(map(_name_in_list, paths))
     for name, count in counts.items():
         if name not in images:
             raise UserError(
@@ -190,6 +191,31 @@ def _chosen(
             account.explain(file, f"the list {key} of {path.name} does not name it")
     account.use(Kind.list, key, f"names {len(counts)} cases of {path.name}")
     return {name: images[name] for name in images if name in counts}
+
+
+def _require_own_labels(about: Mapping[str, Any], labels: Mapping[str, Path], path: Path) -> None:
+    """Refuse a list of nnU-Net 1 that gives a case the labels of another name.
+
+    nnU-Net 1 takes the file that the list names, nnU-Net 2 the one that has the name of the case.
+
+    Raises:
+        UserError: With the case and both files.
+    """
+    for entry in about["training"]:
+        if not isinstance(entry, dict) or "label" not in entry:
+            continue
+        name = _name_in_list(text(entry.get("image"), path))
+        listed = Path(text(entry["label"], path)).name
+        if listed != labels[name].name:
+            raise UserError(
+                f"{path}: the list training gives the case {name} the labels {listed}, but expected {labels[name].name}; "
+                "name the file of the right labels so, and correct the list."
+            )
+
+
+def _name_in_list(image: str) -> str:
+    """Name a case of nnU-Net 1 after the image in its list, which has the number of a channel or none."""
+    return re.sub(r"_0000$", "", case_name(Path(image)))
 
 
 def _tested(

@@ -63,13 +63,13 @@ class Catalogue:
     Attributes:
         series: Image series by UID.
         labels: SEG and RTSTRUCT files in the order of their paths.
-        unreadable: Files that cannot be read.
+        unreadable: Files that cannot be read, with the reason, a clause; "" where there is nothing to add.
         others: Files of another kind, with their modality.
     """
 
     series: dict[str, ImageSeries]
     labels: list[LabelEntry]
-    unreadable: list[Path]
+    unreadable: dict[Path, str]
     others: dict[Path, str]
 
 
@@ -77,7 +77,7 @@ def read_catalogue(folder: Path) -> Catalogue:
     """Read the headers of all DICOM files below a folder."""
     files: dict[str, list[Path]] = {}
     about: dict[str, tuple[str, str]] = {}
-    catalogue = Catalogue({}, [], [], {})
+    catalogue = Catalogue({}, [], {}, {})
     for path in dicom_files(folder):
         try:
             with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
@@ -93,8 +93,10 @@ def read_catalogue(folder: Path) -> Catalogue:
                 about[uid] = modality, patient
             else:
                 catalogue.others[path] = modality or "unknown modality"
-        except (UserError, InvalidDicomError, OSError, ValueError, EOFError, AttributeError):
-            catalogue.unreadable.append(path)
+        except UserError as error:
+            catalogue.unreadable[path] = str(error).removeprefix(f"{path}: ")
+        except (InvalidDicomError, OSError, ValueError, EOFError, AttributeError):
+            catalogue.unreadable[path] = ""
     for uid, paths in files.items():
         common = Path(os.path.commonpath([path.parent for path in paths]))
         catalogue.series[uid] = ImageSeries(uid, common, *about[uid], tuple(paths))

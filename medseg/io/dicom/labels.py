@@ -1,10 +1,11 @@
 """Reader of labels in DICOM: segments of a SEG and contours of an RTSTRUCT, moved onto the grid of a series by their positions."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread
@@ -35,6 +36,7 @@ class LabelFile:
         path: The file.
         kind: `SEG` or `RTSTRUCT`.
         names: Number of each segment or region of interest (ROI) to its name, in the order of the file; names may repeat.
+            One without a name is called after its number, as `ROI 3`.
         series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
         dataset: Its content.
     """
@@ -62,35 +64,66 @@ def open_label_file(path: Path) -> LabelFile:
         )
         if kind == "SEG":
             # Segment 0 is the background of a label map.
-            segments = [one for one in dataset.SegmentSequence if one.SegmentNumber]
-            names = {int(one.SegmentNumber): str(one.get("SegmentLabel") or "") for one in segments}
+            pairs = [(one.SegmentNumber, one.get("SegmentLabel")) for one in dataset.SegmentSequence if one.SegmentNumber]
             series = [one.SeriesInstanceUID for one in dataset.get("ReferencedSeriesSequence") or []]
         else:
-            names = {int(one.ROINumber): str(one.get("ROIName") or "") for one in dataset.get("StructureSetROISequence") or []}
+            pairs = [(one.ROINumber, one.get("ROIName")) for one in dataset.get("StructureSetROISequence") or []]
             series = [
                 one.SeriesInstanceUID
                 for space in dataset.get("ReferencedFrameOfReferenceSequence") or []
                 for study in space.get("RTReferencedStudySequence") or []
                 for one in study.get("RTReferencedSeriesSequence") or []
             ]
+        names = _names(path, kind, pairs, _filled_numbers(dataset, kind))
         return LabelFile(path, kind, names, tuple(dict.fromkeys(map(str, series))), dataset)
+
+
+def _names(path: Path, kind: str, pairs: Sequence[tuple[Any, Any]], filled: Collection[int]) -> dict[int, str]:
+    """Name the structures of a file by their numbers; one without a name, or that the file does not list, by its number.
+
+    Args:
+        path: File, for messages.
+        kind: `SEG` or `RTSTRUCT`.
+        pairs: Number and name of each structure that the file lists.
+        filled: Numbers of the structures with frames or contours.
+
+    Raises:
+        UserError: If two structures have one number.
+    """
+    unnamed = "segment" if kind == "SEG" else "ROI"
+    names: dict[int, str] = {}
+    for stored_number, stored in pairs:
+        number, name = int(stored_number), str(stored or "") or f"{unnamed} {stored_number}"
+        if number in names:
+            raise UserError(
+                f"{path}: the structures {shown(names[number])} and {shown(name)} of the {kind} have the number {number}; export it again."
+            )
+        names[number] = name
+    for number in sorted(set(filled) - set(names)):
+        names[number] = f"{unnamed} {number}"
+    return names
+
+
+def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
+    """Find the numbers of the structures that have a frame (SEG) or a contour (RTSTRUCT); none where only the pixels tell."""
+    if kind == "RTSTRUCT":
+        items = dataset.get("ROIContourSequence") or []
+        return {int(item.ReferencedROINumber) for item in items if item.get("ContourSequence")}
+    if dataset.get("SegmentationType") == "LABELMAP":
+        return set()
+    shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
+    places = [(group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []]
+    numbers = (field_of(place, "ReferencedSegmentNumber") for place in places)
+    return {int(number) for number in numbers if number}
 
 
 def empty_structures(file: LabelFile) -> list[str]:
     """List the structures of a file that have no frame (SEG) or no contour (RTSTRUCT)."""
+    if file.dataset.get("SegmentationType") == "LABELMAP":
+        return []  # only the pixels tell
     with _explained(file.path):
-        dataset = file.dataset
-        if file.kind == "RTSTRUCT":
-            items = dataset.get("ROIContourSequence") or []
-            filled = {int(item.ReferencedROINumber) for item in items if item.get("ContourSequence")}
-        elif dataset.get("SegmentationType") == "LABELMAP":
-            return []  # only the pixels tell
-        else:
-            shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
-            frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
-            places = [(group, *shared, dataset) for group in frames]
-            filled = {field_of(place, "ReferencedSegmentNumber") for place in places}
-        return [name for number, name in file.names.items() if number not in filled]
+        filled = _filled_numbers(file.dataset, file.kind)
+    return [name for number, name in file.names.items() if number not in filled]
 
 
 def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float = 0.5) -> Volume:
@@ -206,10 +239,17 @@ def _label_planes(
     """
     labels = np.zeros((planes.max() + 1, dataset.Rows, dataset.Columns), np.min_scalar_type(max(values.values(), default=0)))
     if dataset.SegmentationType == "LABELMAP":
+        # An undescribed segment cannot be chosen, and its pixels would be lost.
+        described = {int(one.SegmentNumber) for one in dataset.SegmentSequence} | {0, dataset.get("PixelPaddingValue", 0)}
         table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
         table[list(values)] = list(values.values())
         for index, plane in enumerate(planes.tolist()):
-            labels[plane] = table[_frame_pixels(dataset, index)]
+            numbers_there = _frame_pixels(dataset, index)
+            if unknown := set(np.unique(numbers_there).tolist()) - described:
+                raise UserError(
+                    f"{dataset.filename}: the pixels of the SEG hold the segment {min(unknown)}, which it does not describe; export it again."
+                )
+            labels[plane] = table[numbers_there]
         return labels, 0
     numbers = np.array([field_of(one, "ReferencedSegmentNumber") for one in places])
     if None in numbers:
@@ -281,11 +321,14 @@ def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int]
     frames = slices.frames
     normal, reach_mm = normal_of(frames[0]), slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM
     slice_heights_mm = heights_of(frames, normal)
-    items = {int(item.ReferencedROINumber): item for item in file.dataset.get("ROIContourSequence") or []}
+    # Some programs store the contours of one region of interest in several items.
+    items: dict[int, list[Dataset]] = {}
+    for item in file.dataset.get("ROIContourSequence") or []:
+        items.setdefault(int(item.ReferencedROINumber), []).extend(item.get("ContourSequence") or [])
     remarks, num_overlaps = [], 0
     for number, value in values.items():
         name = shown(file.names[number])
-        found = list(items[number].get("ContourSequence") or []) if number in items else []
+        found = items.get(number, [])
         closed = [one for one in found if one.get("ContourGeometricType") in CLOSED]
         if len(closed) < len(found):
             remarks.append(f"{name}: {len(found) - len(closed)} points and open lines were left out")

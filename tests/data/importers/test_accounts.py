@@ -541,8 +541,13 @@ ODDITIES: dict[str, Oddity] = {
     ),
     "segment missing in a case": Oddity(
         make_slicer,
-        segmentation(Segment1_Name=None),
+        segmentation(Segment1_Name=None, Segment1_ID=None, Segment1_LabelValue=None),
         "p1 (1 of 3 cases): the structure right_lung (value 2) is missing",
+    ),
+    "segment without a name": Oddity(
+        make_slicer,
+        segmentation(Segment1_Name=None),
+        "(2 of 3 cases): the structure Segment",
     ),
     "two segments of one value": Oddity(
         make_slicer,

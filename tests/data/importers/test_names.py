@@ -1,0 +1,67 @@
+"""Names in data sets: spellings of one structure, cases with the number of a channel, structures without a name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from medseg.data.importers.account import Account, closing_rows
+from medseg.data.importers.dataset import named_groups
+from medseg.data.importers.formats import find_format, import_dataset
+from medseg.errors import UserError
+from medseg.io.dicom.labels import _names
+
+
+def save(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(nib.Nifti1Image(np.ones((4, 4, 4), np.uint8), np.eye(4)), path)
+
+
+def decathlon(folder: Path, names: list[str]) -> Path:
+    for name in names:
+        save(folder / "imagesTr" / name)
+        save(folder / "labelsTr" / name)
+    training = [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names]
+    labels = {"0": "background", "1": "lung"}
+    about = {"name": "X", "modality": {"0": "CT"}, "labels": labels, "numTraining": len(names), "training": training, "test": []}
+    (folder / "dataset.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_spellings_of_a_structure_are_one_label() -> None:
+    account = Account()
+    assert named_groups(["Lung_L", "lung left", "Heart"], account) == {"Lung_L": ["Lung_L"], "Heart": ["Heart"]}
+    assert named_groups(["Lung_L", "Lung_R"], account) == {"left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
+
+
+def test_cases_of_the_decathlon_may_end_in_the_number_of_a_channel(tmp_path: Path) -> None:
+    folder = decathlon(tmp_path / "Task01_X", ["lung_0000.nii.gz", "lung_0001.nii.gz"])
+    assert find_format(folder) == "msd"
+    assert [case.labels.name for case in import_dataset(folder).cases if case.labels] == ["lung_0000.nii.gz", "lung_0001.nii.gz"]
+
+
+def test_the_folder_one_is_in_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = decathlon(tmp_path / "Task01_X", ["a.nii.gz"])
+    monkeypatch.chdir(folder)
+    assert import_dataset(Path()).cases == import_dataset(folder).cases
+    assert os.path.isabs(import_dataset(Path()).cases[0].image)
+
+
+def test_one_file_for_two_cases_has_a_line(tmp_path: Path) -> None:
+    folder = decathlon(tmp_path / "Task01_X", ["a.nii.gz", "b.nii.gz"])
+    about = json.loads((folder / "dataset.json").read_text())
+    about["training"][1]["label"] = about["training"][0]["label"]
+    (folder / "dataset.json").write_text(json.dumps(about))
+    rows = closing_rows(import_dataset(folder).account.items)
+    assert any("one file is labels of a and labels of b" in row["why"] for row in rows)
+
+
+def test_structures_of_dicom_labels_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
+    assert _names(tmp_path, "RTSTRUCT", [(1, "heart"), (3, None)], {1, 3, 7}) == {1: "heart", 3: "ROI 3", 7: "ROI 7"}
+    with pytest.raises(UserError, match="have the number 1; export it again"):
+        _names(tmp_path, "SEG", [(1, "heart"), (1, "lung")], ())
