@@ -198,7 +198,9 @@ def kill_raylet():
         time.sleep(0.1)
     for process in psutil.Process().children(recursive=True):
         if process.name() == "raylet":
-            process.kill()
+            # A node that dies takes its actors along.
+            for lost in [process, *process.children(recursive=True)]:
+                lost.kill()
 
 threading.Thread(target=kill_raylet, daemon=True).start()
 sys.argv = ["medseg", "predict", *sys.argv[2:]]

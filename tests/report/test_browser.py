@@ -192,7 +192,7 @@ def test_a_point_tells_its_values_and_leads_to_its_run(page: Any) -> None:
     assert "0.971" in told
     ActionChains(page).click(dot).perform()
     wait(lambda: page.current_url.endswith("#run-0"))
-    assert texts(page, "tr:target th") == ["0 ★best"]
+    assert texts(page, "tr:target th") == ["0 ★best mean"]
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept
         assert result.returncode == 1, result.stderr
         assert "row 2 of 2: native" in result.stdout
         assert result.stdout.count("finished before, skipped") == attempt
-        assert result.stdout.count("medseg train") == (1 if attempt else 3), "the coarse stage once, and the failed one again"
+        assert result.stdout.count("$ medseg train") == (1 if attempt else 3), "the coarse stage once, and the failed one again"
     with (tmp_path / "out" / "comparison.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["row"], row["case"], row["region"]) for row in rows] == [

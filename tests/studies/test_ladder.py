@@ -128,7 +128,7 @@ def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_
         config, other = (ladder_app.compose(rows[0]._replace(arguments=(*rows[0].arguments, *added))) for added in ((), ("memory.checkpointing=all",)))  # fmt: skip
     first = ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)
     assert first["peak_bytes"] > 0
-    monkeypatch.setattr(ladder_app, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(ladder_app, "Worker", None)
     assert ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)["peak_bytes"] == first["peak_bytes"]
     with pytest.raises(TypeError):
         ladder_app.measure(tmp_path, other, (16, 16, 16), 0, None, None)
