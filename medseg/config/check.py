@@ -22,6 +22,9 @@ from medseg.errors import UserError, require
 
 T = TypeVar("T")
 
+# A mapping that takes names which no schema has.
+OPEN_KEY = "label_values"
+
 # Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and lightning-hydra-template.
 HABITS = {
     name: keys.split()
@@ -146,8 +149,16 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
         return f"{key or first}: a value is missing; give it as {key}=<value>"
     if overridden or isinstance(error, ConfigKeyError):
         key = overridden.group(1) if overridden else key
-        known = _keys(OmegaConf.to_container(composed, resolve=False)) if composed is not None else []
-        near = _near_keys(key, sorted(set(known) - {key, ""}))
+        known = set(_keys(OmegaConf.to_container(composed, resolve=False))) if composed is not None else set[str]()
+        parent, _, last = key.rpartition(".")
+        if last == OPEN_KEY and key in known:
+            return f"{key}: it has no such name yet; +{key}={{…}} adds names"
+        if parent.rpartition(".")[2] == OPEN_KEY and parent in known:
+            siblings = sorted(name for name in known - {key} if name.startswith(f"{parent}."))
+            meant = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+            hint = f"; did you mean {meant[0]}?" if meant else ""
+            return f"{key}: it has no such name yet; +{key}=… adds it{hint}"
+        near = _near_keys(key, sorted(known - {key, ""}))
         return f"{key}: there is no such key; " + (f"did you mean {' or '.join(near)}?" if near else "`--help` prints all keys")
     if isinstance(error, InterpolationKeyError) and (missing := re.search(r"'([^']+)' not found", first)):
         return f"{key}: it refers to {missing[1]}, which has no value; give {missing[1]}=<value>, or another {key}"

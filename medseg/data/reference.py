@@ -159,7 +159,7 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
         expected = [name for several in wanted.values() for name in several][:MAX_LISTED]
         raise UserError(
             f"{path}: expected a structure named {' or '.join(expected)}, but it holds {listed or 'none'}; name the structures of each label in "
-            "data.label_values={<label>: [<structure>, …]}."
+            "+data.label_values={<label>: [<structure>, …]}."
         )
     # A label may name several spellings of one structure.
     absent = [label for label, value in values.items() if value not in {one for _, one in found}]

@@ -224,9 +224,9 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
 
 
 def label_values_argument(label_values: Mapping[str, Any]) -> str:
-    """The argument that maps names to the values in reference files."""
+    """The argument that maps names to the values in reference files; it adds names that the task does not give."""
     given = ", ".join(f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items())
-    return f"data.label_values={{{given}}}"
+    return f"+data.label_values={{{given}}}"
 
 
 def folder_name(name: str) -> str:

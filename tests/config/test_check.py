@@ -11,11 +11,12 @@ import typing
 import hydra
 import pytest
 import torch
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from medseg.config import schema
 from medseg.config.arguments import range_of
-from medseg.config.check import to_config
+from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
 from medseg.config.rules import notes
 from medseg.config.schema import Knob, TrainConfig
@@ -222,6 +223,36 @@ def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
         composed.memory.budget = 3
     with pytest.raises(UserError, match=r"memory\.budget: there is no such key"):
         to_config(composed, TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said", "cure"),
+    [
+        (
+            ["task=abdomen", "data.label_values={liver: 7}"],
+            "data.label_values: it has no such name yet; +data.label_values={…} adds names",
+            "+data.label_values={liver: 7}",
+        ),
+        (
+            ["task=abdomen", "data.label_values.liver=7"],
+            "data.label_values.liver: it has no such name yet; +data.label_values.liver=… adds it",
+            "+data.label_values.liver=7",
+        ),
+        (
+            ["task=lungs", "data.label_values.left_lnug=7"],
+            "data.label_values.left_lnug: it has no such name yet; +data.label_values.left_lnug=… adds it; "
+            "did you mean data.label_values.left_lung?",
+            "data.label_values.left_lung=7",
+        ),
+    ],
+)
+def test_a_new_name_of_a_label_value_is_added_as_the_message_says(overrides: list[str], said: str, cure: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        compose(*overrides)
+    assert explain(caught.value, compose(overrides[0])) == said
+    values = to_config(compose(overrides[0], cure), TrainConfig).data.label_values
+    assert values is not None
+    assert 7 in values.values()
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,11 @@ def test_weights_are_written_in_half_precision_with_their_checksums(tmp_path: Pa
         assert weights["head.weight"].dtype == torch.float16
         torch.testing.assert_close(weights["head.weight"].float(), trained["head.weight"], rtol=2**-11, atol=1e-7)
         assert all(torch.equal(weights[name], trained[name]) for name in ("large", "steps"))
+
+
+def test_the_label_values_that_a_study_hands_on_fit_any_task() -> None:
+    argument = recipes.label_values_argument({"liver": 7, "left_kidney": [1, 2]})
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        for command in ("train", "evaluate"):
+            composed = hydra.compose(command, ["task=abdomen", argument])
+            assert dict(composed.data.label_values) == {"liver": 7, "left_kidney": [1, 2]}

@@ -59,6 +59,11 @@ KINDS = {
         "the values run from {low:g} to {high:g}, and soft tissue lies near 0: they are HU divided by {slope:g}",
         "data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column hu_slope of the case table",
     ),
+    "hu_range:far": Kind(
+        ERROR,
+        "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie below {limit:g}, far below air: this is no CT in HU",
+        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)",
+    ),
     "hu_range:other": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and almost no voxel has the values of {lacking}: this is no CT in HU",

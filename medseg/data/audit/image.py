@@ -225,6 +225,11 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     is_too_dark = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
     for offset_hu, way, is_suspected in ((OFFSET_HU, "high", not is_dark), (-OFFSET_HU, "low", is_too_dark)):
         if is_suspected and _is_soft_at(tissue, offset_hu):
+            # An offset moves air to -2048 at the lowest: values far below it were multiplied.
+            lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
+            far_share = share_of(tissue, -np.inf, lowest_air_hu)
+            if way == "low" and far_share >= TISSUE_SHARE:
+                return find("hu_range:far", **ends, share=far_share, limit=lowest_air_hu)
             # The most frequent value in the range to which the offset moves soft tissue.
             low, high = SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu
             return find(

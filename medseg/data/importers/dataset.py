@@ -129,8 +129,9 @@ class DataSet:
                     continue
                 shown = ", ".join(lacking[:MAX_CASES]) + (", …" if len(lacking) > MAX_CASES else "")
                 part = f" (a part of {label})" if len(members) > 1 else ""
-                others = [name for name in self.labels if name != label]
-                choice = f"labels=[{','.join(others)}]" if others else "labels=[…]"
+                # Others may be incomplete too, and would be refused next.
+                complete = [name for name, parts in self.labels.items() if not any(map(self._cases_without, parts))]
+                choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
                 raise UserError(
                     f"{shown} ({len(lacking)} of {len(self.structures or ())} cases): the structure {_shown(member, label)}{part} is "
                     "missing, and would be trained on as background; add it, leave the label out with medseg import … "

@@ -570,8 +570,13 @@ def _check_values(members: Mapping[str, tuple[int, ...]], others: Collection[int
 
 
 def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
-    """Name cases after their files without `_0000`, with their folders where two files have one name."""
-    names = [re.sub(r"_0000$", "", case_name(path)) for path in images]
+    """Name cases after their files, with their folders where two files have one name.
+
+    The number of a first channel is left out where all files end in it; else `lung_0000` is the name of a case.
+    """
+    names = [case_name(path) for path in images]
+    if all(name.endswith("_0000") for name in names):
+        names = [name.removesuffix("_0000") for name in names]
     if len(set(names)) == len(names):
         return names
     parts = [path.relative_to(folder).parts if path.is_relative_to(folder) else path.parts[1:] for path in images]

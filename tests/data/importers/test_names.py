@@ -10,8 +10,9 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, closing_rows
-from medseg.data.importers.dataset import named_groups
+from medseg.data.importers.dataset import DataSet, named_groups
 from medseg.data.importers.formats import find_format, import_dataset
 from medseg.errors import UserError
 from medseg.io.dicom.labels import _names
@@ -42,7 +43,9 @@ def test_spellings_of_a_structure_are_one_label() -> None:
 def test_cases_of_the_decathlon_may_end_in_the_number_of_a_channel(tmp_path: Path) -> None:
     folder = decathlon(tmp_path / "Task01_X", ["lung_0000.nii.gz", "lung_0001.nii.gz"])
     assert find_format(folder) == "msd"
-    assert [case.labels.name for case in import_dataset(folder).cases if case.labels] == ["lung_0000.nii.gz", "lung_0001.nii.gz"]
+    cases = import_dataset(folder).cases
+    assert [case.name for case in cases] == ["lung_0000", "lung_0001"]
+    assert [case.labels.name for case in cases if case.labels] == ["lung_0000.nii.gz", "lung_0001.nii.gz"]
 
 
 def test_the_folder_one_is_in_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +68,13 @@ def test_structures_of_dicom_labels_are_told_apart_by_their_numbers(tmp_path: Pa
     assert _names(tmp_path, "RTSTRUCT", [(1, "heart"), (3, None)], {1, 3, 7}) == {1: "heart", 3: "ROI 3", 7: "ROI 7"}
     with pytest.raises(UserError, match="have the number 1; export it again"):
         _names(tmp_path, "SEG", [(1, "heart"), (1, "lung")], ())
+
+
+def test_the_labels_that_a_refusal_proposes_are_complete_in_all_cases() -> None:
+    structures = {"a": ["heart", "lung"], "b": ["heart", "lung 2"]}
+    cases = tuple(Case(name, Path(name), Path(name), name) for name in structures)
+    labels = {"heart": ["heart"], "lung": ["lung"], "lung_2": ["lung 2"]}
+    data = DataSet("dicom", "x", cases, labels, (), {}, structures=structures)
+    with pytest.raises(UserError, match=r"labels=\[heart\], or state"):
+        data.require_structures()
+    data.keep(["heart"]).require_structures()
