@@ -129,19 +129,40 @@ def check_folds(cases: Sequence[Case], num_folds: int) -> None:
     """Refuse folds of a case table that a cross-validation would leave out or score twice.
 
     Raises:
-        UserError: If the table has another number of folds, or validates a case in two.
+        UserError: If the table has another number of folds, a fold that validates no case, or validates a case in two.
     """
     count = count_folds(cases)
     if count == 1:
         raise UserError("the case table has one fold, which is no cross-validation; train on it with medseg train")
     if count not in (None, num_folds):
         raise UserError(f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}")
+    if count is not None:
+        _require_validation(cases, count)
     for case in cases:
         if case.fold_sides.count("val") > 1:
             raise UserError(
                 f"the case table validates {case.name!r} in several folds, but a cross-validation scores each case once; keep one val "
                 "in its columns fold_0, fold_1, …"
             )
+
+
+def _require_validation(cases: Sequence[Case], num_folds: int) -> None:
+    """Refuse a fold that validates no case, such as that of a part of LUNA16 that was not downloaded.
+
+    Raises:
+        UserError: With the number of the fold, and the column to correct.
+    """
+    has_columns = any(case.fold_sides for case in cases)
+    validated = {case.fold for case in cases}
+    for number in range(num_folds):
+        if has_columns:
+            is_validated = any(case.fold_sides[number] == "val" for case in cases if case.fold_sides)
+            cure = f"mark some as val in its column fold_{number}, or remove the column and number those after it again"
+        else:
+            is_validated = number in validated
+            cure = "number the folds in its column fold from 0 without a gap"
+        if not is_validated:
+            raise UserError(f"fold {number} of the case table validates no case, so there is nothing to score; {cure}")
 
 
 def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, label_values: dict[int, str]) -> list[Row]:

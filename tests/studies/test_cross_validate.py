@@ -148,3 +148,12 @@ def test_folds_of_the_table_must_be_those_that_are_scored() -> None:
     with pytest.raises(UserError, match="has one fold, which is no cross-validation"):
         check_folds([replace(case, fold_sides=case.fold_sides[:1]) for case in twice], 2)
     check_folds([replace(case, fold=None) for case in plain], 5)
+    gap = [replace(case, fold=2 * number) for number, case in enumerate(plain[:2])]
+    with pytest.raises(
+        UserError, match=r"fold 1 of the case table validates no case.*number the folds in its column fold from 0"
+    ):
+        check_folds(gap, 3)
+    check_folds([replace(case, fold=number) for number, case in enumerate(gap)], 2)
+    no_val = [replace(case, fold=None, fold_sides=(side, "train")) for side, case in zip(("val", "train"), plain, strict=False)]
+    with pytest.raises(UserError, match=r"fold 1 of the case table validates no case.*column fold_1"):
+        check_folds(no_val, 2)
