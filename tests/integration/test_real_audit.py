@@ -20,7 +20,7 @@ KNOWN = {
     "lungdx_a0002_b70f": ["the scan cuts left_lung (lower end, 0.3 cm²) and right_lung (lower end, 4.9 cm²)"],
     "cip_ct64": ["its pixels are 4.17 mm apart where the median of all cases is 0.938 mm"],
     "elastix_right_lung": [
-        "5.1% of the voxels hold exactly 0 HU, the value of a tissue",
+        "4.8% of the voxels hold exactly 0 HU up to the border of their slices: a constant was filled in",
         "the scan cuts right_lung (left end, 17.9 cm²)",
     ],
     "cmbcrc_01068": [
