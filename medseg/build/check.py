@@ -24,13 +24,15 @@ from medseg.build.optimisation import (
 )
 from medseg.build.task import count_classes
 from medseg.config.rules import divisor_rules, stated_divisor
-from medseg.config.schema import UNET, LrScaling, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.config.targets import TARGET
 from medseg.errors import UserError, first_line, require
 from medseg.io.names import is_utf8
 from medseg.memory.switches import select_blocks
 from medseg.models.blocks import InstanceNorm
+from medseg.models.options import UNET
 from medseg.models.regional import RegionalNetwork
+from medseg.training.options import LrScaling
 
 # The one logger that writes its files with Python alone, and so to a folder of any name.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"

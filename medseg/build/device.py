@@ -7,9 +7,10 @@ import torch
 from medseg.build.extensions import make_loss
 from medseg.build.network import make_network, make_network_on_meta
 from medseg.build.task import make_task
-from medseg.config.schema import Accelerator, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.config.targets import bind_target
 from medseg.errors import UserError
+from medseg.memory.options import Accelerator
 
 
 def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> torch.device:

@@ -9,13 +9,16 @@ from torch import nn
 
 from medseg.build.task import make_task
 from medseg.config.rules import choose_strides, stated_divisor
-from medseg.config.schema import UNET, SpacingConfig, StageConfig, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.config.targets import TARGET, bind_arguments, import_target
+from medseg.data.options import StageConfig
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits
+from medseg.models.options import UNET
 from medseg.models.regional import RegionalNetwork, input_channels
 from medseg.models.unet import UNet
+from medseg.preprocess.options import SpacingConfig
 from medseg.strides import level_strides
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights

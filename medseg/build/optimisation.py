@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medseg.config.schema import LrScaling, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.config.targets import TARGET, bind_target
+from medseg.training.options import LrScaling
 
 # Schedules that by default also set the momentum of each step, whatever the optimiser's own value is.
 CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")

@@ -22,14 +22,17 @@ from medseg.build.stages import load_stage
 from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
 from medseg.build.versions import collect_versions
-from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.data.case_table import CaseSource
+from medseg.data.options import RegionMode, StageName
 from medseg.errors import UserError, require
 from medseg.memory.precision import lightning_precision, set_tf32
 from medseg.models.regional import RegionalNetwork
+from medseg.preprocess.options import SpacingDraw
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule, StageInput
 from medseg.training.module import SegmentationModule
+from medseg.training.options import Profiler, Strategy
 from medseg.weights.files import METADATA_FORMAT, NATIVE
 
 if TYPE_CHECKING:

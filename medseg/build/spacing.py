@@ -1,9 +1,11 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
 from medseg.config.rules import FOUND_IN_DATA
-from medseg.config.schema import DataConfig, Fill, SpacingConfig, SpacingStrategy, TaskConfig
 from medseg.console import say
+from medseg.data.options import DataConfig
 from medseg.geometry.grid_rule import GridRule
+from medseg.preprocess.options import Fill, SpacingConfig, SpacingStrategy
+from medseg.task_options import TaskConfig
 
 
 def make_grid_rule(spacing: SpacingConfig) -> GridRule:

@@ -13,16 +13,18 @@ from medseg.build.network import make_described_network, to_tuples
 from medseg.build.task import with_known_labels
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.stage import TrainedStage
-from medseg.config.schema import UNET, Precision, Resampling
 from medseg.config.targets import TARGET, check_target
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line, is_out_of_memory, require
 from medseg.geometry.grid_rule import GridRule
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
+from medseg.memory.options import Precision
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.models.adapter import build_on_meta
 from medseg.models.blocks import ScaledConv3d
+from medseg.models.options import UNET
+from medseg.preprocess.options import Resampling
 from medseg.preprocess.resample import ANTIALIASED
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from medseg.config.schema import MemoryConfig
 from medseg.errors import UserError
+from medseg.memory.options import MemoryConfig
 from medseg.memory.switches import apply_switches
 from medseg.models.regional import RegionalNetwork
 

@@ -6,8 +6,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from medseg.config.folder import conf_dir
-from medseg.config.schema import StageName, TaskConfig, TrainConfig
+from medseg.config.schema import TrainConfig
+from medseg.data.options import StageName
 from medseg.data.task import Channel, Region, Task
+from medseg.task_options import TaskConfig
 
 
 def make_task(config: TaskConfig) -> Task:

@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from medseg.config.arguments import range_of
+from medseg.config.knob import Knob
 from medseg.config.rules import check_rules
-from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS, Knob
+from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.config.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
 from medseg.errors import UserError, require
 

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from medseg.config.help import Group, Key, group_files, list_keys
+from medseg.config.knob import Knob
 from medseg.config.overrides import PATH_KEYS, text_of
-from medseg.config.schema import Knob
 from medseg.config.targets import TARGET
 
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]

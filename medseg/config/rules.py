@@ -10,33 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medseg.config.schema import (
-    DICE_CE,
-    UNET,
-    Accelerator,
-    ClipBy,
-    Fill,
-    LrScaling,
-    Modality,
-    Normalise,
-    Precision,
-    PredictConfig,
-    PrepareConfig,
-    RecipeConfig,
-    RegionFrom,
-    RegionMode,
-    Resampling,
-    SpacingConfig,
-    SpacingStrategy,
-    StageName,
-    Strategy,
-    TaskConfig,
-    TrainConfig,
-)
+from medseg.config.schema import PredictConfig, PrepareConfig, RecipeConfig, TrainConfig
 from medseg.config.search import SearchConfig, check_sweep
 from medseg.config.targets import TARGET
+from medseg.data.options import RegionFrom, RegionMode, StageName
 from medseg.errors import require
+from medseg.losses.options import DICE_CE
+from medseg.memory.options import Accelerator, Precision
+from medseg.models.options import UNET
+from medseg.preprocess.options import Fill, Resampling, SpacingConfig, SpacingStrategy
 from medseg.strides import level_strides, total_strides
+from medseg.task_options import Modality, Normalise, TaskConfig
+from medseg.training.options import ClipBy, LrScaling, Strategy
 
 Rules = list[tuple[bool, str]]
 

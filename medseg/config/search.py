@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.config.schema import Knob, TrainConfig
+from medseg.config.knob import Knob
+from medseg.config.schema import TrainConfig
 from medseg.errors import UserError, require
 
 ParameterType = StrEnum("ParameterType", ["float", "int", "choice"])

@@ -13,11 +13,13 @@ from medseg.build.network import find_divisor, make_network
 from medseg.build.optimisation import make_scheduled_optimizer
 from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
-from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, TrainConfig
+from medseg.config.schema import PlanConfig, TrainConfig
 from medseg.errors import UserError, first_line
 from medseg.inference.tiles import most_probable, predict_probs, round_up
 from medseg.memory.accounting import StepMemory, count_forward, count_step
+from medseg.memory.options import Precision
 from medseg.memory.tracker import Timeline
+from medseg.preprocess.options import SpacingStrategy
 
 Shape = tuple[int, int, int]
 

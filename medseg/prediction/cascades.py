@@ -9,9 +9,9 @@ from medseg.build.device import pick_device
 from medseg.build.stages import load_stages
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import CascadeOptions, TrainedStage
-from medseg.config.schema import Accelerator
 from medseg.errors import UserError, require
 from medseg.io.read import read_grid
+from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
 from medseg.prediction.contract import has_room_for_openvino
 from medseg.prediction.scans import Scan

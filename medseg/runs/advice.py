@@ -8,7 +8,9 @@ from pathlib import Path
 from medseg.build.imported import IMPORTED, SOURCE_VARIABLE, VALUES
 from medseg.config.folder import conf_dir
 from medseg.config.overrides import PATH_KEYS
-from medseg.config.schema import Accelerator, StageName, TrainConfig
+from medseg.config.schema import TrainConfig
+from medseg.data.options import StageName
+from medseg.memory.options import Accelerator
 from medseg.memory.profile import memory_limit_bytes
 
 DEFAULT_TASK = "lungs"  # of conf/train.yaml

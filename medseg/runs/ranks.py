@@ -8,8 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from medseg.config.schema import MemoryConfig, Strategy, TrainerConfig
 from medseg.errors import require
+from medseg.memory.options import MemoryConfig
+from medseg.training.options import Strategy, TrainerConfig
 
 T = TypeVar("T")
 

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from medseg.config.schema import DICE_CE, POINT_SCHEMAS, UNET, TrainConfig
+from medseg.config.schema import POINT_SCHEMAS, TrainConfig
 from medseg.config.targets import TARGET
+from medseg.losses.options import DICE_CE
+from medseg.models.options import UNET
 
 # Keys that older run folders lack, with the value that reproduces those runs: it is left out of the signature.
 LATER_KEYS: dict[str, Any] = {

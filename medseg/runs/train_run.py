@@ -8,16 +8,19 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from medseg.config.schema import DebugConfig, Profiler, SpacingStrategy, StageName, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.config.targets import TARGET
 from medseg.console import say
+from medseg.data.options import StageName
 from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.io.atomic import PART_PREFIX, locked, replace_text
+from medseg.preprocess.options import SpacingStrategy
 from medseg.runs.advice import next_command
 from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config, read_record, write_end
 from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, num_oom_kills, status_of
+from medseg.training.options import DebugConfig, Profiler
 from medseg.training.preemption import STOP
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from medseg.build.cases import find_sources
 from medseg.build.network import find_divisor
 from medseg.build.spacing import make_grid_rule
-from medseg.config.schema import CompareSpacingConfig, SpacingConfig, TrainConfig
+from medseg.config.schema import CompareSpacingConfig, TrainConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
 from medseg.errors import EXIT_FAILED, UserError, require
@@ -22,6 +22,7 @@ from medseg.io.read import read_grid
 from medseg.memory.accounting import StepMemory
 from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.step import Shape, count_memory
+from medseg.preprocess.options import SpacingConfig
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
 from medseg.report.tables import read_csv, write_csv

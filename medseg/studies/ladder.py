@@ -24,9 +24,10 @@ from medseg.build.network import make_network
 from medseg.build.optimisation import find_lr_factor, make_optimizer
 from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
-from medseg.config.schema import LadderConfig, MemoryConfig, Precision, TrainConfig
+from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
+from medseg.memory.options import MemoryConfig, Precision
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.step import Shape, count_memory, input_shape, samples_per_rank

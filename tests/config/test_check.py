@@ -18,8 +18,9 @@ from medseg.config import schema
 from medseg.config.arguments import range_of
 from medseg.config.check import explain, to_config
 from medseg.config.folder import conf_dir
+from medseg.config.knob import Knob
 from medseg.config.rules import notes
-from medseg.config.schema import Knob, TrainConfig
+from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig, SweepConfig
 from medseg.errors import UserError
 from medseg.runs.ranks import choose_gpus

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from layouts import LEFT, blocks, save, write_json
 
-from medseg.config.schema import TaskConfig
 from medseg.io.read import read_labels
+from medseg.task_options import TaskConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "organ.md").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from medseg.commands.entry import COMMANDS
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.overrides import check_arguments, expand_options, quote_paths
-from medseg.config.schema import Accelerator
 from medseg.config.targets import targets_first
 from medseg.errors import EXIT_OUT_OF_MEMORY
+from medseg.memory.options import Accelerator
 from medseg.runs import advice
 from medseg.runs.advice import next_command, plan_command
 

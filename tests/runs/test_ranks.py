@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from medseg.config.schema import Strategy
 from medseg.errors import UserError
 from medseg.runs import ranks
+from medseg.training.options import Strategy
 
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(4, ["device 2", "group"]), (2, ["group"]), (0, ["group"])])

@@ -15,8 +15,9 @@ from torch import nn
 
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
-from medseg.config.schema import LadderConfig, Precision, TrainConfig
+from medseg.config.schema import LadderConfig, TrainConfig
 from medseg.errors import UserError
+from medseg.memory.options import Precision
 from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
 

@@ -1,0 +1,26 @@
+"""Documentation of a configuration key (`Knob`), and the types that keys share."""
+
+from typing import NamedTuple
+
+
+class Knob(NamedTuple):
+    """Documentation of one key.
+
+    Attributes:
+        sentence: What the key does.
+        within: Interval of its number, or of each number of a tuple or list, such as `[0, 1)`.
+        unit: Unit or order of its numbers.
+        neutral: Whether the key cannot change the result of a run (folders, saving intervals, devices), so that a
+            run may resume with another value.
+    """
+
+    sentence: str
+    within: str = ""
+    unit: str = ""
+    neutral: bool = False
+
+
+Text = str | None
+Pair = tuple[float, float]
+Triple = tuple[float, float, float]
+Shape = tuple[int, int, int]

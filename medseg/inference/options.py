@@ -1,0 +1,56 @@
+"""Keys of the group `inference`: how a trained stage runs on a whole case."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from medseg.config.knob import Knob, Shape
+
+Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
+
+
+@dataclass
+class InferenceConfig:
+    """Execution of a trained stage on a whole case."""
+
+    tile_size: Annotated[
+        Shape | None,
+        Knob(
+            "Sliding window; null: the whole crop at once. inference=tiles: stage.patch_size.",
+            "[1, inf)",
+            "voxels (D, H, W)",
+        ),
+    ]
+    overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")]
+
+
+@dataclass
+class PredictInferenceConfig(InferenceConfig):
+    """Inference keys of `predict`."""
+
+    budget_gib: Annotated[
+        float,
+        Knob(
+            "Memory of one network pass, without input and result; a larger pass is computed in slabs, with the same labels.",
+            "(0, inf)",
+            "GiB",
+        ),
+    ]
+    max_ram_gib: Annotated[
+        float | None,
+        Knob("Bound on the memory of the whole process, for any scan; may lower budget_gib. null: none.", "(0, inf)", "GiB"),
+    ]
+    add_parts: Annotated[
+        bool, Knob("Add thick parts that only the coarse stage finds, where its training asks for it (stage.add_parts_mm).")
+    ]
+    tta: Annotated[
+        bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
+    ]
+    half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")]
+    backend: Annotated[
+        Backend | None,
+        Knob(
+            "What runs the networks. null: torch, or OpenVINO where it is installed, faster and fits into the memory on a "
+            "CPU without bf16."
+        ),
+    ]

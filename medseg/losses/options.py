@@ -1,0 +1,31 @@
+"""Keys of the group `loss`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from medseg.config.knob import Knob
+
+DICE_CE = "medseg.losses.dice_ce.DiceCrossEntropyLoss"
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """Loss: its class with the arguments of the class, and the keys below."""
+
+    _target_: Annotated[str, Knob("Class of the loss, of medseg.losses, monai.losses, torch.nn or trusted_targets.")] = DICE_CE
+    output_weights: Annotated[
+        list[float] | None,
+        Knob(
+            "Weights of the outputs of a network with deep supervision; null: 1, 1/2, 1/4, … from full resolution on.", "[0, inf)"
+        ),
+    ] = None
+
+
+@dataclass(kw_only=True)
+class DiceCeConfig(LossConfig):
+    """Dice and cross-entropy, see `medseg.losses.dice_ce`; another `_target_` replaces these keys by the arguments of its class."""
+
+    dice_weight: Annotated[float, Knob("Weight of the Dice term.", "[0, inf)")]
+    ce_weight: Annotated[float, Knob("Weight of the cross-entropy.", "[0, inf)")]
+    include_background: Annotated[bool, Knob("Count the background in the Dice term.")]
+    batch_dice: Annotated[bool, Knob("One Dice over all samples of a micro-batch instead of one per sample.")]
