@@ -35,20 +35,20 @@ import torch
 
 from benchmarks.instruments import allocation_counter, begin_anew, given_arguments, train
 from benchmarks.memory import validated_shape
-from medseg.build.extensions import make_loss
-from medseg.build.network import make_network
-from medseg.build.optimisation import make_scheduled_optimizer
-from medseg.build.switches import switch_on
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.io.atomic import replace_text
 from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
+from medseg.memory.switches import switch_on
 from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, fastest_option, make_candidates
 from medseg.planning.estimate import Machine
 from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, write_csv
+from medseg.training.extensions import make_loss
+from medseg.training.network import make_network
+from medseg.training.optimisation import make_scheduled_optimizer
 
 SETTINGS = [
     "stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0", "stage.patch_size=[96,96,96]",

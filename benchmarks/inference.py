@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from medseg.build.stages import load_stage
+from medseg.cascade.load import load_stage
 from medseg.console import say
 from medseg.errors import EXIT_USER_ERROR, UserError, require
 from medseg.geometry.grid import VoxelGrid

@@ -21,9 +21,8 @@ import hydra
 import torch
 
 from benchmarks.instruments import allocation_counter, begin_anew, given_arguments, train
-from medseg.build.run import make_data_module
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.data.samples import collate
@@ -31,6 +30,7 @@ from medseg.io.atomic import replace_text
 from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import Shape, input_shape
 from medseg.report.tables import markdown_table, read_csv, write_csv
+from medseg.training.assemble import make_data_module
 
 NETWORKS = {
     "unet": ["model=unet"],

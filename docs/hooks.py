@@ -16,7 +16,7 @@ from nbformat import NotebookNode
 
 from medseg.commands.entry import COMMANDS, compose
 from medseg.config.help import Group, Key, list_keys, value_text
-from medseg.config.schema import TrainConfig
+from medseg.training.options import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # File of the repository to its page; the files of docs/ are pages anyway.

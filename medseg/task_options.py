@@ -1,14 +1,20 @@
 """Keys of the group `task`: labels, regions and channels."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.config.knob import Knob, Pair
+from medseg.knob import Knob, Pair
+from medseg.task import Channel, Region, Task
 
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 Modality = StrEnum("Modality", ["ct", "mr", "other"])
 Normalise = StrEnum("Normalise", ["window", "zscore", "percentile"])  # see `medseg.preprocess.intensity`
+
+# Label maps are bytes, and one value is left for the ignore label.
+MAX_LABELS = 254
 
 
 @dataclass
@@ -69,3 +75,131 @@ class TaskConfig:
     colours: Annotated[
         dict[str, str] | None, Knob("Label: its colour in results, '#rrggbb'; others get one of a palette.", neutral=True)
     ] = None
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether left and right differ, see `Task.has_sides`."""
+        return make_task(self).has_sides
+
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence for each contradiction between the keys of a task."""
+        yield from self._label_clashes()
+        yield from self._channel_clashes()
+        yield from self._region_clashes()
+        yield from self._name_clashes()
+
+    def _label_clashes(self) -> Iterator[str]:
+        if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
+            yield (
+                f"task.name={self.name!r}: expected a valid folder name without / and \\, since the folder of "
+                "synthetic scans is named after the task; choose another one"
+            )
+        values = sorted(self.labels.values())
+        if not values or values != list(range(1, len(values) + 1)):
+            yield f"task.labels: expected the values 1, 2, … without a gap, but got {dict(self.labels)}"
+        if len(values) > MAX_LABELS:
+            yield f"task.labels: at most {MAX_LABELS} labels are possible, but got {len(values)}"
+        if self.ignore_label is not None and self.ignore_label <= len(values):
+            yield (f"task.ignore_label={self.ignore_label} is the value of a label; choose a value from {len(values) + 1} to 255")
+
+    def _channel_clashes(self) -> Iterator[str]:
+        if (self.window_hu is None) == (not self.channels):
+            yield (
+                "task.channels and task.window_hu: expected one of the two; window_hu is short for "
+                "channels=[{modality: ct, window_hu: […]}]"
+            )
+        yield from _window_clashes("task.window_hu", self.window_hu)
+        for number, channel in enumerate(self.channels or ()):
+            key = f"task.channels.{number}"
+            is_window = channel.normalise is Normalise.window
+            if is_window != (channel.window_hu is not None):
+                yield (
+                    f"{key}: expected a window_hu (normalise=window), or normalise=zscore or percentile without one, "
+                    f"but got normalise={channel.normalise.value} and window_hu={channel.window_hu}"
+                )
+            if is_window and channel.modality is not Modality.ct:
+                yield (
+                    f"{key}.normalise=window: values of modality={channel.modality.value} have no common scale; choose "
+                    "zscore or percentile"
+                )
+            yield from _window_clashes(f"{key}.window_hu", channel.window_hu)
+
+    def _region_clashes(self) -> Iterator[str]:
+        for name, region in (self.regions or {}).items():
+            key = f"task.regions.{name}.labels"
+            unknown = [label for label in region.labels if label not in self.labels]
+            if unknown:
+                yield f"{key}: {unknown} are not among task.labels {sorted(self.labels)}"
+            if not region.labels:
+                yield f"{key}: at least one label is needed"
+
+    def _name_clashes(self) -> Iterator[str]:
+        """Yield contradictions of the keys that are maps by label or region."""
+        parts = {**self.labels, **(self.regions or {})}
+        for name, range_ml in (self.volume_ml or {}).items():
+            if name not in parts:
+                yield f"task.volume_ml.{name}: there is no such label or region; there are {', '.join(parts)}"
+            if not _is_range(range_ml):
+                yield f"task.volume_ml.{name}: expected two increasing numbers in ml, but got {range_ml}"
+        for key, by_label in (("codes", self.codes), ("colours", self.colours)):
+            for name in by_label or {}:
+                if name not in self.labels:
+                    yield f"task.{key}.{name}: there is no such label; there are {', '.join(self.labels)}"
+        for name, code in (self.codes or {}).items():
+            if not _is_code(code):
+                yield (
+                    f"task.codes.{name}: expected [code, meaning] or [code, meaning, left | right], such as "
+                    f"[39607008, Lung, left], but got {code}"
+                )
+        for name, colour in (self.colours or {}).items():
+            if not re.fullmatch("#[0-9a-fA-F]{6}", colour):
+                yield f"task.colours.{name}: expected a colour such as '#38bdf8', but got {colour!r}"
+
+
+def _window_clashes(key: str, window_hu: Pair | None) -> Iterator[str]:
+    if window_hu is not None and window_hu[0] >= window_hu[1]:
+        yield f"{key}: expected a lower bound below the upper one, but got {window_hu}"
+
+
+def _is_code(code: Any) -> bool:
+    """Whether this is a SNOMED CT code: up to 16 digits, a meaning of up to 64 characters (limits of DICOM), and perhaps a side."""
+    if not isinstance(code, list) or len(code) not in (2, 3):
+        return False
+    number, meaning = str(code[0]), code[1]
+    is_named = isinstance(meaning, str) and 0 < len(meaning) <= 64
+    has_side = code[2:] in ([], ["left"], ["right"])
+    return number.isdecimal() and len(number) <= 16 and is_named and has_side
+
+
+def _is_range(values: Any) -> bool:
+    """Whether a value is two increasing numbers, the first at least 0."""
+    if not isinstance(values, list) or len(values) != 2:
+        return False
+    if not all(isinstance(bound, (int, float)) for bound in values):
+        return False
+    return 0 <= values[0] < values[1]
+
+
+def make_task(config: TaskConfig) -> Task:
+    """Make the task of a configuration."""
+    regions = tuple(
+        Region(name, tuple(region.labels), region.side.value if region.side else None)
+        for name, region in (config.regions or {}).items()
+    )
+    channels = [Channel(one.modality.value, one.window_hu, one.normalise.value) for one in config.channels or ()]
+    return Task(
+        config.name,
+        dict(config.labels),
+        regions,
+        tuple(channels or [Channel(window_hu=config.window_hu)]),
+        config.least_hu,
+        config.ignore_label,
+        {name: (low_ml, high_ml) for name, (low_ml, high_ml) in (config.volume_ml or {}).items()},
+        code_texts(config.codes),
+        dict(config.colours or {}),
+    )
+
+
+def code_texts(codes: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
+    """Convert codes to texts; YAML reads digits as a number."""
+    return {name: tuple(map(str, code)) for name, code in (codes or {}).items()}

@@ -51,11 +51,11 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         import hydra
         import torch
 
-        from medseg.build.network import make_network
-        from medseg.build.run import make_module, make_trainer
+        from medseg.conf_folder import conf_dir
         from medseg.config.check import to_config
-        from medseg.config.folder import conf_dir
-        from medseg.config.schema import TrainConfig
+        from medseg.training.assemble import make_module, make_trainer
+        from medseg.training.network import make_network
+        from medseg.training.options import TrainConfig
 
         fixed = ["trainer.accelerator=cpu", "logger=none", f"run_dir='{tmp_path}'"]
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):

@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 IMPORTED = [
-    *(f"medseg.build.{name}" for name in ("device", "extensions", "network", "run", "versions")),
+    *(f"medseg.training.{name}" for name in ("assemble", "extensions", "network", "versions")),
     *(f"medseg.training.{name}" for name in ("callbacks", "checkpoints", "data_module", "history", "loggers", "machine")),
     *("lightning.pytorch", "medseg.commands.entry", "medseg.commands.predict", "medseg.commands.train", "medseg.weights.files"),
 ]

@@ -18,11 +18,8 @@ from matrix import assert_equal_weights, compose, train_and_resume
 from torch import Tensor, nn
 
 from medseg import LungSegmenter
-from medseg.build.network import make_described_network
-from medseg.build.run import make_data_module
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.data.samples import Sample, collate
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.io.read import read_image, read_labels
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
@@ -33,7 +30,10 @@ from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import STEMS
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
+from medseg.task import Channel, Region, Task
+from medseg.training.assemble import make_data_module
 from medseg.training.module import SegmentationModule
+from medseg.training.network import make_described_network
 
 TASK = Task(
     "two sides",

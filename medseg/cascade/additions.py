@@ -10,10 +10,10 @@ from torch import Tensor
 
 from medseg.cascade.localise import MIN_REPORTED_ML, Localisation
 from medseg.cascade.plausibility import voxel_ml
-from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.postprocess import Rejection, remove_components
 from medseg.preprocess.resample import resample_image
+from medseg.task import Region, Task
 
 # Planes of the crop that are written at a time, for the memory.
 SLAB_PLANES = 32

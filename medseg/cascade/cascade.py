@@ -23,7 +23,6 @@ from medseg.cascade.plausibility import (
     voxel_ml,
 )
 from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
-from medseg.data.task import Region, Task
 from medseg.errors import require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
@@ -34,6 +33,7 @@ from medseg.memory.profile import release_free_memory
 from medseg.preprocess.crop import erase_outside, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
+from medseg.task import Region, Task
 
 # Of a region on which the stages agree little.
 MAX_DOUBTFUL_GAS_SHARE = 1 / 3

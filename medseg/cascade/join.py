@@ -9,11 +9,11 @@ from torch import Tensor
 from medseg.cascade.localise import MAX_GAS_SHARE, MIN_REPORTED_ML, Localisation
 from medseg.cascade.plausibility import nearest_voxels, voxel_ml
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.postprocess import Part, Rejection, fill_holes, remove_components
 from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
+from medseg.task import Region, Task
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""

@@ -19,7 +19,6 @@ from medseg.cascade.plausibility import (
 )
 from medseg.cascade.stage import CascadeOptions, Prediction, TrainedStage
 from medseg.data.audit.position import side_pairs
-from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.inference.postprocess import Rejection, remove_components
@@ -27,6 +26,7 @@ from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut, erase_outside
 from medseg.preprocess.intensity import BODY_HU, Intensity, normalise
 from medseg.preprocess.resample import resample_image
+from medseg.task import Region, Task
 
 # Below this share of the larger side a component is not mixed: a few voxels beyond the middle cast no doubt on the sides.
 MIXED_SHARE = 0.05

@@ -10,10 +10,10 @@ from scipy import ndimage
 
 from medseg.cascade.stage import CascadeOptions
 from medseg.data.audit.position import apex_excess, side_pairs, turned_pairs
-from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import distortion
 from medseg.preprocess.orient import FACES
+from medseg.task import Region, Task
 
 # A crop of fixed size that is distorted by more than this causes a warning.
 MAX_DISTORTION = 2.0

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from medseg.cascade.bound import DiceBound
-from medseg.data.task import Task
 from medseg.errors import UserError, is_out_of_memory, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
@@ -30,6 +29,7 @@ from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
+from medseg.task import Task
 
 # Counted from the end, so that the axes fit images (D, H, W) and probabilities (K, D, H, W) alike.
 SPATIAL_AXES = (-3, -2, -1)

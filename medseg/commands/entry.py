@@ -19,11 +19,11 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from medseg.build.imported import with_task
+from medseg.conf_folder import conf_dir
 from medseg.config.check import explain, to_config
 from medseg.config.completion import complete, is_completion, line_words
-from medseg.config.folder import conf_dir
 from medseg.config.help import help_text
+from medseg.config.imported import with_task
 from medseg.config.overrides import OPTIONS, check_arguments, expand_options, options_first, quote_paths
 from medseg.config.schema import (
     CompareSpacingConfig,
@@ -37,21 +37,21 @@ from medseg.config.schema import (
     MakeWeightsConfig,
     PhantomsConfig,
     PlanConfig,
-    PredictConfig,
     PrepareConfig,
     ReportConfig,
     TimeToDiceConfig,
-    TrainConfig,
     TuneLoaderConfig,
     WatchConfig,
 )
 from medseg.config.search import SearchConfig
-from medseg.config.targets import targets_first
 from medseg.console import drop_output, prepare_streams, say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError
 from medseg.memory.heap import map_large_blocks
 from medseg.memory.instructions import train_without_amx
+from medseg.prediction.options import PredictConfig
 from medseg.runs.folder import remove_if_empty
+from medseg.targets import targets_first
+from medseg.training.options import TrainConfig
 
 # Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
 COMMANDS: dict[str, tuple[type, str, str]] = {

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from medseg.build.cases import file_values
-from medseg.build.task import make_task
 from medseg.config.schema import EvaluateConfig
+from medseg.data.cases import file_values
 from medseg.errors import EXIT_FAILED
 from medseg.evaluation.scoring import evaluate_folder
+from medseg.task_options import make_task
 
 
 def evaluate(config: EvaluateConfig) -> int:
@@ -17,7 +17,7 @@ def evaluate(config: EvaluateConfig) -> int:
     """
     metrics = {}
     if config.metrics:
-        from medseg.build.extensions import make_metrics  # loads torch, which our own metrics do without
+        from medseg.training.extensions import make_metrics  # loads torch, which our own metrics do without
 
         metrics = make_metrics(config.metrics, 2, config.trusted_targets)
     summary = evaluate_folder(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from medseg.build.stages import load_stage
+from medseg.cascade.load import load_stage
 from medseg.config.schema import ExportConfig
 from medseg.prediction.export import export_stage
 

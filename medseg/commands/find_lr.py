@@ -5,17 +5,17 @@ from pathlib import Path
 
 import torch
 
-from medseg.build.network import load_initial_weights, make_network
-from medseg.build.optimisation import find_lr_factor
-from medseg.build.run import make_data_module, make_module, make_trainer
-from medseg.build.spacing import find_spacing
 from medseg.config.schema import FindLrConfig
 from medseg.console import say
+from medseg.data.spacing import find_spacing
 from medseg.errors import EXIT_FAILED, require
 from medseg.io.atomic import check_writable
 from medseg.pictures.plots import draw_lr_range
 from medseg.report.tables import write_csv
+from medseg.training.assemble import make_data_module, make_module, make_trainer
 from medseg.training.lr_range import LrRange, smoothed, suggest_lr
+from medseg.training.network import load_initial_weights, make_network
+from medseg.training.optimisation import find_lr_factor
 
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from medseg.build.imported import TASK_FILE
+from medseg.config.imported import TASK_FILE
 from medseg.config.schema import ImportConfig, MissingStructure
 from medseg.console import say
 from medseg.data.case_table import TABLE_NAME, Case, read_case_table, write_case_table

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from medseg.build.cases import make_phantoms
 from medseg.config.schema import PhantomsConfig
+from medseg.data.cases import make_phantoms
 
 
 def phantom(config: PhantomsConfig) -> int:

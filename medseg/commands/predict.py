@@ -11,15 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from medseg.build.cases import file_values
-from medseg.config.schema import PredictConfig
 from medseg.console import say
+from medseg.data.cases import file_values
 from medseg.errors import EXIT_FAILED
 from medseg.io.inputs import with_case_name
 from medseg.prediction.batch import BatchCase, predict_scans
 from medseg.prediction.cascades import EVERY_SPACING_MM
 from medseg.prediction.case import report_path
-from medseg.prediction.options import Engine
+from medseg.prediction.options import Engine, PredictConfig
 from medseg.prediction.results import Wanted
 from medseg.preprocess.scale import HuScale
 

@@ -7,21 +7,21 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from medseg.build.cases import find_cases
-from medseg.build.spacing import find_spacing
-from medseg.build.task import make_task
 from medseg.config.schema import PrepareConfig
 from medseg.console import say
 from medseg.data.audit.finding import CaseAudit, Finding, Severity
 from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
 from medseg.data.cache import prepare_cases
 from medseg.data.case_table import Case
-from medseg.data.task import Channel, Task
+from medseg.data.cases import find_cases
+from medseg.data.spacing import find_spacing
 from medseg.errors import EXIT_FAILED
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import with_case_name
 from medseg.pictures.audit import CaseView, Slice, audit_pictures, cut_slices
 from medseg.preprocess.intensity import normalise, percentile
+from medseg.task import Channel, Task
+from medseg.task_options import make_task
 
 
 def prepare(config: PrepareConfig) -> int:

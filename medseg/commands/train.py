@@ -10,8 +10,6 @@ from omegaconf import DictConfig
 
 from medseg.commands import entry
 from medseg.config.check import resolved, to_config
-from medseg.config.rules import notes
-from medseg.config.schema import TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_OUT_OF_MEMORY, require
 from medseg.runs import sweeps
@@ -20,6 +18,8 @@ from medseg.runs.folder import changed_config, find_run, is_finished, open_run, 
 from medseg.runs.processes import check_start, start_ranks
 from medseg.runs.ranks import choose_gpus, from_first_rank, is_under_torchrun, num_restarts, rank
 from medseg.runs.status import Status
+from medseg.training.notes import notes
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import STOP
 
 
@@ -45,7 +45,7 @@ def read(composed: DictConfig) -> TrainConfig:
         config = changed_config(composed.resume, resolved(composed), default, hydra_config.overrides.task)
     choose_gpus(config.trainer.gpus)
     if rank() == 0:
-        from medseg.build.check import check_objects  # loads torch, which takes seconds; the checks above do without it
+        from medseg.training.check import check_objects  # loads torch, which takes seconds; the checks above do without it
 
         has_tiles = hydra_config.runtime.choices.get("inference") == "tiles"
         if has_tiles and config.inference.tile_size is None:

@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from medseg.config.arguments import range_of
-from medseg.config.knob import Knob
-from medseg.config.rules import check_rules
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
-from medseg.config.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
 from medseg.errors import UserError, require
+from medseg.knob import Knob
+from medseg.target_arguments import range_of
+from medseg.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
 
 T = TypeVar("T")
 
@@ -68,8 +67,30 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
         UserError: Naming the key, the value and the cure.
     """
     config = to_typed(composed, schema)
-    check_rules(config)
+    check_clashes(config)
     return config
+
+
+def check_clashes(options: Any, key: str = "") -> None:
+    """Refuse contradictions between keys: of each group first, then those between groups.
+
+    Args:
+        options: A dataclass of options; its method `clashes` yields a sentence for each contradiction.
+        key: Name of its group; empty for the root.
+
+    Raises:
+        UserError: With the first sentence.
+    """
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        field_key = f"{key}.{field.name}".lstrip(".")
+        groups = {f"{field_key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {field_key: value}
+        for group_key, group in groups.items():
+            if dataclasses.is_dataclass(group):
+                check_clashes(group, group_key)
+    if hasattr(options, "clashes"):
+        for sentence in options.clashes(key):
+            raise UserError(sentence)
 
 
 def to_typed(composed: DictConfig, schema: type[T]) -> T:

@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from medseg.config.help import Group, Key, group_files, list_keys
-from medseg.config.knob import Knob
 from medseg.config.overrides import PATH_KEYS, text_of
-from medseg.config.targets import TARGET
+from medseg.knob import Knob
+from medseg.targets import TARGET
 
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
 # Hydra's option by which its script for the shell asks; the command line to complete is in COMP_LINE.

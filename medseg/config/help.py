@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from medseg.config.folder import conf_dir
-from medseg.config.knob import Knob
+from medseg.conf_folder import conf_dir
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
-from medseg.config.targets import TARGET
+from medseg.knob import Knob
+from medseg.targets import TARGET
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list", dict: "mapping"}
 

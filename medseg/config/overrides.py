@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medseg.config.folder import conf_dir
+from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, require
 
 # Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or `a=b`.

@@ -3,101 +3,30 @@
 `check.py` merges the values that Hydra composed into the dataclass of the command, such as `TrainConfig`. It refuses unknown
 keys, wrong types, missing values and numbers outside their range, whatever their source. A tuple's length is part of its type.
 Extension points (`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
-`medseg.config.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this.
+`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this.
 The file is long because each key has its documentation beside it.
 """
 
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
-from medseg.config.knob import Knob, Shape, Text, Triple
-from medseg.config.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
-from medseg.data.options import AugmentConfig, DataConfig, LabelsConfig, PhantomCountsConfig, StageConfig
-from medseg.inference.options import InferenceConfig, PredictInferenceConfig
+from medseg.data.options import DataConfig, LabelsConfig, PhantomCountsConfig
+from medseg.knob import Knob, Shape, Text, Triple
 from medseg.losses.options import DICE_CE, DiceCeConfig, LossConfig
-from medseg.memory.options import Accelerator, MemoryConfig, Precision
 from medseg.models.options import UNET, NetworkConfig, UNetConfig
-from medseg.prediction.options import DicomSegConfig, Engine, RangeConfig, RayConfig, Save, ViewerConfig
+from medseg.prediction.options import as_texts, text_clashes
 from medseg.preprocess.options import SpacingConfig
+from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
 from medseg.task_options import TaskConfig
-from medseg.training.options import DebugConfig, LrScaling, Metric, TrainerConfig
+from medseg.training.options import Metric, TrainConfig
 
 Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])  # see `medseg.planning.choose`
 ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"])  # see docs/import.md
 MissingStructure = StrEnum("MissingStructure", ["refuse", "absent"])
-
-
-@dataclass(kw_only=True)
-class TrainConfig:
-    """Keys of `train`, and of the configuration in a run folder."""
-
-    name: Annotated[str, Knob("Name of the run; its folder is runs/<name>/<date_time>.", neutral=True)]
-    seed: Annotated[int, Knob("Seed of initial weights and samples.", "[0, 9223372036854775807]")]
-    steps: Annotated[
-        int, Knob("Length of the run, whatever the number of ranks and micro-batches.", "[1, inf)", "optimiser steps")
-    ]
-    resume: Annotated[
-        Text, Knob("Run folder to resume from its last.ckpt; auto: the unfinished run of the same signature.", neutral=True)
-    ]
-    checkpoint_every: Annotated[
-        int | None, Knob("Interval of last.ckpt; null: at validations only.", "[1, inf)", "optimiser steps", neutral=True)
-    ]
-    retry_failed: Annotated[bool, Knob("A resumed multirun repeats the jobs that failed.", neutral=True)]
-    init_from: Annotated[Text, Knob("Checkpoint or .safetensors file with the initial weights (fine-tuning).")]
-    ema_decay: Annotated[
-        float | None, Knob("Decay of the moving average of the weights, which is validated and saved.", "(0, 1)")
-    ]
-    history_every: Annotated[
-        int | None,
-        Knob(
-            "Interval of the lines of history.csv; null: a twentieth of the run, at most 50.",
-            "[1, inf)",
-            "optimiser steps",
-            neutral=True,
-        ),
-    ] = None
-    run_dir: Annotated[str, Knob("Run folder; set by hydra.run.dir.", neutral=True)]
-    trusted_targets: Annotated[
-        list[str],
-        Knob(
-            "Prefixes of classes beyond the white list that a _target_ may name ([my_package.]); never read from a file of a run.",
-            neutral=True,
-        ),
-    ] = field(default_factory=list)
-    stage: StageConfig
-    task: TaskConfig
-    spacing: SpacingConfig
-    data: DataConfig
-    augment: AugmentConfig
-    model: Annotated[dict[str, Any], Knob("Network (_target_) with its arguments.")]
-    loss: Annotated[dict[str, Any], Knob("Loss (_target_) with its arguments, or terms: a list of losses, each with its factor.")]
-    optimizer: Annotated[dict[str, Any], Knob("Class of torch.optim or pytorch_optimizer (_target_) with its arguments.")]
-    schedule: Annotated[dict[str, Any], Knob("Class of torch.optim.lr_scheduler (_target_) with its arguments.")]
-    warmup_steps: Annotated[
-        int, Knob("Steps in which the learning rate rises to that of the schedule.", "[0, inf)", "optimiser steps")
-    ]
-    lr_scaling: Annotated[
-        LrScaling, Knob("How learning rates grow with stage.batch_size; with linear and sqrt, give the rates for a batch of one.")
-    ]
-    memory: MemoryConfig
-    trainer: TrainerConfig
-    inference: InferenceConfig
-    logger: Annotated[
-        dict[str, Any], Knob("Lightning logger (_target_) beside history.csv, or several by name; empty: none.", neutral=True)
-    ]
-    metrics: Annotated[
-        dict[str, Any],
-        Knob("Name: metric of monai.metrics or torchmetrics (_target_) for validation, logged as val/<name>.", neutral=True),
-    ] = field(default_factory=dict)
-    callbacks: Annotated[dict[str, Any], Knob("Name: callback of Lightning (_target_).")] = field(default_factory=dict)
-    tags: Annotated[list[str], Knob("Tags of the run, for loggers that support them.", neutral=True)] = field(
-        default_factory=list
-    )
-    notes: Annotated[str, Knob("Remark on the run, for loggers that support it.", neutral=True)] = ""
-    debug: DebugConfig
 
 
 @dataclass
@@ -234,46 +163,6 @@ class ImportConfig:
 
 
 @dataclass
-class PredictConfig:
-    """Keys of `predict`."""
-
-    input: Annotated[
-        Any, Knob("NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table; [a,b]: channels of one case.")
-    ]
-    output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
-    save: Annotated[
-        list[Save],
-        Knob("Result files of each case, see docs/predict.md."),
-    ]
-    coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
-    fine: Annotated[Any, Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement.")]
-    by_spacing: Annotated[
-        dict[str, RangeConfig] | None, Knob("Name: other checkpoints for a range of the scan's coarsest spacing.")
-    ]
-    split: Annotated[Text, Knob("With a case table: this part only (train, val, test).")]
-    series: Annotated[Text, Knob("DICOM series by UID or number where a folder holds several.")]
-    hu_slope: Annotated[float, Knob("HU = hu_slope * value + hu_offset; columns of the case table override both.", "(0, inf)")]
-    hu_offset: Annotated[float, Knob("See hu_slope.", "(-inf, inf)", "HU")]
-    accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")]
-    engine: Annotated[
-        Engine, Knob("Where the scans of a batch are segmented; ray: on a cluster, or in several processes of this machine.")
-    ]
-    ray: RayConfig
-    threads: Annotated[
-        int | None, Knob("Torch threads on a CPU; null: all cores, or 1 for each actor with engine=ray.", "[1, inf)", "threads")
-    ]
-    precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")]
-    overwrite: Annotated[bool, Knob("Repeat cases that are up to date (same scan, weights and settings).")]
-    trusted_targets: Annotated[
-        list[str], Knob("Prefixes of classes beyond the white list that a checkpoint may name ([my_package.]).")
-    ]
-    dicom_seg: DicomSegConfig
-    viewer: ViewerConfig
-    data: LabelsConfig
-    inference: PredictInferenceConfig
-
-
-@dataclass
 class ExportConfig:
     """Keys of `export`."""
 
@@ -366,6 +255,15 @@ class RecipeConfig:
     fine: Annotated[Any, Knob("Like coarse, for the fine stage.")]
     pretrain_coarse: Annotated[Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")]
     pretrain_fine: Annotated[Text, Knob("Like pretrain_coarse, for the fine stage.")]
+
+    def __post_init__(self) -> None:
+        """Bring a single experiment to a list of one."""
+        self.coarse, self.fine = as_texts(self.coarse), as_texts(self.fine)
+
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence for each stage without experiments."""
+        for key, experiments in (("coarse", self.coarse), ("fine", self.fine)):
+            yield from text_clashes(key, experiments, "an experiment or a list of experiments")
 
 
 @dataclass

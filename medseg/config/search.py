@@ -1,12 +1,13 @@
 """Schema and rules of a search."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.config.knob import Knob
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError, require
+from medseg.knob import Knob
+from medseg.training.options import TrainConfig
 
 ParameterType = StrEnum("ParameterType", ["float", "int", "choice"])
 Objective = StrEnum("Objective", ["val_dice", "peak_gib", "seconds_per_step"])  # Dice is maximised, memory and time are minimised
@@ -49,6 +50,11 @@ class SearchConfig(TrainConfig):
     """Keys of `search`."""
 
     sweep: SweepConfig
+
+    def clashes(self, key: str) -> Iterator[str]:
+        """Yield the contradictions of a training, and refuse a search that cannot work."""
+        check_sweep(self.sweep)
+        yield from super().clashes(key)
 
 
 def check_sweep(sweep: SweepConfig) -> None:

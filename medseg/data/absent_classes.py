@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from medseg.data.cache import CachedCase
-from medseg.data.task import Task
+from medseg.task import Task
 
 
 def absent_classes(

@@ -29,13 +29,13 @@ from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import crc32_of, is_intact, is_same_source, sources_of
-from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import locked
 from medseg.io.text import read_json
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, percentile, zscore
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
+from medseg.task import LabelValues, Task
 
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
 FORMAT_VERSION = 8

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.audit.finding import check_ignored
-from medseg.data.task import LabelValues
 from medseg.errors import UserError, require
 from medseg.io.inputs import CONTROL_CHARACTERS, volume_suffix
 from medseg.io.names import RAW_NAMES, is_utf8
 from medseg.io.text import read_text
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import plain_cell, write_csv
+from medseg.task import LabelValues
 
 TABLE_NAME = "cases.csv"
 SPLITS = ("train", "val", "test")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from medseg.data.cache import CachedCase
-from medseg.data.task import Region
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import PLAIN, Crop, GridRule, clamp_spacing, region_crop
+from medseg.task import Region
 
 AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": np.mean}
 """Averages over the spacings of the scans, axis by axis."""

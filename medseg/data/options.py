@@ -1,16 +1,28 @@
 """Keys of the groups `stage`, `data` and `augment`: the cases, and how samples are drawn from them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
-from medseg.config.knob import Knob, Pair, Shape, Text, Triple
+from medseg.knob import Knob, Pair, Shape, Text, Triple
 
 StageName = StrEnum("StageName", ["coarse", "fine"])
 RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.regional`
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
+
+# Keys that the fine stage needs and the coarse one does not have.
+FINE_KEYS = ("region_mode", "region_margin_mm", "region_from", "box_jitter_mm")
+# Keys that the coarse stage alone has, and what to do instead.
+COARSE_KEYS = {
+    "max_voxels": "bound crops with stage.patch_size",
+    "slab_share": "the fine stage uses augment.truncate_probability",
+    "side_share": "the fine stage uses augment.narrow_probability",
+    "add_parts_mm": "train that stage with it",
+}
 
 
 @dataclass
@@ -54,6 +66,23 @@ class StageConfig:
             "mm",
         ),
     ] = None
+
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence for each key of another stage, and for each one that this stage lacks."""
+        yield from missing_file("stage.coarse", self.coarse)
+        if self.name is StageName.coarse:
+            for key in (*FINE_KEYS, "elsewhere_share", "coarse"):
+                if getattr(self, key) is not None:
+                    yield f"stage.{key}: only the fine stage uses it; leave it out with stage=coarse"
+            return
+        for key, cure in COARSE_KEYS.items():
+            if getattr(self, key) is not None:
+                yield f"stage.{key}: only the coarse stage uses it; {cure}"
+        for key in FINE_KEYS:
+            if getattr(self, key) is None:
+                yield f"stage.{key}: the fine stage needs a value"
+        if (self.region_from is RegionFrom.coarse) != (self.coarse is not None):
+            yield "stage.region_from=coarse and stage.coarse=<checkpoint> go together; give both or neither"
 
 
 @dataclass(kw_only=True)
@@ -134,6 +163,24 @@ class DataConfig(LabelsConfig):
         bool | None, Knob("Page-locked batches, copied while the GPU computes; null: true with a GPU.", neutral=True)
     ]
 
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence for each contradiction between the keys of the cases."""
+        if self.cases is not None and not Path(self.cases).is_dir():
+            yield from missing_file("data.cases", self.cases)
+        is_fold = type(self.fold) is int and 0 <= self.fold < self.num_folds
+        if self.fold not in (None, "all") and not is_fold:
+            yield (
+                f"data.fold: expected 0 … {self.num_folds - 1} (data.num_folds={self.num_folds}), all or null, but got "
+                f"{self.fold}"
+            )
+        trusts = self.train_trust if isinstance(self.train_trust, list) else [self.train_trust]
+        are_words = bool(trusts) and all(isinstance(trust, str) for trust in trusts)
+        if self.train_trust is not None and not are_words:
+            yield (
+                "data.train_trust: expected a word of the columns trust_<region>, a [list] of them or null, but got "
+                f"{self.train_trust}"
+            )
+
 
 @dataclass
 class AugmentConfig:
@@ -189,3 +236,14 @@ class AugmentConfig:
         list[Any], Knob("Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}.")
     ] = field(default_factory=lambda: ["effects"])
     allow_mirroring: Annotated[bool, Knob("Accept transforms that mirror left and right although the task has sides.")] = False
+
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence for each contradiction between the keys of the augmentation."""
+        if not set(self.flip_axes) <= {0, 1, 2}:
+            yield f"augment.flip_axes: axes are 0 (z), 1 (y), 2 (x), but got {self.flip_axes}"
+
+
+def missing_file(key: str, path: str | None) -> Iterator[str]:
+    """Yield a sentence if the file that a key names does not exist."""
+    if path is not None and not Path(path).is_file():
+        yield f"{key}={path}: there is no such file (relative paths start at {Path.cwd()})"

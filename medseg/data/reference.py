@@ -10,7 +10,6 @@ import numpy as np
 
 from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.importers.dataset import plain_name
-from medseg.data.task import LabelValues
 from medseg.errors import UserError, require
 from medseg.io.inputs import (
     SEGMENTATION_SUFFIX,
@@ -23,6 +22,7 @@ from medseg.io.inputs import (
 )
 from medseg.io.read import read_labels, read_layer
 from medseg.io.volume import Volume
+from medseg.task import LabelValues
 
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment

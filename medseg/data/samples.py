@@ -22,7 +22,6 @@ from medseg.data.audit.labels import ABSENT
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
-from medseg.data.task import Region, Task
 from medseg.data.transforms import Transforms
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -30,6 +29,7 @@ from medseg.geometry.grid_rule import PLAIN, Crop
 from medseg.preprocess.crop import body_box, crop_padded, erase_outside, pad_at_end
 from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
+from medseg.task import Region, Task
 
 # Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
 BOUNDARY_TRIES = 8

@@ -12,9 +12,9 @@ from medseg.data.audit.placement import audit_placement, audit_shift
 from medseg.data.audit.profile import make_profile
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
-from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.task import LabelValues, Task
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.case_table import CHANNEL_PREFIX, Case
-from medseg.data.task import Task
 from medseg.io.inputs import dicom_files, input_format, is_dicom_file, is_dicomdir, volume_files, volume_suffix
+from medseg.task import Task
 
 
 def sources_of(case: Case, task: Task) -> dict[str, Path]:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from medseg.cascade.bound import StatedBound
-from medseg.data.task import Task
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
 from medseg.metrics.scores import USUAL_AGREEMENT
 from medseg.pictures.overlay import colour_of
 from medseg.preprocess.orient import orient, orientation_of
+from medseg.task import Task
 
 if TYPE_CHECKING:  # Jinja2 takes 10 MiB
     from medseg.pictures.viewer import ViewerVolumes

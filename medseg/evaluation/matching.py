@@ -10,12 +10,12 @@ import numpy as np
 from medseg.data.audit.labels import GRID_TOLERANCE_MM, times
 from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.reference import read_reference
-from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
+from medseg.task import LabelValues, Task
 
 
 class Reference(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.data.task import LabelValues, Task
 from medseg.evaluation.case_viewer import SUFFIX, pack_case, write_case_viewer
 from medseg.evaluation.matching import Reference, check_grid, read_pair
 from medseg.evaluation.reports import read_words, scan_of
@@ -17,6 +16,7 @@ from medseg.metrics.intensity import label_statistics
 from medseg.pictures.overlay import overlay_montage
 from medseg.preprocess.orient import orient
 from medseg.report.cases import worst_first
+from medseg.task import LabelValues, Task
 
 Row = Mapping[str, Any]
 

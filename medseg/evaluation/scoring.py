@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from medseg.cascade.bound import StatedBound
-from medseg.data.task import LabelValues, Region, Task
 from medseg.errors import UserError, require
 from medseg.evaluation.case_viewer import SUFFIX
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair, some_of
@@ -22,6 +21,7 @@ from medseg.io.inputs import case_name
 from medseg.metrics.scores import score_region
 from medseg.pictures.plots import score_plot
 from medseg.report.tables import refuse_table, table_lines, write_csv
+from medseg.task import LabelValues, Region, Task
 
 METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]

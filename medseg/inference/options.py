@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from medseg.config.knob import Knob, Shape
+from medseg.knob import Knob, Shape
 
 Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
 

@@ -10,7 +10,8 @@ from isal.igzip_lib import IsalError
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
-from medseg.io.volume import AIR_HU, LazyVolume, Volume, load_image, load_labels
+from medseg.io.volume import LazyVolume, Volume, load_image, load_labels
+from medseg.task import AIR_HU
 
 Result = TypeVar("Result")
 

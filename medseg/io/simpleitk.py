@@ -22,7 +22,8 @@ from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.names import RAW_NAMES, utf8_path
-from medseg.io.volume import AIR_HU, LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
+from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
+from medseg.task import AIR_HU
 
 MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
 

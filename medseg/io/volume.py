@@ -18,9 +18,7 @@ from isal.igzip_lib import DECOMP_ZLIB, IgzipDecompressor
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.scratch import new_array
-
-AIR_HU = -1024
-"""HU of air outside the patient; a voxel without a value gets it too."""
+from medseg.task import AIR_HU
 
 MIN_SPACING_MM = 1e-4
 """No scanner resolves a tenth of a micrometre: below it the spacing is damaged."""

@@ -1,9 +1,10 @@
 """Keys of the group `loss`."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from medseg.config.knob import Knob
+from medseg.knob import Knob
 
 DICE_CE = "medseg.losses.dice_ce.DiceCrossEntropyLoss"
 
@@ -29,3 +30,9 @@ class DiceCeConfig(LossConfig):
     ce_weight: Annotated[float, Knob("Weight of the cross-entropy.", "[0, inf)")]
     include_background: Annotated[bool, Knob("Count the background in the Dice term.")]
     batch_dice: Annotated[bool, Knob("One Dice over all samples of a micro-batch instead of one per sample.")]
+
+
+def loss_clashes(loss: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each contradiction between the keys of a loss."""
+    if loss.get("dice_weight", 1) + loss.get("ce_weight", 1) <= 0:
+        yield "loss.dice_weight and loss.ce_weight: at least one must be positive"

@@ -1,10 +1,11 @@
 """Keys of the group `memory`, and the devices and number formats that they choose from."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.config.knob import Knob
+from medseg.knob import Knob
 
 CompileMode = StrEnum("CompileMode", ["default", "reduce_overhead", "max_autotune"])
 Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
@@ -38,3 +39,10 @@ class MemoryConfig:
     compile_mode: Annotated[
         CompileMode, Knob("Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.", neutral=True)
     ] = CompileMode.default
+
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence for each contradiction between the switches, whatever the network is."""
+        policy = self.checkpointing
+        are_names = isinstance(policy, list) and all(isinstance(name, str) for name in policy)
+        if policy not in ("none", "sqrt", "all") and not are_names:
+            yield f"memory.checkpointing: expected none, sqrt, all or a [list] of block names, but got {policy}"

@@ -15,6 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from medseg.errors import UserError
+from medseg.memory.options import MemoryConfig
+from medseg.models.regional import RegionalNetwork
+
 
 def apply_switches(
     network: nn.Module,
@@ -78,6 +82,31 @@ def apply_switches(
         # variables from the second shape on, such as that of a validation case, which it cannot do for every network.
         network.compile(mode=compile_mode.replace("_", "-"), dynamic=has_many_shapes)
     return network
+
+
+def switch_on(
+    network: RegionalNetwork,
+    memory: MemoryConfig,
+    device_type: str,
+    *,
+    sync_batchnorm: bool = False,
+    has_many_shapes: bool = False,
+) -> nn.Module:
+    """Apply the `memory` group to a network that will run on a `cpu` or `cuda` device."""
+    try:
+        return apply_switches(
+            network,
+            checkpointing=memory.checkpointing if isinstance(memory.checkpointing, str) else tuple(memory.checkpointing),
+            offload=memory.offload,
+            channels_last=memory.channels_last,
+            compile=memory.compile,
+            compile_mode=memory.compile_mode.value,
+            has_many_shapes=has_many_shapes,
+            synchronise=sync_batchnorm,
+            device_type=device_type,
+        )
+    except ValueError as error:
+        raise UserError(f"memory: {error}") from error
 
 
 def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:

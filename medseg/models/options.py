@@ -1,10 +1,13 @@
 """Keys of the group `model`: the network and its arguments."""
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.config.knob import Knob, Shape
+from medseg.knob import Knob, Shape
+from medseg.targets import TARGET
 
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
@@ -53,3 +56,38 @@ class UNetConfig(NetworkConfig):
             "Normalisation. channel: over the channels of a voxel; affine: scale and shift alone; others: over the field of view."
         ),
     ]
+
+
+def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each contradiction between the keys of a network.
+
+    Networks other than our UNet are built on the meta device before data is read, which checks their arguments.
+    """
+    device_map = model["device_map"]
+    if device_map not in (None, "auto") and not _is_device_map(device_map):
+        yield (f"model.device_map: expected null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, …, but got {device_map}")
+    if model[TARGET] != UNET:
+        return
+    num_levels, counts = model["depth"] + 1, model["blocks_per_level"]
+    if len(counts) != num_levels:
+        yield (
+            f"model.blocks_per_level: expected {num_levels} numbers, one per level (model.depth={model['depth']}), but "
+            f"got {counts}"
+        )
+    if model["refine"] and model["stem"] == Stem.conv:
+        yield (
+            f"model.refine={model['refine']}: with model.stem=conv the whole network works at full resolution; choose "
+            "model.refine=0"
+        )
+
+
+def _is_device_map(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    are_names = all(isinstance(name, str) for name in value)
+    return are_names and all(re.fullmatch(r"cpu|cuda:\d+", str(device)) for device in value.values())
+
+
+def is_batch_norm(model: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a network ask for batch norm: `norm=batch`, of ours and of MONAI's networks."""
+    return str(model.get("norm")).lower() in ("batch", "batch_norm", "batchnorm")

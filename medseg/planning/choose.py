@@ -6,22 +6,21 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from medseg.build.device import pick_device_type
-from medseg.build.extensions import make_loss
-from medseg.build.network import find_divisor, make_network_on_meta
 from medseg.config.overrides import text_of
-from medseg.config.rules import is_batch_norm
 from medseg.config.schema import Allow, PlanConfig
-from medseg.config.targets import TARGET
 from medseg.console import say
 from medseg.losses.adapter import is_batch_loss
+from medseg.memory.device import pick_device_type
 from medseg.memory.options import Precision
 from medseg.memory.precision import has_fast_bf16
 from medseg.memory.tracker import Timeline
-from medseg.models.options import UNET
+from medseg.models.options import UNET, is_batch_norm
 from medseg.planning.blocks import StepModel
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate_beside
 from medseg.planning.step import Shape, count_memory, evaluated_shape, samples_per_rank
+from medseg.targets import TARGET
+from medseg.training.extensions import make_loss
+from medseg.training.network import find_divisor, make_network_on_meta
 
 # The estimate of the resident memory may be too low by this part, which a chosen set must have to spare.
 MARGIN = 0.05

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from medseg.build.device import pick_device, pick_device_type, propose_workers
 from medseg.config.schema import PlanConfig
-from medseg.config.targets import TARGET
 from medseg.io.machine import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
+from medseg.memory.device import pick_device, pick_device_type
 from medseg.memory.heap import KEPT_BYTES as HEAP_BYTES
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
 from medseg.memory.kernels import KernelCosts
@@ -20,6 +19,8 @@ from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
 from medseg.planning.step import Shape, count_evaluation, count_memory, samples_per_rank
+from medseg.targets import TARGET
+from medseg.training.assemble import propose_workers
 
 # Phases of a run.
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medseg.build.network import find_divisor
 from medseg.config.overrides import text_of
 from medseg.config.schema import Allow, PlanConfig
 from medseg.console import say
@@ -29,6 +28,7 @@ from medseg.planning.choose import (
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate
 from medseg.planning.step import Shape, count_memory, evaluated_shape, num_shares, samples_per_rank
 from medseg.runs.plans import write_plan
+from medseg.training.network import find_divisor
 
 MIB = 2**20
 # Part of the peak by which a row of the printed front is below the one before; the file has all.

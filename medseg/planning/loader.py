@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from medseg.build.device import pick_device
-from medseg.build.run import make_data_module
-from medseg.build.spacing import find_spacing
 from medseg.config.schema import TuneLoaderConfig
+from medseg.data.spacing import find_spacing
+from medseg.memory.device import pick_device
+from medseg.training.assemble import make_data_module
 from medseg.training.data_module import CasesDataModule
 
 # A setting that needs more of the machine must be faster by this factor.

@@ -7,10 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from medseg.build.optimisation import propose_lr
-from medseg.build.spacing import find_spacing
 from medseg.config.schema import PlanConfig
 from medseg.console import say
+from medseg.data.spacing import find_spacing
 from medseg.errors import EXIT_FAILED, require
 from medseg.io.atomic import replace_text
 from medseg.memory.accounting import StepMemory
@@ -28,6 +27,7 @@ from medseg.planning.step import (
 )
 from medseg.runs.folder import load_config
 from medseg.runs.plans import past_errors, write_plan
+from medseg.training.optimisation import propose_lr
 
 # Kind of memory at the peak to its row in the table.
 AT_PEAK = {

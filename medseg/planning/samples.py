@@ -9,16 +9,16 @@ from statistics import median
 import numpy as np
 import torch
 
-from medseg.build.run import make_data_module
 from medseg.config.schema import PlanConfig
 from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
 from medseg.data.samples import Samples
-from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.memory.profile import peak_resident_bytes, resident_bytes
 from medseg.planning.step import Shape
 from medseg.preprocess.intensity import intensity_of
+from medseg.task import Task
+from medseg.training.assemble import make_data_module
 
 # Samples of this length, beside the margins of a crop, load the libraries and fill the heap as those of the tiny training
 # that measures a loader worker.

@@ -7,19 +7,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from medseg.build.device import pick_device_type
-from medseg.build.extensions import make_loss
-from medseg.build.network import find_divisor, make_network
-from medseg.build.optimisation import make_scheduled_optimizer
-from medseg.build.switches import switch_on
-from medseg.build.task import count_classes, make_task
-from medseg.config.schema import PlanConfig, TrainConfig
+from medseg.config.schema import PlanConfig
 from medseg.errors import UserError, first_line
 from medseg.inference.tiles import most_probable, predict_probs, round_up
 from medseg.memory.accounting import StepMemory, count_forward, count_step
+from medseg.memory.device import pick_device_type
 from medseg.memory.options import Precision
+from medseg.memory.switches import switch_on
 from medseg.memory.tracker import Timeline
 from medseg.preprocess.options import SpacingStrategy
+from medseg.task_options import make_task
+from medseg.training.extensions import make_loss
+from medseg.training.network import count_classes, find_divisor, make_network
+from medseg.training.optimisation import make_scheduled_optimizer
+from medseg.training.options import TrainConfig
 
 Shape = tuple[int, int, int]
 

@@ -17,7 +17,6 @@ from medseg.cascade.bound import StatedBound
 from medseg.cascade.cascade import Cascade, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.console import say
-from medseg.data.task import Task
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
@@ -53,6 +52,7 @@ from medseg.prediction.scans import (
 )
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import read_csv, refuse_table, write_csv
+from medseg.task import Task
 
 SUMMARY_FILE = "summary.csv"
 # First columns of the table of the same name that `evaluate` writes.

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medseg.build.device import pick_device
-from medseg.build.stages import load_stages
 from medseg.cascade.cascade import Cascade
+from medseg.cascade.load import load_stages
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.errors import UserError, require
 from medseg.io.read import read_grid
+from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
 from medseg.prediction.contract import has_room_for_openvino

@@ -19,7 +19,6 @@ from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.data.audit.finding import Finding, Severity
 from medseg.data.audit.image import check_channels
 from medseg.data.source_files import fingerprint, is_same_source
-from medseg.data.task import Task
 from medseg.errors import UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
@@ -35,6 +34,7 @@ from medseg.prediction.results import Views, Wanted, result_paths, take_views, w
 from medseg.prediction.scans import Scan
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.scale import HuScale
+from medseg.task import Task
 
 # Largest size of a voxel of a scan in memory.
 BYTES_PER_VOXEL = 4

@@ -11,7 +11,6 @@ import numpy as np
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.join import paste_percent
 from medseg.data.reference import read_reference
-from medseg.data.task import LabelValues, Task
 from medseg.errors import UserError
 from medseg.evaluation.case_viewer import (
     SUFFIX,
@@ -31,6 +30,7 @@ from medseg.io.write import write_labels
 from medseg.pictures.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
 from medseg.prediction.scans import Scan
 from medseg.preprocess.orient import orient, orientation_of, oriented_grid
+from medseg.task import LabelValues, Task
 
 # Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
 UNCERTAINTY = "uncertainty"

@@ -12,11 +12,12 @@ import torch
 from medseg.cascade.cascade import Segmentation, require_channels
 from medseg.cascade.stage import CascadeOptions
 from medseg.io.read import read_image
-from medseg.io.volume import AIR_HU, LazyVolume, Volume, load_image
+from medseg.io.volume import LazyVolume, Volume, load_image
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.case import read_scan, segment_scan
 from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
+from medseg.task import AIR_HU
 
 
 class Segmenter:

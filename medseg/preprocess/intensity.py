@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from medseg.io.scratch import new_tensor
-from medseg.io.volume import AIR_HU
+from medseg.task import AIR_HU
 
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
 

@@ -1,10 +1,11 @@
 """Keys of the group `spacing`: the grid that a stage works on."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from medseg.config.knob import Knob, Pair, Shape, Triple
+from medseg.knob import Knob, Pair, Shape, Triple
 
 SpacingStrategy = StrEnum(  # see docs/spacing.md
     "SpacingStrategy",
@@ -22,6 +23,19 @@ SpacingStrategy = StrEnum(  # see docs/spacing.md
 SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.crops`
 Fill = StrEnum("Fill", ["widen", "pad"])
 Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `medseg.preprocess.resample`
+
+# Strategies whose target spacing is averaged over the training cases, and the name of that average.
+FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
+# Strategies that have no target spacing without the key.
+TARGET_NEEDED = (SpacingStrategy.isotropic, SpacingStrategy.anisotropic, SpacingStrategy.fixed_resolution)
+# Strategies that use one spacing for all axes.
+ONE_SPACING = (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution)
+# Keys that belong to one strategy.
+OWN_SPACING_KEYS = {
+    "size": SpacingStrategy.fixed_size,
+    "range_mm": SpacingStrategy.multi_scale,
+    "draw": SpacingStrategy.multi_scale,
+}
 
 
 @dataclass
@@ -51,3 +65,49 @@ class SpacingConfig:
     fill: Annotated[Fill, Knob("fixed_resolution only: how a crop becomes a cube. widen: by more of the scan; pad: by air.")] = (
         Fill.widen
     )
+
+    def clashes(self, key: str) -> Iterator[str]:
+        """Yield a sentence for each contradiction between the keys of a spacing.
+
+        Args:
+            key: Name of the group, such as `spacing`.
+        """
+        name = self.strategy.value
+        target_mm = list(self.target_spacing_mm or ())
+        if self.strategy is SpacingStrategy.native:
+            if target_mm:
+                yield (
+                    f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing of each scan; leave it null"
+                )
+            if self.resampling is not Resampling.antialiased:
+                yield (f"{key}.resampling={self.resampling.value}: {key}.strategy=native resamples nothing; leave it out")
+        if self.strategy in TARGET_NEEDED and not target_mm:
+            yield f"{key}.target_spacing_mm: {key}.strategy={name} needs three numbers in mm, (z, y, x)"
+        if self.strategy in ONE_SPACING and len(set(target_mm)) > 1:
+            yield (
+                f"{key}.target_spacing_mm={target_mm}: {key}.strategy={name} uses one spacing for all axes; choose "
+                f"{key}.strategy=anisotropic"
+            )
+        if self.fill is not Fill.widen and self.strategy is not SpacingStrategy.fixed_resolution:
+            yield (
+                f"{key}.fill={self.fill.value}: only {key}.strategy=fixed_resolution makes cubes, but "
+                f"{key}.strategy={name}; leave it out"
+            )
+        for own_key, owner in OWN_SPACING_KEYS.items():
+            has_value = getattr(self, own_key) is not None
+            if has_value and self.strategy is not owner:
+                yield (f"{key}.{own_key}: only {key}.strategy={owner.value} uses it, but {key}.strategy={name}; leave it out")
+            if self.strategy is owner and not has_value:
+                yield f"{key}.{own_key}: {key}.strategy={owner.value} needs a value"
+        if self.range_mm is not None:
+            yield from self._range_clashes(key, self.range_mm, target_mm)
+
+    def _range_clashes(self, key: str, range_mm: Pair, target_mm: list[float]) -> Iterator[str]:
+        low_mm, high_mm = range_mm
+        if low_mm >= high_mm:
+            yield f"{key}.range_mm: expected two increasing numbers, but got {[low_mm, high_mm]}"
+        if max(target_mm, default=0.0) > low_mm:
+            yield (
+                f"{key}.target_spacing_mm={target_mm}: samples are resampled from the cache, so it must not be coarser "
+                f"than the lower bound of {key}.range_mm={[low_mm, high_mm]}; choose a finer spacing, or null"
+            )

@@ -5,13 +5,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from medseg.build.imported import IMPORTED, SOURCE_VARIABLE, VALUES
-from medseg.config.folder import conf_dir
+from medseg.conf_folder import conf_dir
+from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES
 from medseg.config.overrides import PATH_KEYS
-from medseg.config.schema import TrainConfig
 from medseg.data.options import StageName
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import memory_limit_bytes
+from medseg.training.options import TrainConfig
 
 DEFAULT_TASK = "lungs"  # of conf/train.yaml
 # Arguments of `train` that say where a run goes on, or that `fit_gib` excludes.

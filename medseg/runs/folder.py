@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from medseg.build.spacing import find_spacing
 from medseg.config.check import to_config, to_typed
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import EXTENSION_KEYS, TARGET
 from medseg.console import say
+from medseg.data.spacing import find_spacing
 from medseg.errors import UserError, first_line, require
 from medseg.io.atomic import check_writable, create_text, is_locked, locked, replace_text
 from medseg.io.text import read_json, read_yaml_text
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import Status
+from medseg.targets import EXTENSION_KEYS, TARGET
+from medseg.training.options import TrainConfig
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"

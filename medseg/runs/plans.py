@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.machine import machine_folder
 from medseg.runs.signature import plain
+from medseg.training.options import TrainConfig
 
 # Groups and keys that decide memory and seconds of a run.
 DECISIVE = ("stage", "task", "spacing", "augment", "model", "loss", "optimizer", "memory", "trainer", "inference", "ema_decay")

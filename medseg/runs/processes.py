@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from medseg.config.schema import TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, EXIT_USER_ERROR, require
 from medseg.io.atomic import is_locked
@@ -17,7 +16,7 @@ from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
 from medseg.runs.ranks import is_under_torchrun
 from medseg.runs.status import Status, exit_code_of, num_oom_kills, status_of
 from medseg.runs.train_run import run_rank
-from medseg.training.options import TrainerConfig
+from medseg.training.options import TrainConfig, TrainerConfig
 from medseg.training.preemption import SIGNALS, STOP
 
 # How often the parent of a job looks at it.

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from medseg.config.schema import POINT_SCHEMAS, TrainConfig
-from medseg.config.targets import TARGET
+from medseg.config.schema import POINT_SCHEMAS
 from medseg.losses.options import DICE_CE
 from medseg.models.options import UNET
+from medseg.targets import TARGET
+from medseg.training.options import TrainConfig
 
 # Keys that older run folders lack, with the value that reproduces those runs: it is left out of the signature.
 LATER_KEYS: dict[str, Any] = {

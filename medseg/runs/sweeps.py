@@ -17,7 +17,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from medseg.config.overrides import quote_paths
-from medseg.config.schema import TrainConfig
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, UserError
 from medseg.io.atomic import create_text, is_locked, replace_text
@@ -38,6 +37,7 @@ from medseg.runs.folder import (
 from medseg.runs.processes import check_start, exit_if_asked, run_in_process
 from medseg.runs.signature import plain, signature
 from medseg.runs.status import FAILURES, Status, exit_code_of, status_of
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS, STOP
 
 JOB_FILE = "job.json"

@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import TARGET
 from medseg.console import say
 from medseg.data.options import StageName
 from medseg.errors import EXIT_USER_ERROR, UserError
@@ -20,7 +18,8 @@ from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config
 from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, num_oom_kills, status_of
-from medseg.training.options import DebugConfig, Profiler
+from medseg.targets import TARGET
+from medseg.training.options import DebugConfig, Profiler, TrainConfig
 from medseg.training.preemption import STOP
 
 if TYPE_CHECKING:
@@ -81,15 +80,15 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     import torch
     from lightning.pytorch.callbacks import LearningRateMonitor
 
-    from medseg.build.device import pick_device
-    from medseg.build.extensions import make_callbacks
-    from medseg.build.network import load_initial_weights, make_network
-    from medseg.build.run import make_data_module, make_metadata, make_module, make_trainer, make_views
-    from medseg.build.versions import collect_versions
+    from medseg.memory.device import pick_device
+    from medseg.training.assemble import make_data_module, make_metadata, make_module, make_trainer, make_views
     from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures, ValidationScores
     from medseg.training.checkpoints import Checkpoints
+    from medseg.training.extensions import make_callbacks
     from medseg.training.history import History, HistoryBar
     from medseg.training.machine import peak_bytes
+    from medseg.training.network import load_initial_weights, make_network
+    from medseg.training.versions import collect_versions
     from medseg.weights.files import load_checkpoint
 
     _announce(config.debug)

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.build.cases import find_sources
-from medseg.build.network import find_divisor
-from medseg.build.spacing import make_grid_rule
-from medseg.config.schema import CompareSpacingConfig, TrainConfig
+from medseg.config.schema import CompareSpacingConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
+from medseg.data.cases import find_sources
+from medseg.data.spacing import make_grid_rule
 from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import check_writable, replace_text
@@ -41,6 +40,8 @@ from medseg.studies.recipes import (
     train_arguments,
     train_steps,
 )
+from medseg.training.network import find_divisor
+from medseg.training.options import TrainConfig
 
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
 SCORES = ("case", "slice_mm", "region", "trust", "dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "predict_s", "predict_peak_gb")

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.build.cases import file_values
-from medseg.build.task import make_task
 from medseg.cascade.bound import calibrate, count_covered
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
+from medseg.data.cases import file_values
 from medseg.data.importers.formats import read_cases
-from medseg.data.task import Task
 from medseg.errors import UserError, require
 from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text
@@ -33,6 +31,8 @@ from medseg.studies.recipes import (
     last_checkpoint,
     run_steps,
 )
+from medseg.task import Task
+from medseg.task_options import make_task
 
 Row = dict[str, Any]
 # Column of folds.md to its heading.

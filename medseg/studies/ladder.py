@@ -18,17 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.build.device import pick_device
-from medseg.build.extensions import make_loss
-from medseg.build.network import make_network
-from medseg.build.optimisation import find_lr_factor, make_optimizer
-from medseg.build.switches import switch_on
-from medseg.build.task import count_classes, make_task
-from medseg.config.schema import LadderConfig, TrainConfig
+from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
+from medseg.memory.device import pick_device
 from medseg.memory.options import MemoryConfig, Precision
 from medseg.memory.precision import autocast, check_precision, set_tf32
+from medseg.memory.switches import switch_on
 from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.step import Shape, count_memory, input_shape, samples_per_rank
 from medseg.report.tables import print_table, write_csv
@@ -44,6 +40,11 @@ from medseg.studies.recipes import (
     train_arguments,
     train_steps,
 )
+from medseg.task_options import make_task
+from medseg.training.extensions import make_loss
+from medseg.training.network import count_classes, make_network
+from medseg.training.optimisation import find_lr_factor, make_optimizer
+from medseg.training.options import TrainConfig
 from medseg.workers import Worker, WorkerDiedError
 
 # Printed column to its heading, and to its format.

@@ -19,13 +19,14 @@ from torch import Tensor
 from medseg.cascade.bound import DiceBound
 from medseg.config.check import explain, to_config
 from medseg.config.overrides import text_of
-from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig, TrainConfig
-from medseg.config.targets import targets_first
+from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig
 from medseg.data.importers.formats import read_cases
 from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.io.atomic import check_writable, replace_text
 from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status, status_of
+from medseg.targets import targets_first
+from medseg.training.options import TrainConfig
 from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
 
 BOUND = "bound.json"

@@ -26,12 +26,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
-from medseg.build.optimisation import make_scheduled_optimizer
 from medseg.config.check import explain, to_config, to_typed
 from medseg.config.overrides import text_of
-from medseg.config.schema import TrainConfig
 from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SearchConfig, SweepConfig
-from medseg.config.targets import targets_first
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError, require
 from medseg.io.atomic import create_text, locked, replace_text
@@ -44,6 +41,9 @@ from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
 from medseg.studies.recipes import key_of, train_arguments
+from medseg.targets import targets_first
+from medseg.training.optimisation import make_scheduled_optimizer
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import STOP
 
 SEARCH_FILE = "search.yaml"

@@ -7,9 +7,8 @@ from typing import Any
 import psutil
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.build.run import make_data_module
 from medseg.config.overrides import text_of
-from medseg.config.schema import TimeToDiceConfig, TrainConfig
+from medseg.config.schema import TimeToDiceConfig
 from medseg.errors import EXIT_FAILED, EXIT_RESUME
 from medseg.io.atomic import check_writable, replace_text
 from medseg.report.tables import markdown_table, read_csv, write_csv
@@ -18,6 +17,8 @@ from medseg.runs.processes import run_in_process
 from medseg.runs.results import HISTORY_FILE, read_history
 from medseg.runs.status import Status, status_of
 from medseg.studies.recipes import check_names, compose_train, folder_name, merge_arguments, train_arguments
+from medseg.training.assemble import make_data_module
+from medseg.training.options import TrainConfig
 
 # Column of time_to_dice.csv to its heading in time_to_dice.md.
 COLUMNS = {

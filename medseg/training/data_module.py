@@ -29,12 +29,12 @@ from medseg.data.case_table import Case, CaseSource
 from medseg.data.crops import ScanSpacings, StageCrops
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import Samples, collate, init_worker
-from medseg.data.task import Task
 from medseg.data.transforms import Transforms
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule
 from medseg.preprocess.intensity import intensity_of
+from medseg.task import Task
 from medseg.training.preemption import SIGNALS
 
 T = TypeVar("T")

@@ -119,7 +119,7 @@ def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any
         key: The key that gave the path, for messages.
 
     Returns:
-        The metadata (`medseg.build.run.make_metadata`) and the network's weights by name.
+        The metadata (`medseg.training.assemble.make_metadata`) and the network's weights by name.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of another format, or if its weights are

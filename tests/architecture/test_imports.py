@@ -26,7 +26,7 @@ def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None
     load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
     network = f"import torch; {load}.predict_probs(torch.zeros(1, 32, 32, 32), 0, CascadeOptions())"
     imports = "import medseg.commands.predict, medseg.cascade.cascade, medseg.io.read, medseg.io.write"
-    imports += "; from medseg.build.stages import load_stage; from medseg.weights.files import shipped_weights"
+    imports += "; from medseg.cascade.load import load_stage; from medseg.weights.files import shipped_weights"
     loaded = loaded_modules(f"{imports}; from medseg.cascade.stage import CascadeOptions; {network}")
     assert "torch" in loaded
     assert not loaded & {"lightning", "pytorch_lightning", "monai", "matplotlib", "SimpleITK", "torchmetrics", "sympy"}

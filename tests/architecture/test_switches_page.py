@@ -8,7 +8,7 @@ from pathlib import Path
 import hydra
 from omegaconf import OmegaConf
 
-from medseg.config.folder import conf_dir
+from medseg.conf_folder import conf_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "switches.md").read_text(encoding="utf-8")

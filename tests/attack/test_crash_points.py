@@ -23,7 +23,6 @@ import torch
 
 from medseg.data.cache import is_current, prepare_case
 from medseg.data.case_table import read_case_table
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.io.atomic import PART_PREFIX
 from medseg.io.read import read_image
@@ -34,6 +33,7 @@ from medseg.preprocess.scale import HuScale
 from medseg.runs.folder import find_run, load_config
 from medseg.runs.results import find_runs, read_run
 from medseg.runs.train_run import run_rank
+from medseg.task import Channel, Region, Task
 from tests.integration.conftest import COARSE, FINE, train
 from tests.integration.test_runs import assert_equal, history
 

@@ -18,9 +18,8 @@ from attack_tools import sentence
 from omegaconf import OmegaConf
 
 from medseg.commands.watch import view
+from medseg.conf_folder import conf_dir
 from medseg.config.check import resolved, to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.data.case_table import read_case_table
 from medseg.report.tables import read_csv
 from medseg.runs.folder import changed_config, find_run, open_run, read_config, status_of_run
@@ -29,6 +28,7 @@ from medseg.runs.signature import flat
 from medseg.runs.status import Status
 from medseg.runs.sweeps import compare
 from medseg.runs.train_run import run_rank, train_run
+from medseg.training.options import TrainConfig
 from tests.report.made_runs import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.io.read import read_image
 from medseg.prediction.batch import predict_scans
 from medseg.prediction.cascades import EVERY_SPACING_MM
 from medseg.runs.folder import load_config, open_run
+from medseg.training.options import TrainConfig
 from tests.integration import killed_runs
 from tests.integration.conftest import COARSE, FINE, train
 from tests.integration.test_runs import assert_equal, command, history

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from test_weights import Checkpoint, refused
 from test_weights import whole as whole
 
-from medseg.build.stages import load_stage
+from medseg.cascade.load import load_stage
 from medseg.cascade.localise import localise
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid

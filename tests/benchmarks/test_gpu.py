@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import gpu as app
-from medseg.config.folder import conf_dir
+from medseg.conf_folder import conf_dir
 from medseg.studies.recipes import compose_train
 
 CSV = """row,arguments,precision,checkpointing,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,peak_allocated_mib,dice,train_s

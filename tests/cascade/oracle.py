@@ -9,11 +9,11 @@ from scipy import ndimage
 from torch import Tensor, nn
 
 from medseg.cascade.stage import TrainedStage
-from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import GridRule
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
+from medseg.task import Channel, Region, Task
 
 OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
 GRID = VoxelGrid((26, 90, 130), (3.1, 0.9, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)

@@ -8,8 +8,8 @@ import torch
 
 from medseg.cascade.additions import add_coarse_parts, thick_parts
 from medseg.cascade.localise import Localisation
-from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.task import Channel, Region, Task
 
 TASK = Task(
     "organs",

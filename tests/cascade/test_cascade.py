@@ -12,12 +12,12 @@ from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.io import scratch
 from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
+from medseg.task import Channel, Region, Task
 
 STORED = [
     Orientation((0, 1, 2), (False, False, False)),

@@ -9,11 +9,11 @@ from oracle import GRID, TASK, FineOracle, scan, stage
 from torch import Tensor
 
 from medseg.cascade.cascade import refine
-from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image
+from medseg.task import Region, Task
 
 
 class LowHalf(FineOracle):

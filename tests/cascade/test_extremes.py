@@ -7,8 +7,8 @@ import pytest
 import torch
 from oracle import RULES, TASK, CoarseOracle, MiddleOracle, dice, stage
 
-from medseg.build.stages import load_stages
 from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.cascade.load import load_stages
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
 from medseg.weights.files import shipped_weights

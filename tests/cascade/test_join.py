@@ -10,9 +10,9 @@ from oracle import OBLIQUE
 from medseg.cascade import join as joining
 from medseg.cascade.join import join, merge, paste_percent
 from medseg.cascade.localise import Localisation
-from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import crop_padded
+from medseg.task import Channel, Region, Task
 
 LOBES = Task(
     "lobes",

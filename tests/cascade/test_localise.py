@@ -10,9 +10,9 @@ from oracle import OBLIQUE, TASK, CoarseOracle, stage
 
 from medseg.cascade.localise import Localisation, localise, locate_regions, lone_side_warnings, remove_impossible
 from medseg.cascade.stage import CascadeOptions
-from medseg.data.task import Channel, Region, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import region_crop
+from medseg.task import Channel, Region, is_side_pair
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
 LEFT = (slice(10, 30), slice(20, 40), slice(55, 75))  # 64 ml

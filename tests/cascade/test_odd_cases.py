@@ -10,8 +10,8 @@ import pytest
 import torch
 from oracle import dice
 
-from medseg.build.stages import load_stage
 from medseg.cascade.cascade import Cascade
+from medseg.cascade.load import load_stage
 from medseg.cascade.localise import Localisation, localise
 from medseg.cascade.stage import TrainedStage
 from medseg.geometry.grid import VoxelBox, VoxelGrid

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import CascadeOptions, flips
-from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
+from medseg.task import Task
 
 WHOLE = replace(TASK, regions=())
 STORED = Orientation((2, 0, 1), (False, True, False))

@@ -16,11 +16,11 @@ from medseg.data.cache import CachedCase, prepare_case
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import StageCrops
 from medseg.data.samples import Samples, collate
-from medseg.data.task import Channel, Region
 from medseg.geometry.grid_rule import Crop
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
 from medseg.preprocess.resample import RESAMPLINGS
+from medseg.task import Channel, Region
 from medseg.training.data_module import CasesDataModule, StageInput
 
 LOW_HU, HIGH_HU = TASK.window_hu

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import CascadeOptions, TrainedStage, flips
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.tiles import TilingPlan
@@ -25,6 +24,7 @@ from medseg.models.unet import UNet
 from medseg.prediction.cascades import load_cascade
 from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import Orientation
+from medseg.task import Channel, Region, Task
 from medseg.weights.files import shipped_weights
 
 SHAPE = (96, 128, 80)

@@ -84,7 +84,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments: list[str], tmp
 WITH_TORCH = """
 import sys
 from medseg.commands import entry
-from medseg.config.schema import PredictConfig
+from medseg.prediction.options import PredictConfig
 
 def job(config: PredictConfig):
     import torch

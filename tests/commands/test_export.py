@@ -8,14 +8,15 @@ from pathlib import Path
 import hydra
 import pytest
 
-from medseg.build.network import make_network
-from medseg.build.run import make_metadata
 from medseg.commands.export import export
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import ExportConfig, TrainConfig
+from medseg.config.schema import ExportConfig
 from medseg.errors import UserError
 from medseg.runs.signature import plain
+from medseg.training.assemble import make_metadata
+from medseg.training.network import make_network
+from medseg.training.options import TrainConfig
 from medseg.weights.files import write_weights
 
 

@@ -13,8 +13,8 @@ from layouts import make_nnunet, make_totalsegmentator
 
 from medseg.commands.entry import run_command
 from medseg.commands.import_data import import_data
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import ImportConfig
 from medseg.data.case_table import read_case_table
 from medseg.data.importers.formats import import_dataset

@@ -8,15 +8,16 @@ import hydra
 import numpy as np
 import pytest
 
-from medseg.build.run import make_data_module
 from medseg.commands.prepare import prepare
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PrepareConfig, TrainConfig
+from medseg.config.schema import PrepareConfig
 from medseg.data import cache
 from medseg.data.case_table import Case
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
+from medseg.training.assemble import make_data_module
+from medseg.training.options import TrainConfig
 
 
 def run(table: Path, cache_dir: Path, *overrides: str) -> int:

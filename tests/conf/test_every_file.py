@@ -7,12 +7,12 @@ from pathlib import Path
 import hydra
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig
 from medseg.runs import folder as runs
 from medseg.runs.train_run import train_run
+from medseg.training.options import TrainConfig
 
 # Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
 GROUPS = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep"))

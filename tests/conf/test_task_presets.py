@@ -13,12 +13,14 @@ import pytest
 from medseg.commands.phantom import phantom
 from medseg.commands.predict import predict
 from medseg.commands.prepare import prepare
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PhantomsConfig, PredictConfig, PrepareConfig, TrainConfig
+from medseg.config.schema import PhantomsConfig, PrepareConfig
 from medseg.io.read import read_image, read_labels
+from medseg.prediction.options import PredictConfig
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
+from medseg.training.options import TrainConfig
 
 T = TypeVar("T")
 PRESETS = ("kidneys", "spine", "abdomen", "brain_tumour")

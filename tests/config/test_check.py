@@ -14,16 +14,16 @@ import torch
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from medseg.conf_folder import conf_dir
 from medseg.config import schema
-from medseg.config.arguments import range_of
 from medseg.config.check import explain, to_config
-from medseg.config.folder import conf_dir
-from medseg.config.knob import Knob
-from medseg.config.rules import notes
-from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig, SweepConfig
 from medseg.errors import UserError
+from medseg.knob import Knob
 from medseg.runs.ranks import choose_gpus
+from medseg.target_arguments import range_of
+from medseg.training.notes import notes
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str) -> DictConfig:

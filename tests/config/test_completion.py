@@ -14,7 +14,7 @@ from medseg.commands.entry import COMMANDS, compose
 from medseg.config.check import to_typed
 from medseg.config.completion import complete, line_words
 from medseg.config.help import Key, list_keys
-from medseg.config.schema import TrainConfig
+from medseg.training.options import TrainConfig
 
 
 def completions(command: str, *words: str) -> list[str]:

@@ -10,10 +10,10 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from layouts import make_nnunet
 
-from medseg.build.imported import SOURCE_VARIABLE, with_task
+from medseg.config.imported import SOURCE_VARIABLE, with_task
 from medseg.config.overrides import check_arguments, expand_options, options_first, quote_paths
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import targets_first
+from medseg.targets import targets_first
+from medseg.training.options import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = re.compile(r"(?:medseg train|python train\.py) (-m .*)$", re.MULTILINE)

@@ -14,9 +14,9 @@ from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
 from medseg.data.case_table import Case
 from medseg.data.crops import StageCrops
-from medseg.data.task import Channel, Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
+from medseg.task import Channel, Region, Task
 
 
 @dataclass(frozen=True)

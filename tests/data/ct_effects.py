@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
-from medseg.build.extensions import make_effects
-from medseg.config.folder import conf_dir
+from medseg.conf_folder import conf_dir
 from medseg.data.transforms import Transforms
+from medseg.training.extensions import make_effects
 
 CT: dict[str, Any] = yaml.safe_load((conf_dir() / "augment" / "ct.yaml").read_text(encoding="utf-8"))
 

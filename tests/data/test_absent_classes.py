@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from medseg.data.absent_classes import absence_note, absent_classes
-from medseg.data.task import Channel, Region, Task
+from medseg.task import Channel, Region, Task
 
 CHANNELS = (Channel(window_hu=(-1000.0, 400.0)),)
 LOBES = Task(

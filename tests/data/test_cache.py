@@ -27,10 +27,10 @@ from medseg.data.crops import StageCrops
 from medseg.data.samples import Samples
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import fingerprint, is_same_source
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.scale import HuScale
+from medseg.task import Channel, Region, Task
 
 SPACING_MM = (3.0, 1.25, 1.5)
 NAMES = {1: "left_lung", 2: "right_lung"}
@@ -496,7 +496,7 @@ from medseg.data.cache import open_case
 from medseg.data.case_table import Case
 from medseg.data.crops import StageCrops
 from medseg.data.samples import Samples
-from medseg.data.task import Task
+from medseg.task import Task
 task = Task.from_dict(json.loads({json.dumps(json.dumps(task.to_dict()))}))
 case = Case({case.name!r}, Path({str(case.image)!r}), Path({str(case.labels)!r}), "p")
 entry = open_case(case, Path({str(tmp_path)!r}), {SPACING_MM}, task, {NAMES})

@@ -10,9 +10,9 @@ import numpy as np
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops, jittered
 from medseg.data.sampler import sample_rng
-from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import PLAIN, GridRule, region_crop
+from medseg.task import Task
 
 
 def test_faces_move_by_the_jitter_and_a_voxel_is_left() -> None:

@@ -13,11 +13,11 @@ from ct_effects import effects
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.samples import Sample, Samples, collate
-from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop, GridRule, region_crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
+from medseg.task import Region, Task
 
 from .conftest import GivenCrops
 

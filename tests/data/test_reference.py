@@ -13,10 +13,10 @@ from pydicom import dcmread
 
 from medseg.data.reference import read_reference
 from medseg.data.source_files import fingerprint, is_same_source
-from medseg.data.task import LabelValues
 from medseg.errors import UserError
 from medseg.io import volume
 from medseg.io.read import read_layer
+from medseg.task import LabelValues
 
 LOBES: LabelValues = {
     "lung_upper_lobe_left": "left_lung",

@@ -16,12 +16,12 @@ from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import Sample, Samples, collate, init_worker, one_thread
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise, normalise_hu, zscore
+from medseg.task import Channel, Region, Task
 
 from .conftest import GivenCrops
 

@@ -9,7 +9,7 @@ from layouts import LEFT, RIGHT, blocks, save
 
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
-from medseg.data.task import Channel, LabelValues, Region, Task
+from medseg.task import Channel, LabelValues, Region, Task
 
 LUNGS = Task(
     "lungs",

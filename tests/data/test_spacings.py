@@ -16,11 +16,11 @@ from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import AVERAGES, ScanSpacings, draw_spacing_mm, typical_spacing_mm
 from medseg.data.sampler import sample_rng
 from medseg.data.source_case import read_source
-from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule, clamp_spacing, region_crop
 from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
+from medseg.task import Task
 from medseg.training.data_module import CasesDataModule, StageInput
 
 from .conftest import LABEL_VALUES, two_blocks

@@ -14,13 +14,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from medseg.commands.entry import COMMANDS
+from medseg.conf_folder import conf_dir
 from medseg.config.check import resolved, to_config
-from medseg.config.folder import conf_dir
 from medseg.config.overrides import HYDRA_OPTIONS, PATH_KEYS, POSITIONAL_KEYS, check_arguments, expand_options, quote_paths
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import targets_first
 from medseg.errors import UserError
 from medseg.runs.folder import changed_config, open_run
+from medseg.targets import targets_first
+from medseg.training.options import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

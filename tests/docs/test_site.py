@@ -13,7 +13,7 @@ import pytest
 
 from medseg.commands.entry import COMMANDS, compose
 from medseg.config.help import list_keys
-from medseg.config.schema import TrainConfig
+from medseg.training.options import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # Attributes that a browser follows by itself.

@@ -8,8 +8,8 @@ import numpy as np
 from layouts import blocks, make_totalsegmentator, save
 
 from medseg.data.case_table import Case
-from medseg.data.task import Channel, Region, Task
 from medseg.evaluation.matching import Reference, read_pair
+from medseg.task import Channel, Region, Task
 
 
 def test_a_prediction_is_compared_with_a_folder_of_masks(tmp_path: Path) -> None:

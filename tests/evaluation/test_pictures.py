@@ -13,11 +13,11 @@ import nibabel
 import numpy as np
 import pytest
 
-from medseg.data.task import Channel, Task
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image, write_labels
 from medseg.report.tables import write_csv
+from medseg.task import Channel, Task
 
 TASK = Task("organ", {"organ": 1}, (), (Channel(window_hu=(-160.0, 240.0)),))
 GRID = VoxelGrid((12, 20, 24), (2.0, 2.0, 2.0), (-20.0, 10.0, 5.0))

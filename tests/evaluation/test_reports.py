@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from medseg.data.task import Channel, Task
 from medseg.errors import UserError
 from medseg.evaluation.reports import check_labels
+from medseg.task import Channel, Task
 
 TASK = Task("thorax", {"heart": 1, "left_lung": 2, "right_lung": 3}, (), (Channel(window_hu=(-1000.0, 400.0)),))
 

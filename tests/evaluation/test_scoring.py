@@ -15,16 +15,16 @@ import pytest
 from scipy import stats
 
 from medseg.commands.evaluate import evaluate
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import EvaluateConfig
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.evaluation.page import ALL, compare_rows
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image, write_labels
 from medseg.report.tables import read_csv, write_csv
+from medseg.task import Channel, Region, Task
 
 TASK = Task(
     "lungs",

@@ -7,11 +7,11 @@ from pathlib import Path
 import hydra
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
+from medseg.training.options import TrainConfig
 
 
 def train(run_dir: Path, table: Path, *overrides: str) -> Path:

@@ -11,12 +11,13 @@ import pytest
 
 from medseg.commands import predict as predict_command
 from medseg.commands.evaluate import evaluate
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import EvaluateConfig, PredictConfig
+from medseg.config.schema import EvaluateConfig
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid, read_labels
 from medseg.io.write import write_image
+from medseg.prediction.options import PredictConfig
 from medseg.report.tables import read_csv
 
 from .conftest import COARSE, FINE, train

@@ -12,12 +12,14 @@ import torch
 
 from medseg.commands.evaluate import evaluate
 from medseg.commands.predict import predict
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import EvaluateConfig, PredictConfig, TrainConfig
+from medseg.config.schema import EvaluateConfig
 from medseg.errors import UserError
+from medseg.prediction.options import PredictConfig
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
+from medseg.training.options import TrainConfig
 
 T = TypeVar("T")
 TASKS = {

@@ -16,12 +16,12 @@ import torch
 
 from medseg.cascade.stage import TrainedStage
 from medseg.data.cache import CachedCase
-from medseg.data.task import Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
+from medseg.task import Task
 from medseg.training.data_module import coarse_boxes
 
 from .conftest import COARSE, FINE, train

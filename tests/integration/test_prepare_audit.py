@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from medseg.commands.prepare import prepare
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import PrepareConfig
 from medseg.data import cache
 from medseg.data.case_table import Case

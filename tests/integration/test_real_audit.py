@@ -9,8 +9,8 @@ import hydra
 import pytest
 
 from medseg.commands.prepare import prepare
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import PrepareConfig
 
 # Sentence begins of each finding; the padding, the cuts and the sizes are those of the notes beside the scans.

@@ -19,17 +19,17 @@ import torch
 from covering import Row, covering_rows
 from tiny import make_tiny_table
 
-from medseg.build.check import check_objects
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import targets_first
 from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.prediction.segmenter import Segmenter
 from medseg.report.tables import markdown_table
 from medseg.runs.folder import load_config, open_run
 from medseg.runs.train_run import train_run
 from medseg.studies.recipes import merge_arguments
+from medseg.targets import targets_first
+from medseg.training.check import check_objects
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import STOP, Preempted
 
 # Factor to its values, and each value to its arguments of `train`. Networks have few channels and an input size of 32 voxels.

@@ -9,8 +9,8 @@ import pytest
 from covering import Row, allowed_pairs, covering_rows, pairs_of
 from matrix import FACTORS, RANK_ROWS, RANKS, REFUSED, ROWS, SLOW_ROWS, compose, is_allowed, run_row, train_and_resume
 
-from medseg.build.check import check_objects
 from medseg.errors import UserError
+from medseg.training.check import check_objects
 
 
 def test_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> None:

@@ -13,13 +13,14 @@ import torch
 from covering import Row, allowed_pairs, covering_rows, pairs_of
 from torch import Tensor, nn
 
-from medseg.build import extensions, switches
-from medseg.build import network as networks
-from medseg.build.check import check_objects
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
+from medseg.memory import switches
+from medseg.training import extensions
+from medseg.training import network as networks
+from medseg.training.check import check_objects
+from medseg.training.options import TrainConfig
 
 # The first values go together with every other single value that is possible at all.
 SWITCHES: dict[str, Sequence[str]] = {

@@ -14,8 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from medseg.build.network import make_described_network
-from medseg.data.task import Channel, Task
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, _copied_bytes, count_step
 from medseg.memory.device_map import apply_device_map
@@ -23,6 +21,8 @@ from medseg.memory.switches import apply_switches, checkpoint_blocks, select_blo
 from medseg.memory.tracker import MemoryTracker
 from medseg.models.adapter import build_on_meta
 from medseg.models.regional import RegionalNetwork
+from medseg.task import Channel, Task
+from medseg.training.network import make_described_network
 
 NETS = "monai.networks.nets."
 NETWORKS: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ from typing import Any
 import hydra
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.planning import choose
 from medseg.planning.choose import Option, choose_line, closer_runs, combinations, switches_of

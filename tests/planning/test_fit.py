@@ -11,13 +11,13 @@ from typing import Any
 import hydra
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.planning import fit
 from medseg.planning.choose import Option, choose_line
 from medseg.planning.estimate import STEP
 from medseg.runs.plans import compare_with_plan
+from medseg.training.options import TrainConfig
 
 from .test_choose import SMALL, compose
 

@@ -9,12 +9,12 @@ import hydra
 import pytest
 import torch
 
-from medseg.build.run import make_data_module
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import TuneLoaderConfig
 from medseg.planning import loader as app
 from medseg.planning.loader import Setting, propose, settings, time_batches, tune_loader
+from medseg.training.assemble import make_data_module
 
 
 def compose(table: Path, *overrides: str) -> TuneLoaderConfig:

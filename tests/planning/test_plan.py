@@ -11,23 +11,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from medseg.build.extensions import make_loss
-from medseg.build.network import make_network
-from medseg.build.optimisation import make_optimizer, make_schedule
-from medseg.build.run import make_trainer
-from medseg.build.switches import switch_on
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PlanConfig, TrainConfig
+from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
 from medseg.inference.tiles import most_probable, predict_probs
+from medseg.memory.switches import switch_on
 from medseg.memory.tracker import MemoryTracker
 from medseg.planning import estimate, step
 from medseg.planning import plan as plan_app
 from medseg.planning.choose import MARGIN
 from medseg.planning.process import ProcessCost, SampleCost
 from medseg.runs.folder import open_run
+from medseg.training.assemble import make_trainer
+from medseg.training.extensions import make_loss
 from medseg.training.module import SegmentationModule
+from medseg.training.network import make_network
+from medseg.training.optimisation import make_optimizer, make_schedule
+from medseg.training.options import TrainConfig
 
 SMALL = [
     "stage=fine",

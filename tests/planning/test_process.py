@@ -13,8 +13,8 @@ import hydra
 import psutil
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
 from medseg.memory import calibration
 from medseg.memory.profile import private_bytes

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
 from medseg.io.write import write_image
 from medseg.prediction import batch
 from medseg.prediction.case import CaseData, is_small
+from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
+from medseg.task import Channel, Region, Task
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
@@ -72,7 +72,7 @@ def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], A
         output.write_text(str(scan.path))
         return {"warnings": [f"look at {scan.name}"], "volume_ml": {}, "durations_s": {"total": 0.0}}
 
-    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
+    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
     for name, step in {"read_case": read, "segment_case": segment, "write_case": write, "is_small": lambda *_: True}.items():
         monkeypatch.setattr(batch, name, step)
     return raises

@@ -13,14 +13,14 @@ from oracle import CoarseOracle, FineOracle, dice, stage
 
 from medseg.cascade.cascade import Cascade
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
 from medseg.prediction.cascades import RangeCascade, pick_cascade
+from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 
 THIN_AND_THICK = "{thin: {range_mm: [0,2.5], fine: thin}, thick: {range_mm: [2.5,8.0], fine: [thick]}}"
@@ -42,7 +42,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.checkpoints = {str(path): path.name}
         return made
 
-    monkeypatch.setattr("medseg.build.stages.load_stage", load_stage)
+    monkeypatch.setattr("medseg.cascade.load.load_stage", load_stage)
 
 
 def write_scan(path: Path, depth: int, slice_mm: float) -> np.ndarray:

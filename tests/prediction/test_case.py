@@ -16,13 +16,13 @@ import pytest
 from oracle import CoarseOracle, FineOracle, scan, stage
 
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig
 from medseg.io.write import write_image
 from medseg.prediction import batch
 from medseg.prediction import results as results_module
 from medseg.prediction.case import checksums
+from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 
 
@@ -31,7 +31,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Networks that know the answer in place of checkpoints; their checksums by stage."""
     networks, sums = {"coarse": CoarseOracle(), "fine": FineOracle()}, {"coarse": "c0", "fine": "f0"}
     monkeypatch.setattr(
-        "medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]})
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]})
     )
     return sums
 

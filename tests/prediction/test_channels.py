@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from medseg import Segmenter
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig
-from medseg.data.task import Channel
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
+from medseg.prediction.options import PredictConfig
+from medseg.task import Channel
 
 CT = Channel("ct", (-1000.0, 0.0))
 MR = Channel("mr", None, "zscore")
@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 def use(monkeypatch: pytest.MonkeyPatch, task: Any) -> None:
     networks = {"coarse": Both(len(task.channels), len(task.labels)), "fine": Both(len(task.channels), 1)}
-    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name, task))
+    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name, task))
 
 
 def predict(source: str, output: Path, *overrides: str) -> int:

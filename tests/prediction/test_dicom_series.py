@@ -16,13 +16,14 @@ from oracle import CoarseOracle, FineOracle, dice, scan, stage
 from medseg.commands import evaluate as evaluate_app
 from medseg.commands import predict as predict_app
 from medseg.commands import prepare as prepare_app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import EvaluateConfig, PredictConfig, PrepareConfig
+from medseg.config.schema import EvaluateConfig, PrepareConfig
 from medseg.data.case_table import read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
+from medseg.prediction.options import PredictConfig
 
 TOPOGRAM = "left out, because they are not slices of the scan: 1 x localiser (series 1)"
 
@@ -38,7 +39,7 @@ def compose(name: str, *overrides: str) -> Any:
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
 
 
 @pytest.fixture

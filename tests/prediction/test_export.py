@@ -16,10 +16,9 @@ from io_volumes import DIRECTIONS, make_grid
 from oracle import dice
 from scipy.ndimage import gaussian_filter
 
-from medseg.build.stages import load_stage
 from medseg.cascade.cascade import Cascade
+from medseg.cascade.load import load_stage
 from medseg.cascade.stage import CascadeOptions, TrainedStage
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.inference.openvino import core
 from medseg.io.read import read_image
@@ -28,6 +27,7 @@ from medseg.io.write import write_image
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 from medseg.prediction.export import describe_stage, export_stage
+from medseg.task import Channel, Region, Task
 from medseg.weights.files import shipped_weights
 
 CPU = torch.device("cpu")

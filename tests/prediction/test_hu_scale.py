@@ -13,12 +13,13 @@ from oracle import CoarseOracle, FineOracle, scan, stage
 
 from medseg.commands import evaluate as evaluate_app
 from medseg.commands import predict as predict_app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import EvaluateConfig, PredictConfig
+from medseg.config.schema import EvaluateConfig
 from medseg.data.case_table import read_case_table, write_case_table
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
+from medseg.prediction.options import PredictConfig
 from medseg.report.tables import read_csv
 
 
@@ -33,7 +34,7 @@ def compose(name: str, *overrides: str) -> Any:
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
 
 
 @pytest.fixture

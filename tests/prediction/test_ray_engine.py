@@ -17,12 +17,9 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from benchmarks import cohort
-from medseg.build.network import make_network
-from medseg.build.run import make_metadata
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig, TrainConfig
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image
@@ -31,9 +28,13 @@ from medseg.prediction import ray_engine
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.forecast import forecast
+from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 from medseg.report.tables import read_csv
 from medseg.runs.signature import plain
+from medseg.training.assemble import make_metadata
+from medseg.training.network import make_network
+from medseg.training.options import TrainConfig
 from medseg.weights.files import write_weights
 
 ROOT = Path(__file__).resolve().parents[2]

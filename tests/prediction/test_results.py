@@ -16,9 +16,8 @@ from oracle import GRID, CoarseOracle, FineOracle, dice, scan, stage
 
 from medseg.cascade.bound import DiceBound
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
 from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import open_slices
@@ -26,6 +25,7 @@ from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
 from medseg.metrics.intensity import HU_FIGURES
 from medseg.pictures.overlay import Canvas
+from medseg.prediction.options import PredictConfig
 from medseg.preprocess.orient import Orientation
 from medseg.report.tables import read_csv
 
@@ -36,7 +36,7 @@ LABELS = {"left_lung": 1, "right_lung": 2}
 def weights(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
-        "medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"})
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"})
     )
 
 
@@ -174,7 +174,7 @@ def test_the_bound_on_dice_is_one_sentence_in_all_results(
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     bound = DiceBound(0.5, 0.9, 26)
     monkeypatch.setattr(
-        "medseg.build.stages.load_stage",
+        "medseg.cascade.load.load_stage",
         lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"}, dice_bound=bound),
     )
     written: list[str] = []

@@ -15,12 +15,12 @@ import pytest
 from oracle import CoarseOracle, FineOracle, dice, scan, stage
 
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
+from medseg.prediction.options import PredictConfig
 from medseg.report.tables import read_csv
 
 
@@ -28,7 +28,7 @@ from medseg.report.tables import read_csv
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints; what the audit thinks of blocks is another test's."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
     monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
 
 

@@ -31,7 +31,7 @@ from medseg.preprocess.scale import HuScale
 def segmenter(monkeypatch: pytest.MonkeyPatch) -> medseg.LungSegmenter:
     """With networks that know the answer."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
     return medseg.LungSegmenter(["c"], ["f"], accelerator="cpu")
 
 

@@ -16,12 +16,12 @@ from pydicom import dcmread
 from rich.progress import Progress
 
 from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PredictConfig
 from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, NoSlice, read_frames
 from medseg.io.read import read_image
+from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import divide_studies, find_scans
 
 SIZE = "(4 slices, 2.5 x 0.8 x 0.648 mm)"
@@ -31,7 +31,7 @@ SIZE = "(4 slices, 2.5 x 0.8 x 0.648 mm)"
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.build.stages.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
     monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
 
 

@@ -13,13 +13,13 @@ import hydra
 import numpy as np
 from omegaconf import OmegaConf
 
-from medseg.config.folder import conf_dir
-from medseg.data.task import Channel, Region, Task
+from medseg.conf_folder import conf_dir
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image, write_labels
 from medseg.pictures.overlay import overlay_montage
 from medseg.report.tables import write_csv
+from medseg.task import Channel, Region, Task
 
 STEPS = 400
 

@@ -10,17 +10,17 @@ from typing import Any
 import hydra
 import pytest
 
-from medseg.build.imported import SOURCE_VARIABLE
 from medseg.commands import train as command
 from medseg.commands.entry import COMMANDS
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
+from medseg.config.imported import SOURCE_VARIABLE
 from medseg.config.overrides import check_arguments, expand_options, quote_paths
-from medseg.config.targets import targets_first
 from medseg.errors import EXIT_OUT_OF_MEMORY
 from medseg.memory.options import Accelerator
 from medseg.runs import advice
 from medseg.runs.advice import next_command, plan_command
+from medseg.targets import targets_first
 
 
 def compose(name: str, *arguments: str) -> Any:

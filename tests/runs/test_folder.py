@@ -16,10 +16,8 @@ import forked
 import hydra
 import pytest
 
-from medseg.build.extensions import make_loggers
+from medseg.conf_folder import conf_dir
 from medseg.config.check import resolved, to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.io.atomic import is_locked, locked
 from medseg.io.text import MAX_TEXT_BYTES
@@ -35,6 +33,8 @@ from medseg.runs.folder import (
     status_of_run,
     write_end,
 )
+from medseg.training.extensions import make_loggers
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str) -> TrainConfig:

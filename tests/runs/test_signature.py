@@ -10,10 +10,10 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.runs.signature import LATER_KEYS, flat, neutral_keys, plain, signature
+from medseg.training.options import TrainConfig
 
 
 def composed(*overrides: str) -> dict[str, object]:

@@ -14,14 +14,14 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import EXIT_RESUME
 from medseg.runs import sweeps
 from medseg.runs.folder import write_end
 from medseg.runs.status import Status
 from medseg.runs.sweeps import SWEEP_FILE, Job, SweepFolder, compare, find_job, read_jobs
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS, STOP
 
 

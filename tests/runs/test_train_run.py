@@ -8,14 +8,14 @@ from pathlib import Path
 import hydra
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.runs import train_run
 from medseg.runs.folder import SUMMARY_FILE, open_run, status_of_run
 from medseg.runs.status import Status
 from medseg.runs.train_run import remove_parts, run_rank
+from medseg.training.options import TrainConfig
 
 
 def test_while_a_run_trains_nothing_says_how_its_last_attempt_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

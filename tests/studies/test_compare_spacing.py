@@ -12,8 +12,8 @@ import forked
 import hydra
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
 from medseg.config.schema import CompareSpacingConfig
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid

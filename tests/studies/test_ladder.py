@@ -13,13 +13,14 @@ import pytest
 from PIL import Image
 from torch import nn
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import LadderConfig, TrainConfig
+from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
 from medseg.memory.options import Precision
 from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
+from medseg.training.options import TrainConfig
 
 
 def ladder_config(*overrides: str) -> LadderConfig:

@@ -10,7 +10,7 @@ import hydra
 import pytest
 import torch
 
-from medseg.config.folder import conf_dir
+from medseg.conf_folder import conf_dir
 from medseg.config.schema import MakeWeightsConfig
 from medseg.errors import UserError
 from medseg.studies import recipes

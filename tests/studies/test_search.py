@@ -24,14 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch.multiprocessing import start_processes
 
 from medseg.commands.entry import run_command
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.config.search import SearchConfig, SweepConfig
 from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
 from medseg.runs import processes
 from medseg.runs.folder import load_config
 from medseg.runs.status import Status
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS, STOP
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")

@@ -13,13 +13,14 @@ import forked
 import hydra
 import pytest
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TimeToDiceConfig, TrainConfig
+from medseg.config.schema import TimeToDiceConfig
 from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME
 from medseg.runs.folder import write_end
 from medseg.runs.status import Status
 from medseg.studies import time_to_dice as app
+from medseg.training.options import TrainConfig
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.rules import notes
-from medseg.config.schema import TrainConfig
 from medseg.memory.tracker import MemoryTracker
 from medseg.report.tables import read_csv
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
+from medseg.training.notes import notes
+from medseg.training.options import TrainConfig
 
 SMALL = [
     "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd", "optimizer.lr=0.1",

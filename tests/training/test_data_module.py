@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table
 from medseg.data.samples import init_worker
-from medseg.data.task import Channel, Region, Task
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.geometry.grid_rule import PLAIN
 from medseg.io.read import read_labels
@@ -31,6 +30,7 @@ from medseg.memory.profile import private_bytes
 from medseg.preprocess.intensity import Intensity, window, zscore
 from medseg.preprocess.scale import HuScale
 from medseg.runs.status import end_of
+from medseg.task import Channel, Region, Task
 from medseg.training import data_module
 from medseg.training.data_module import CasesDataModule, StageInput, TrainLoader
 from medseg.training.preemption import SIGNALS

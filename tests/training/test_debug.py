@@ -12,12 +12,12 @@ import hydra
 import pytest
 import torch
 
-from medseg.build.run import make_data_module
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.runs import folder as runs
 from medseg.runs.train_run import debug_switches, train_run
+from medseg.training.assemble import make_data_module
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str) -> TrainConfig:

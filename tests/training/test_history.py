@@ -16,13 +16,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.report.tables import read_csv
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
 from medseg.training.history import HISTORY_COLUMNS, History, HistoryBar
+from medseg.training.options import TrainConfig
 
 from .test_machine import SMALL, make_batch
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from medseg.build import optimisation as build
-from medseg.build.check import check_objects
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.rules import notes
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import targets_first
 from medseg.errors import UserError
+from medseg.targets import targets_first
+from medseg.training import optimisation as build
+from medseg.training.check import check_objects
+from medseg.training.notes import notes
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str) -> TrainConfig:

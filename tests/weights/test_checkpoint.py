@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from medseg import __version__
-from medseg.build.network import make_network
-from medseg.build.run import make_metadata
-from medseg.build.stages import load_stage
+from medseg.cascade.load import load_stage
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
+from medseg.training.assemble import make_metadata
+from medseg.training.network import make_network
+from medseg.training.options import TrainConfig
 from medseg.weights.files import read_weights
 
 Checkpoint = dict[str, Any]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.build.stages import load_stage
 from medseg.cascade.cascade import Cascade
+from medseg.cascade.load import load_stage
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.phantom.scan import make_phantom

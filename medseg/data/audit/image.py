@@ -14,7 +14,7 @@ import numpy as np
 
 from medseg.data.audit.finding import Finding, find
 from medseg.preprocess.fill import find_fill, replace_fill
-from medseg.preprocess.intensity import AIR_HU
+from medseg.task import AIR_HU
 
 # A value is a spike if it holds this share of the voxels, and this multiple of the average count of the values nearby.
 # Values without voxels are left out of the average: the histogram of 8-bit data is a comb, not a row of spikes.

@@ -13,9 +13,9 @@ import numpy as np
 
 from medseg.data.audit.finding import Finding, find
 from medseg.data.audit.position import apex_excess, turned_pairs
-from medseg.data.task import IGNORE, Region, Task, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.orient import FACES
+from medseg.task import IGNORE, Region, Task, is_side_pair
 
 ABSENT = "absent"
 """Trust in a reference that is empty because the region is absent."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from medseg.data.audit.finding import Finding, find
 from medseg.geometry.grid import VoxelGrid
-from medseg.preprocess.intensity import AIR_HU
 from medseg.preprocess.orient import FACES
+from medseg.task import AIR_HU
 
 STEP_MM = 4.0
 MOVED_MM = 12.0

@@ -10,8 +10,8 @@ from itertools import combinations
 
 import numpy as np
 
-from medseg.data.task import Region, Task, is_side_pair
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.task import Region, Task, is_side_pair
 
 AIRY_HU = -500.0  # organs with a lower median are full of air
 END_SHARE = 0.05  # part of a lung's voxels that counts as its end

@@ -13,9 +13,9 @@ from medseg.data.case_table import Case, check_case_name
 from medseg.data.importers.account import Account, Fate, Item, Kind
 from medseg.data.importers.splits import nfc
 from medseg.data.source_files import files_of
-from medseg.data.task import IGNORE, Channel
 from medseg.errors import UserError, require
 from medseg.io.inputs import CONTROL_CHARACTERS
+from medseg.task import IGNORE, Channel
 
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
 # Label maps have one byte for each voxel.

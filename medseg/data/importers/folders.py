@@ -24,7 +24,6 @@ from medseg.data.importers.dataset import (
     require_pairs,
 )
 from medseg.data.importers.json_lists import guess_modality, values_in
-from medseg.data.task import Channel
 from medseg.errors import UserError, require
 from medseg.io.inputs import (
     CASE_IMAGES,
@@ -36,6 +35,7 @@ from medseg.io.inputs import (
     volume_suffix,
 )
 from medseg.io.text import read_text
+from medseg.task import Channel
 
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment

@@ -22,11 +22,11 @@ from medseg.data.importers.dataset import (
     require_pairs,
 )
 from medseg.data.importers.splits import SPLITS_FILE, read_folds
-from medseg.data.task import IGNORE
 from medseg.errors import UserError, require
 from medseg.io.inputs import SUFFIXES, case_name, volume_files
 from medseg.io.read import read_image, read_labels
 from medseg.io.text import read_json
+from medseg.task import IGNORE
 
 NNUNET, MSD = "nnunet", "msd"
 DATASET_FILE = "dataset.json"

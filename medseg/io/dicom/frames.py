@@ -17,7 +17,8 @@ from pydicom.tag import Tag
 
 from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.volume import AIR_HU, PACKED_BYTES, shown
+from medseg.io.volume import PACKED_BYTES, shown
+from medseg.task import AIR_HU
 
 MAX_PLAIN = 100
 """Longer texts are cut in messages; those of the standard are shorter."""

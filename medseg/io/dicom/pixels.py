@@ -20,7 +20,7 @@ from pydicom.pixels.utils import _get_jpg_parameters, get_j2k_parameters
 
 from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, PixelFormat, plain
-from medseg.io.volume import AIR_HU
+from medseg.task import AIR_HU
 
 DENSEST_HU = 3071
 """The largest value of a 12-bit CT. Tissue has values between air and this, so that such padding counts as tissue."""

@@ -24,7 +24,8 @@ from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.pixels import READ_FILE, is_whole, read_hu
 from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of, some
-from medseg.io.volume import AIR_HU, LazyVolume, grid_from_columns
+from medseg.io.volume import LazyVolume, grid_from_columns
+from medseg.task import AIR_HU
 
 JITTER_TOLERANCE_MM = 0.1
 """Largest distance of a slice from its position on an even, straight stack: positions are rounded decimals."""

@@ -19,8 +19,8 @@ from medseg.data.audit.labels import (
     measure_regions,
     measure_volumes,
 )
-from medseg.data.task import Region, Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.task import Region, Task
 
 GRID = VoxelGrid((12, 30, 40), (5.0, 2.0, 3.0), (-60.0, 5.0, 7.0))
 

@@ -30,7 +30,7 @@ from layouts import (
 )
 from pydicom import dcmread
 
-from medseg.build.cases import file_values
+from medseg.data.cases import file_values
 from medseg.data.importers.dataset import DataSet
 from medseg.data.importers.formats import import_dataset
 from medseg.data.reference import read_reference

@@ -8,8 +8,8 @@ import pytest
 
 from medseg.data.case_table import Case
 from medseg.data.importers.dataset import DataSet, channel_of, check_dataset, label_names
-from medseg.data.task import Channel
 from medseg.errors import UserError
+from medseg.task import Channel
 
 CT = Channel("ct", (-1000.0, 1000.0))
 

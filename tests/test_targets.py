@@ -10,11 +10,11 @@ import hydra
 import pytest
 import torch
 
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import bind_target, check_target, targets_first
 from medseg.errors import UserError
+from medseg.targets import bind_target, check_target, targets_first
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str, folder: Path | None = None) -> TrainConfig:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from medseg.build.network import make_network
-from medseg.build.run import make_module, make_trainer
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
+from medseg.training.assemble import make_module, make_trainer
 from medseg.training.device_map import DeviceMapStrategy
+from medseg.training.network import make_network
+from medseg.training.options import TrainConfig
 
 SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "logger=none", "trainer.accelerator=cpu"]
 

@@ -1,10 +1,9 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
-from medseg.config.rules import FOUND_IN_DATA
 from medseg.console import say
 from medseg.data.options import DataConfig
 from medseg.geometry.grid_rule import GridRule
-from medseg.preprocess.options import Fill, SpacingConfig, SpacingStrategy
+from medseg.preprocess.options import FOUND_IN_DATA, Fill, SpacingConfig, SpacingStrategy
 from medseg.task_options import TaskConfig
 
 
@@ -24,11 +23,11 @@ def find_spacing(spacing: SpacingConfig, data: DataConfig, task: TaskConfig) -> 
     """
     if spacing.strategy not in FOUND_IN_DATA or spacing.target_spacing_mm is not None:
         return
-    from medseg.build.cases import find_sources
-    from medseg.build.task import make_task
+    from medseg.data.cases import find_sources
     from medseg.data.crops import typical_spacing_mm
     from medseg.io.read import read_grid
     from medseg.preprocess.orient import oriented_grid
+    from medseg.task_options import make_task
 
     # The first source is the user's; phantoms that are mixed in do not count.
     cases = find_sources(data, task)[0].split.train

@@ -8,11 +8,11 @@ from typing import Any
 import hydra
 import pytest
 
-from medseg.build import cases
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
+from medseg.data import cases
 from medseg.errors import UserError
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str) -> TrainConfig:

@@ -6,26 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from medseg.build.network import make_described_network, to_tuples
-from medseg.build.task import with_known_labels
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.stage import TrainedStage
-from medseg.config.targets import TARGET, check_target
-from medseg.data.task import Task
+from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, first_line, is_out_of_memory, require
 from medseg.geometry.grid_rule import GridRule
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
+from medseg.io.text import read_text
 from medseg.memory.options import Precision
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
 from medseg.models.adapter import build_on_meta
 from medseg.models.blocks import ScaledConv3d
+from medseg.models.described import make_described_network, to_tuples
 from medseg.models.options import UNET
 from medseg.preprocess.options import Resampling
 from medseg.preprocess.resample import ANTIALIASED
+from medseg.targets import TARGET, check_target
+from medseg.task import Task
+from medseg.task_options import code_texts
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights
 
@@ -190,3 +193,24 @@ def load_stages(
 def _triple(values: Sequence[Any]) -> Any:
     z, y, x = values
     return z, y, x
+
+
+def with_known_labels(task: Task) -> Task:
+    """Add what `conf/task/<name>.yaml` knows of labels to the task of an older checkpoint without it, if the labels agree.
+
+    These are plausible volumes, codes and colours.
+    """
+    path = conf_dir() / "task" / f"{task.name}.yaml"
+    if not task.name.isidentifier() or not path.is_file():
+        return task
+    found: Any = yaml.safe_load(read_text(path))
+    known = found.get("task", found)
+    if known["labels"] != task.labels:
+        return task
+    ranges_ml = {name: (float(low_ml), float(high_ml)) for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()}
+    return replace(
+        task,
+        volume_ml=task.volume_ml or ranges_ml,
+        codes=task.codes or code_texts(known.get("codes")),
+        colours=task.colours or dict(known.get("colours") or {}),
+    )

@@ -13,26 +13,25 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from medseg.build.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
-from medseg.build.network import make_network_on_meta
-from medseg.build.optimisation import (
-    find_lr_factor,
-    grows_with_gradient,
-    make_optimizer,
-    make_schedule,
-    step_from_zero,
-)
-from medseg.build.task import count_classes
-from medseg.config.rules import divisor_rules, stated_divisor
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import TARGET
 from medseg.errors import UserError, first_line, require
 from medseg.io.names import is_utf8
 from medseg.memory.switches import select_blocks
 from medseg.models.blocks import InstanceNorm
 from medseg.models.options import UNET
 from medseg.models.regional import RegionalNetwork
-from medseg.training.options import LrScaling
+from medseg.targets import TARGET
+from medseg.training.clashes import divisor_clashes
+from medseg.training.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
+from medseg.training.network import count_classes, make_network_on_meta
+from medseg.training.optimisation import (
+    find_lr_factor,
+    grows_with_gradient,
+    make_optimizer,
+    make_schedule,
+    step_from_zero,
+)
+from medseg.training.options import LrScaling, TrainConfig
+from medseg.training.sizes import stated_divisor
 
 # The one logger that writes its files with Python alone, and so to a folder of any name.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
@@ -44,7 +43,7 @@ def check_objects(config: TrainConfig) -> bool:
     """Build the network on the meta device, and every other object of an extension point on small data.
 
     Returns:
-        Whether the network has batch norm, see `medseg.config.rules.notes`.
+        Whether the network has batch norm, see `medseg.training.notes.notes`.
 
     Raises:
         UserError: If one of them refuses its arguments, or the network does not fit the sizes and switches.
@@ -173,12 +172,12 @@ def _refused_by(group: str, node: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
-    """Refuse input sizes that the network does not accept; `medseg.config.rules` checks those of our UNet."""
+    """Refuse input sizes that the network does not accept; `medseg.training.clashes` checks those of our UNet."""
     if stated_divisor(config.model, config.spacing) is None:
         norms = (InstanceNorm, _InstanceNorm)
         needs_two_voxels = network.traits.fixed_size is None and any(isinstance(module, norms) for module in network.modules())
-        for holds, sentence in divisor_rules(config, network.divisor, needs_two_voxels):
-            require(holds, sentence)
+        for sentence in divisor_clashes(config, network.divisor, needs_two_voxels):
+            raise UserError(sentence)
     size = network.traits.fixed_size
     if size is None:
         return
@@ -192,7 +191,7 @@ def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
 
 
 def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_norm: bool) -> None:
-    """Refuse switches that the network does not allow; `medseg.config.rules` checks those of our UNet."""
+    """Refuse switches that the network does not allow; `medseg.training.clashes` checks those of our UNet."""
     policy = config.memory.checkpointing
     if policy not in ("none", []) and not network.traits.blocks:
         raise UserError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medseg.build.optimisation import grows_with_gradient
+from medseg.training.optimisation import grows_with_gradient
 
 GROWING = ["torch.optim.SGD", "torch.optim.ASGD"]
 ADAPTIVE = [

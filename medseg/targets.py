@@ -12,9 +12,9 @@ A node is `{_target_: dotted.Class, argument: value, …}`. All extension points
 `trusted_targets` are prefixes beyond the white list. They come from the command line or from the user's own configuration files, never
 from a checkpoint or a run folder: code that reads either passes the prefixes of the current command.
 
-`medseg.build.check` builds every object of a run once before data is read: networks on the meta device, optimisers and schedules on a
+`medseg.training.check` builds every object of a run once before data is read: networks on the meta device, optimisers and schedules on a
 small convolution. To add an extension point, add its row to `EXTENSION_POINTS`, its key to `EXTENSION_KEYS` if the node is a group of `train`,
-and its object to `medseg.build.check`.
+and its object to `medseg.training.check`.
 """
 
 import difflib
@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Self
 
 from omegaconf import DictConfig
 
-from medseg.config.arguments import misfit
 from medseg.errors import UserError, require
+from medseg.target_arguments import misfit
 
 TARGET = "_target_"
 

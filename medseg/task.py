@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from medseg.io.volume import AIR_HU
+AIR_HU = -1024
+"""HU of air outside the patient; a voxel without a value gets it too."""
 
 IGNORE = "ignore"
 """Name of the ignore label in `data.label_values`."""

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
-from medseg.build.task import count_classes, make_task
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import TARGET, bind_arguments, import_target
 from medseg.console import say
 from medseg.data import augment as effects
 from medseg.data import transforms
@@ -21,6 +18,10 @@ from medseg.data.options import StageName
 from medseg.errors import UserError, first_line
 from medseg.losses import adapter as losses
 from medseg.metrics import adapter as metrics
+from medseg.targets import TARGET, bind_arguments, import_target
+from medseg.task_options import make_task
+from medseg.training.network import count_classes
+from medseg.training.options import TrainConfig
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hydra
 import pytest
 
-from medseg.build.check import check_objects
-from medseg.build.network import network_node
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.rules import notes
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import targets_first
 from medseg.errors import UserError
+from medseg.targets import targets_first
+from medseg.training.check import check_objects
+from medseg.training.network import network_node
+from medseg.training.notes import notes
+from medseg.training.options import TrainConfig
 
 SEGRESNET = ["model._target_=monai.networks.nets.SegResNet"]
 UNET = ["model._target_=monai.networks.nets.UNet", "model.channels=[8,16,32]"]

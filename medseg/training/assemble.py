@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -12,27 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medseg.build.cases import find_sources
-from medseg.build.device import make_device_map, pick_device, propose_workers
-from medseg.build.extensions import make_loggers, make_loss, make_metrics, make_transforms
-from medseg.build.network import find_divisor, make_network_on_meta, network_node, region_mode_of
-from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
-from medseg.build.spacing import make_grid_rule
-from medseg.build.stages import load_stage
-from medseg.build.switches import switch_on
-from medseg.build.task import count_classes, make_task
-from medseg.build.versions import collect_versions
-from medseg.config.schema import TrainConfig
+from medseg.cascade.load import load_stage
 from medseg.data.case_table import CaseSource
+from medseg.data.cases import find_sources
 from medseg.data.options import RegionMode, StageName
+from medseg.data.spacing import make_grid_rule
 from medseg.errors import UserError, require
+from medseg.memory.accounting import count_step
+from medseg.memory.device import pick_device
+from medseg.memory.device_map import named_parts, plan_device_map, resolve_device_map
 from medseg.memory.precision import lightning_precision, set_tf32
+from medseg.memory.switches import switch_on
 from medseg.models.regional import RegionalNetwork
 from medseg.preprocess.options import SpacingDraw
+from medseg.targets import bind_target
+from medseg.task_options import make_task
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule, StageInput
+from medseg.training.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.training.module import SegmentationModule
-from medseg.training.options import Profiler, Strategy
+from medseg.training.network import count_classes, find_divisor, make_network, make_network_on_meta, network_node, region_mode_of
+from medseg.training.optimisation import find_lr_factor, make_optimizer, make_schedule
+from medseg.training.options import Profiler, Strategy, TrainConfig
+from medseg.training.versions import collect_versions
 from medseg.weights.files import METADATA_FORMAT, NATIVE
 
 if TYPE_CHECKING:
@@ -255,3 +258,51 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "config": plain_config,
         "versions": collect_versions(),
     }
+
+
+def propose_workers(config: TrainConfig) -> int:
+    """Choose the default number of loader processes of a rank; `tune_loader` measures a better one.
+
+    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank in the processors, less one for the
+    rank itself, at most eight.
+    """
+    if pick_device(config.trainer.accelerator).type == "cpu":
+        return 1
+    num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, num_processors // config.trainer.devices - 1))
+
+
+def make_device_map(config: TrainConfig) -> dict[str, str]:
+    """Map each part of the network to a device, as `model.device_map` says; `auto` balances the bytes of a step over all GPUs.
+
+    Raises:
+        UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
+    """
+    given = config.model["device_map"]
+    gpus = {f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())}
+    parts = named_parts(make_network_on_meta(config))
+    if given != "auto":
+        missing = sorted({device for device in given.values() if device != "cpu" and device not in gpus})
+        if missing:
+            raise UserError(f"model.device_map: there is no {', '.join(missing)} here; there are {', '.join(('cpu', *gpus))}")
+        try:
+            return resolve_device_map(list(parts), given)
+        except ValueError as error:
+            raise UserError(f"model.{error}") from error
+    if len(gpus) < 2:
+        raise UserError(f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out")
+    region = torch.zeros(1, dtype=torch.int64)
+    memory = count_step(
+        lambda: make_network(config),
+        (1, len(make_task(config.task).channels), *(config.stage.patch_size or config.spacing.size or (128, 128, 128))),
+        loss=make_loss(config),
+        make_optimizer=bind_target("optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets),
+        precision=config.memory.precision.value,
+        call=lambda network, image: network(image, region),
+    )
+    # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
+    held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
+    weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
+    in_order = dict.fromkeys((*memory.order, *parts))  # networks of other regions did not run in the counted step
+    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in in_order}
+    return plan_device_map(sizes, gpus)

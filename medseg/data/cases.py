@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medseg.build.task import make_task
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
 from medseg.data.importers.formats import read_cases
 from medseg.data.options import DataConfig, Detail, PhantomCountsConfig, Scene
-from medseg.data.task import LabelValues
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, locked
 from medseg.preprocess.scale import HuScale
-from medseg.task_options import TaskConfig
+from medseg.task import LabelValues
+from medseg.task_options import TaskConfig, make_task
 
 # Synthetic scans made at a time; one of full detail takes 2 to 5 GB.
 MAX_PHANTOM_WORKERS = 4

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import TARGET, bind_target
-from medseg.training.options import LrScaling
+from medseg.targets import TARGET, bind_target
+from medseg.training.options import LrScaling, TrainConfig
 
 # Schedules that by default also set the momentum of each step, whatever the optimiser's own value is.
 CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")

@@ -11,21 +11,21 @@ import hydra
 import pytest
 import torch
 
-from medseg.build import stages
-from medseg.build.network import load_initial_weights, make_network
-from medseg.build.run import make_metadata
-from medseg.build.stages import load_stage, load_stages
-from medseg.build.task import make_task, with_known_labels
+from medseg.cascade import load as stages
 from medseg.cascade.bound import DiceBound
+from medseg.cascade.load import load_stage, load_stages, with_known_labels
 from medseg.cascade.stage import CascadeOptions
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.models.regional import RegionalNetwork
 from medseg.prediction.export import describe_stage
 from medseg.runs.signature import plain
+from medseg.task_options import make_task
+from medseg.training.assemble import make_metadata
+from medseg.training.network import load_initial_weights, make_network
+from medseg.training.options import TrainConfig
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import read_weights, shipped_weights, write_weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from medseg.config.arguments import range_of
+from medseg.target_arguments import range_of
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,22 @@
 """Network of a stage: from a configuration, from checkpoint metadata, and its initial weights."""
 
 import inspect
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from medseg.build.task import make_task
-from medseg.config.rules import choose_strides, stated_divisor
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import TARGET, bind_arguments, import_target
-from medseg.data.options import StageConfig
-from medseg.data.task import Task
-from medseg.errors import UserError, first_line, is_out_of_memory
-from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits
+from medseg.data.options import StageConfig, StageName
+from medseg.errors import UserError, first_line
+from medseg.models.adapter import build_on_meta
+from medseg.models.described import make_described_network, to_tuples
 from medseg.models.options import UNET
-from medseg.models.regional import RegionalNetwork, input_channels
+from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.options import SpacingConfig
 from medseg.strides import level_strides
+from medseg.targets import TARGET
+from medseg.task_options import make_task
+from medseg.training.options import TrainConfig
+from medseg.training.sizes import choose_strides, stated_divisor
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
@@ -37,64 +34,6 @@ def make_network(config: TrainConfig) -> RegionalNetwork:
         except ValueError as error:
             raise UserError(f"model: {error}") from error
     return make_described_network(node, make_task(config.task), region_mode_of(config.stage), config.trusted_targets)
-
-
-def make_described_network(node: dict[str, Any], task: Task, region_mode: str, trusted: Sequence[str] = ()) -> RegionalNetwork:
-    """Make the network that a configuration or the metadata of a checkpoint describes.
-
-    Args:
-        node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target and mean our UNet.
-        task: Gives the number of classes and regions.
-        region_mode: `whole` for the coarse stage, else a mode of `RegionalNetwork`.
-        trusted: Prefixes of `trusted_targets`, of the present command.
-
-    Raises:
-        UserError: If the class is not trusted, or the arguments contradict each other.
-    """
-    is_whole = region_mode == "whole"
-    num_classes = task.num_classes if is_whole else task.num_region_classes
-    node = {TARGET: UNET, **node}
-    found = import_target("model", "model", node, trusted)
-    stated = {name: node.pop(name, None) for name in ("divisor", "blocks")}
-    del node[TARGET]
-
-    def make(channels: int) -> nn.Module:
-        network: nn.Module = bind_arguments(
-            "model", "model", found, channel_arguments(found, to_tuples(node), channels, num_classes)
-        )()
-        return network
-
-    in_channels = len(task.channels)
-    channels = input_channels(in_channels, region_mode)
-    try:
-        traits = _find_traits(
-            lambda: make(channels), repr((found, node, stated)), channels, num_classes, stated, node.get("img_size")
-        )
-        return RegionalNetwork(
-            make, in_channels=in_channels, num_regions=1 if is_whole else len(task.regions), mode=region_mode, traits=traits
-        )
-    except UserError:
-        raise
-    except Exception as error:  # of any class that the configuration names
-        if is_out_of_memory(error):
-            raise
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UserError(f"model: {kind}{first_line(error)}") from error
-
-
-_known_traits: dict[tuple[str, int, int], Traits] = {}
-
-
-def _find_traits(
-    make: Callable[[], nn.Module], description: str, channels: int, num_classes: int, stated: dict[str, Any], img_size: Any
-) -> Traits:
-    """Find the traits of a network once in a process: tracing takes a second."""
-    key = (description, channels, num_classes)
-    if key not in _known_traits:
-        fixed = (img_size,) * 3 if isinstance(img_size, int) else tuple(img_size) if img_size else None
-        divisor = tuple(stated["divisor"]) if stated["divisor"] else None
-        _known_traits[key] = find_traits(make, channels, num_classes, divisor=divisor, blocks=stated["blocks"], fixed_size=fixed)
-    return _known_traits[key]
 
 
 def network_node(model: dict[str, Any], spacing: SpacingConfig) -> dict[str, Any]:
@@ -148,13 +87,6 @@ def load_initial_weights(network: RegionalNetwork, config: TrainConfig) -> None:
         raise UserError(f"{given}: its weights do not fit the task {config.task.name} ({first_line(error)})") from error
 
 
-def to_tuples(value: Any) -> Any:
-    """Convert nested lists of a JSON file to tuples."""
-    if isinstance(value, dict):
-        return {key: to_tuples(item) for key, item in value.items()}
-    return tuple(map(to_tuples, value)) if isinstance(value, list) else value
-
-
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
     """Complete the arguments of our UNet: where metadata predates an argument, its default holds."""
     node = {TARGET: UNET, **to_tuples(node)}
@@ -165,3 +97,9 @@ def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
     full = {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty} | node
     full["strides"] = full["strides"] or level_strides(None, full["depth"] + (full["stem"] != "conv"))
     return full
+
+
+def count_classes(config: TrainConfig) -> int:
+    """Count the classes of the stage's network, with the background."""
+    task = make_task(config.task)
+    return task.num_classes if config.stage.name is StageName.coarse else task.num_region_classes

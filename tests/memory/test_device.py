@@ -8,12 +8,12 @@ import hydra
 import pytest
 import torch
 
-from medseg.build import device
-from medseg.build.device import make_device_map, propose_workers
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
 from medseg.errors import UserError
+from medseg.memory import device
+from medseg.training.assemble import make_device_map, propose_workers
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str) -> TrainConfig:

@@ -15,19 +15,19 @@ import pytest
 import torch
 from monai.transforms import RandGaussianNoised
 
-from medseg.build import extensions
-from medseg.build.check import check_objects
-from medseg.build.run import make_data_module
-from medseg.build.task import make_task
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import TrainConfig
-from medseg.config.targets import targets_first
 from medseg.data.augment import Affine, Noise
-from medseg.data.task import Channel
 from medseg.errors import UserError
 from medseg.runs import folder
 from medseg.runs.train_run import train_run
+from medseg.targets import targets_first
+from medseg.task import Channel
+from medseg.task_options import make_task
+from medseg.training import extensions
+from medseg.training.assemble import make_data_module
+from medseg.training.check import check_objects
+from medseg.training.options import TrainConfig
 from medseg.weights.files import load_checkpoint
 
 
@@ -137,7 +137,7 @@ def test_a_coarse_stage_of_another_task_is_refused(change: dict[str, Any], monke
     config = compose("stage=fine", "trainer.accelerator=cpu")
     config.stage.coarse = "c.ckpt"
     stage = SimpleNamespace(task=replace(make_task(config.task), **change))
-    monkeypatch.setattr("medseg.build.run.load_stage", lambda *_, **__: stage)
+    monkeypatch.setattr("medseg.training.assemble.load_stage", lambda *_, **__: stage)
     with pytest.raises(
         UserError, match=r"stage\.coarse=c\.ckpt: it was trained for the task lungs with .* give a checkpoint of the same task"
     ):

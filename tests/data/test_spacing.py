@@ -7,13 +7,14 @@ from pathlib import Path
 import hydra
 import pytest
 
-from medseg.build.spacing import make_grid_rule
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import PlanConfig, TrainConfig
+from medseg.config.schema import PlanConfig
+from medseg.data.spacing import make_grid_rule
 from medseg.errors import UserError
 from medseg.planning.step import input_shape
 from medseg.runs.folder import load_config, open_run
+from medseg.training.options import TrainConfig
 
 
 def compose(*overrides: str, root: str = "train") -> TrainConfig:

@@ -8,11 +8,13 @@ import hydra
 import pytest
 from layouts import make_luna16, make_nnunet
 
-from medseg.build.imported import IMPORTED, SOURCE_VARIABLE, with_task
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import CrossValidateConfig, EvaluateConfig, PredictConfig, TrainConfig
+from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, with_task
+from medseg.config.schema import CrossValidateConfig, EvaluateConfig
 from medseg.errors import UserError
+from medseg.prediction.options import PredictConfig
+from medseg.training.options import TrainConfig
 
 
 @pytest.fixture(autouse=True)

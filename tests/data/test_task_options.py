@@ -9,12 +9,13 @@ import hydra
 import pytest
 from pydicom.sr._concepts_dict import concepts
 
-from medseg.build.cases import file_values
-from medseg.build.task import make_task
+from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.folder import conf_dir
-from medseg.config.schema import EvaluateConfig, PrepareConfig, TrainConfig
-from medseg.data.task import Channel, Region, Task
+from medseg.config.schema import EvaluateConfig, PrepareConfig
+from medseg.data.cases import file_values
+from medseg.task import Channel, Region, Task
+from medseg.task_options import make_task
+from medseg.training.options import TrainConfig
 
 TWO_CHANNELS = "task.channels=[{modality: ct, window_hu: [-1000, 400]}, {modality: mr, normalise: zscore}]"
 

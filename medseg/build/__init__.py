@@ -1,1 +1,0 @@
-"""Builders: make objects from the configuration, one module per group."""

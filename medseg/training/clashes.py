@@ -1,0 +1,242 @@
+"""Contradictions between keys of several groups of `train`; those within a group stand beside its keys."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from medseg.data.options import RegionMode, StageName, missing_file
+from medseg.knob import Shape
+from medseg.losses.options import loss_clashes
+from medseg.memory.options import Accelerator, Precision
+from medseg.models.options import UNET, is_batch_norm, model_clashes
+from medseg.targets import TARGET
+from medseg.training.options import LrScaling, TrainConfig
+from medseg.training.sizes import input_sizes, stated_divisor
+
+# Schedules that multiply a rate from step to step, so that a warm-up can be multiplied on top.
+CHAINABLE_SCHEDULES = (
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "ExponentialLR",
+    "LinearLR",
+    "MultiStepLR",
+    "PolynomialLR",
+    "StepLR",
+)
+# Kinds of devices that an accelerator allows for certain.
+DEVICE_KINDS = {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set[str]()}
+
+
+def train_clashes(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence for each contradiction, in an order in which the earlier ones are checked for the later ones."""
+    yield from missing_file("init_from", config.init_from)
+    yield from model_clashes(config.model)
+    yield from loss_clashes(config.loss)
+    yield from _size_clashes(config)
+    yield from _rank_clashes(config)
+    yield from _device_clashes(config)
+    yield from _schedule_clashes(config)
+    yield from _optimiser_clashes(config)
+    yield from _side_clashes(config)
+    yield from _region_clashes(config)
+
+
+def _size_clashes(config: TrainConfig) -> Iterator[str]:
+    """Sizes of network inputs: within the crop and, if the divisor is known without building the network, multiples of it."""
+    divisor = stated_divisor(config.model, config.spacing)
+    if divisor is not None:
+        yield from divisor_clashes(config, divisor, config.model.get("norm") == "instance")
+    whole = config.spacing.size
+    if whole is None:
+        return
+    for key, size in input_sizes(config).items():
+        if any(part > most for part, most in zip(size, whole, strict=True)):
+            yield (
+                f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole)}; choose a smaller size, or null"
+            )
+    max_voxels = config.stage.max_voxels
+    if max_voxels is not None and math.prod(whole) > max_voxels:
+        yield (
+            f"spacing.size={list(whole)} has more voxels than stage.max_voxels={max_voxels} allows; choose a smaller "
+            "size, or stage.max_voxels=null"
+        )
+
+
+def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool) -> Iterator[str]:
+    """Sizes of network inputs: multiples of the divisor, and more than one voxel at the deepest level.
+
+    Args:
+        config: The configuration.
+        divisor: Required multiple of the input size, (z, y, x).
+        needs_two_voxels: Whether the network normalises each channel over the voxels of one sample.
+    """
+    model = config.model
+    reason = f"model={model[TARGET]}"
+    if model[TARGET] == UNET:
+        reason = f"model.depth={model['depth']}, model.stem={model['stem']}"
+    multiple = divisor[0] if len(set(divisor)) == 1 else list(divisor)
+    for key, size in input_sizes(config).items():
+        if any(voxels % step for voxels, step in zip(size, divisor, strict=True)):
+            yield f"{key}: expected multiples of {multiple} ({reason}), but got {list(size)}"
+        if size == divisor and needs_two_voxels:
+            yield (
+                f"{key}={list(size)}: the deepest level of the network would have one voxel, but instance norm "
+                "(model.norm=instance) needs at least two for a variance; choose a larger size along an axis"
+            )
+
+
+def _rank_clashes(config: TrainConfig) -> Iterator[str]:
+    """Several ranks and a device map: the keys that they exclude."""
+    stage, memory, trainer = config.stage, config.memory, config.trainer
+    if config.model["device_map"] is not None:
+        for key, reason in _excluded_by_map(config):
+            yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
+    if trainer.sync_batchnorm:
+        if config.model[TARGET] == UNET and not is_batch_norm(config.model):
+            yield (
+                f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.get('norm')}; "
+                "choose trainer.sync_batchnorm=false"
+            )
+        if stage.region_mode is RegionMode.separate:
+            yield (
+                "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate (in one step the ranks "
+                "may run different networks, whose collective operations would not match); change one"
+            )
+    num_parts = trainer.num_ranks * memory.accumulate
+    if stage.batch_size % num_parts:
+        yield (
+            f"stage.batch_size={stage.batch_size} cannot be divided among {trainer.num_ranks} rank(s) × "
+            f"memory.accumulate={memory.accumulate}; choose a multiple of {num_parts}"
+        )
+
+
+def _excluded_by_map(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield each key that a device map excludes, and why."""
+    memory, trainer, device_map = config.memory, config.trainer, config.model["device_map"]
+    if trainer.num_ranks > 1:
+        yield f"trainer.devices={trainer.devices}", "one rank uses all devices of the map"
+    if memory.offload:
+        yield "memory.offload=true", "the device map already places the activations"
+    if memory.compile:
+        yield "memory.compile=true", "compiled code stays on one device"
+    kinds = set(DEVICE_KINDS[trainer.accelerator])
+    if isinstance(device_map, dict):
+        kinds |= {str(device).partition(":")[0] for device in device_map.values()}
+    if memory.precision in (Precision.bf16, Precision.fp16) and len(kinds) > 1:
+        reason = "half precision needs devices of one kind, all CPU or all GPU"
+        yield f"memory.precision={memory.precision.value}", reason
+
+
+def _device_clashes(config: TrainConfig) -> Iterator[str]:
+    """Switches that need a GPU."""
+    memory = config.memory
+    if config.trainer.accelerator is not Accelerator.cpu:
+        return
+    if memory.precision in (Precision.fp16, Precision.tf32):
+        yield (
+            f"memory.precision={memory.precision.value} needs a GPU, but trainer.accelerator=cpu; choose memory.precision=bf16"
+        )
+    if memory.offload:
+        yield (
+            "memory.offload=true moves activations from a GPU to the host, but trainer.accelerator=cpu; choose "
+            "memory.offload=false"
+        )
+    if config.data.pin_memory:
+        yield ("data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose data.pin_memory=null")
+    if memory.cudnn_benchmark:
+        yield (
+            "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; choose "
+            "memory.cudnn_benchmark=false"
+        )
+
+
+def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
+    steps, warmup_steps = config.steps, config.warmup_steps
+    schedule = class_name(config.schedule)
+    if warmup_steps and schedule not in CHAINABLE_SCHEDULES:
+        yield (
+            f"warmup_steps={warmup_steps}: schedule {schedule} sets the learning rates of all steps itself; choose "
+            "warmup_steps=0, or a schedule such as schedule=cosine"
+        )
+    if warmup_steps >= steps:
+        yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
+    total_steps = config.schedule.get("total_steps")
+    # A run that is resumed with more steps is refused by name, see `medseg.runs.folder`.
+    is_new = config.resume in (None, "auto")
+    if total_steps is not None and total_steps < steps and is_new:
+        yield (
+            f"schedule.total_steps={total_steps}: the schedule would end before the run, steps={steps}; leave "
+            f"schedule.total_steps out, or give {steps} or more"
+        )
+    (lowest_key, lowest_lr), (highest_key, highest_lr) = _lr_bounds(config)
+    if lowest_lr > highest_lr:
+        yield (
+            f"{lowest_key}={lowest_lr:g} is the lowest rate of the schedule, but {highest_key}={highest_lr:g} is its "
+            "highest; choose a smaller one"
+        )
+
+
+def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
+    """Key and value of the lowest and of the highest learning rate, as far as they are stated."""
+    schedule = config.schedule
+    lowest, highest = ("", 0.0), ("", math.inf)
+    for key in ("base_lr", "eta_min"):
+        if isinstance(schedule.get(key), (int, float)):
+            lowest = f"schedule.{key}", schedule[key]
+    if isinstance(schedule.get("max_lr"), (int, float)):
+        highest = "schedule.max_lr", schedule["max_lr"]
+    elif isinstance(config.optimizer.get("lr"), (int, float)):
+        highest = "optimizer.lr", config.optimizer["lr"]
+    return lowest, highest
+
+
+def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
+    steps, decay = config.steps, config.ema_decay
+    # After fewer steps the weights of the first one would be a third of the average, or more.
+    if decay is not None and steps * (1 - decay) < 1:
+        yield (
+            f"ema_decay={decay} averages over {1 / (1 - decay):.0f} steps, but steps={steps}; choose "
+            f"{1 - 1 / steps:.4g} or less, or more steps"
+        )
+    if config.lr_scaling is not LrScaling.none and "lr" not in config.optimizer:
+        yield (
+            f"lr_scaling={config.lr_scaling.value}: optimizer.lr is missing, so no rate would be scaled; give "
+            "optimizer.lr=<number>"
+        )
+
+
+def _side_clashes(config: TrainConfig) -> Iterator[str]:
+    """Flips of a task that distinguishes left and right."""
+    flip_axes = config.augment.flip_axes
+    if not flip_axes or not config.task.has_sides:
+        return
+    if 2 in flip_axes:
+        yield (
+            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that task={config.task.name} "
+            "distinguishes; leave axis 2 out"
+        )
+    if config.stage.name is StageName.coarse:
+        yield (f"augment.flip_axes={flip_axes}: with flips the coarse stage cannot distinguish the sides; leave it empty")
+
+
+def _region_clashes(config: TrainConfig) -> Iterator[str]:
+    """Stages and the regions of the task."""
+    stage, task = config.stage, config.task
+    regions = task.regions or {}
+    if stage.name is StageName.coarse:
+        if stage.add_parts_mm is not None and not regions:
+            yield (f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to add to; leave it out")
+        return
+    if not regions:
+        yield (f"stage=fine: the task {task.name} has no regions, and one stage segments all of its labels; choose stage=single")
+    num_labels = {name: len(region.labels) for name, region in regions.items()}
+    if stage.region_mode is not RegionMode.separate and len(set(num_labels.values())) > 1:
+        yield (
+            f"stage.region_mode={stage.region_mode} shares one network, but the regions have {num_labels} labels; "
+            "choose stage.region_mode=separate"
+        )
+
+
+def class_name(node: dict[str, Any]) -> str:
+    """Name of the class that a node of an extension point names, without its package."""
+    return str(node.get(TARGET)).rpartition(".")[2]

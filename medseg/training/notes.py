@@ -1,0 +1,82 @@
+"""Allowed combinations of keys that may surprise; a run prints them when it begins."""
+
+from collections.abc import Iterator
+
+from medseg.data.options import StageName
+from medseg.losses.options import DICE_CE
+from medseg.models.options import is_batch_norm
+from medseg.targets import TARGET
+from medseg.training.clashes import class_name
+from medseg.training.options import TrainConfig
+
+
+def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
+    """Name each combination that may surprise, in a sentence.
+
+    Args:
+        config: Checked configuration.
+        has_batch_norm: Whether the network has batch norm whatever its arguments say, as some of MONAI's have by default.
+    """
+    return [*_batch_notes(config, has_batch_norm), *_other_notes(config)]
+
+
+def _other_notes(config: TrainConfig) -> Iterator[str]:
+    stage, memory = config.stage, config.memory
+    terms = config.loss.get("terms", [config.loss])
+    other_losses = [class_name(term) for term in terms if term.get(TARGET) != DICE_CE]
+    if config.task.ignore_label is not None and other_losses:
+        yield (
+            f"task.ignore_label with {other_losses[0]}: a GPU waits once a step for each sample, to count the voxels "
+            "that remain; loss=dice_ce does without"
+        )
+    momentum = config.optimizer.get("momentum", config.optimizer.get("betas"))
+    if config.schedule.get("cycle_momentum") and momentum is not None:
+        yield (
+            f"schedule.cycle_momentum=true sets the momentum of each step; the momentum of the optimizer ({momentum}) is not used"
+        )
+    if config.augment.enabled and "effects" not in config.augment.transforms:
+        yield (
+            "augment.transforms replaces the built-in effects that the other keys of augment set; to keep them, add "
+            "the entry `effects` to the list"
+        )
+    if stage.name is StageName.coarse and not config.task.regions and stage.patch_size is None:
+        yield (
+            f"the task {config.task.name} has no regions, and stage=coarse segments whole scans at a coarse spacing; "
+            "choose stage=single for patches at a fine spacing"
+        )
+    if memory.cudnn_benchmark and not _has_one_shape(config):
+        yield (
+            "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and without "
+            "stage.patch_size the shapes vary"
+        )
+
+
+def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
+    """Yield a sentence for each key that computes over the samples of a batch, but sees fewer at a time."""
+    stage, accumulate, ranks = config.stage, config.memory.accumulate, config.trainer.num_ranks
+    has_one_shape = _has_one_shape(config)
+    # Samples of different shapes go through the network one by one.
+    micro_batch = stage.batch_size // (ranks * accumulate) if has_one_shape else 1
+    samples_by_key = {}
+    if has_batch_norm or is_batch_norm(config.model):
+        key = f"batch norm of {config.model[TARGET]}"
+        if is_batch_norm(config.model):
+            key = "model.norm=batch"
+        samples_by_key[key] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
+    loss_nodes = [config.loss, *config.loss.get("terms", [])]
+    for key in ("batch_dice", "batch"):  # of ours and of MONAI's losses
+        if any(node.get(key) for node in loss_nodes):
+            samples_by_key[f"loss.{key}=true"] = micro_batch
+    shapes = "" if has_one_shape else ", samples of different shapes"
+    for key, samples in samples_by_key.items():
+        if samples < stage.batch_size:
+            yield (
+                f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of {stage.batch_size} "
+                f"(memory.accumulate={accumulate}, {ranks} rank{'s' * (ranks > 1)}{shapes}), so the result differs "
+                "from that of the whole batch"
+            )
+
+
+def _has_one_shape(config: TrainConfig) -> bool:
+    """Whether all samples have the same shape."""
+    return config.stage.patch_size is not None or config.spacing.size is not None

@@ -1,0 +1,44 @@
+"""Sizes of network inputs that a configuration states, and the required multiple of them, without building the network."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from medseg.knob import Shape
+from medseg.models.options import UNET
+from medseg.preprocess.options import FOUND_IN_DATA, SpacingConfig, SpacingStrategy
+from medseg.strides import level_strides, total_strides
+from medseg.targets import TARGET
+from medseg.training.options import TrainConfig
+
+
+def stated_divisor(model: Mapping[str, Any], spacing: SpacingConfig) -> Shape | None:
+    """Required multiple of the network's input size, in voxels (z, y, x), where the configuration alone decides it.
+
+    A spacing that is not known yet counts as the same for all axes, which requires the largest multiple.
+
+    Returns:
+        `model.divisor`, or that of our UNet; None for a network that must be traced, see
+        `medseg.training.network.find_divisor`.
+    """
+    if model["divisor"] is not None or model[TARGET] != UNET:
+        divisor: Shape | None = model["divisor"]
+        return divisor
+    return total_strides(choose_strides(model, spacing))
+
+
+def choose_strides(model: Mapping[str, Any], spacing: SpacingConfig) -> tuple[Shape, ...]:
+    """Choose the strides of each level of our UNet, finest first; they follow the spacing where the strategy says so."""
+    num_levels = model["depth"] + (model["stem"] != "conv")
+    if spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA):
+        return level_strides(spacing.target_spacing_mm, num_levels)
+    return level_strides(None, num_levels)
+
+
+def input_sizes(config: TrainConfig) -> dict[str, Shape]:
+    """Sizes of network inputs by key, where a key states one."""
+    sizes = {
+        "spacing.size": config.spacing.size,
+        "stage.patch_size": config.stage.patch_size,
+        "inference.tile_size": config.inference.tile_size,
+    }
+    return {key: size for key, size in sizes.items() if size is not None}
