@@ -18,9 +18,10 @@ from matrix import assert_equal_weights, compose, train_and_resume
 from torch import Tensor, nn
 
 from medseg import LungSegmenter
-from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.cascade.stage import TrainedStage
 from medseg.data.samples import Sample, collate
 from medseg.errors import UserError
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_image, read_labels
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.precision import autocast
@@ -242,11 +243,11 @@ def test_a_budget_changes_no_label_or_is_refused(name: str) -> None:
     trained.count_memory()
     image = images()[:1, 0]
     needed_gib = trained.bytes_per_voxel * image.numel() / 2**30
-    expected = trained.predict_probs(image, 0, CascadeOptions(budget_gib=2 * needed_gib)).probs
+    expected = trained.predict_probs(image, 0, InferenceOptions(budget_gib=2 * needed_gib)).probs
     told = []
     for share in (1.0, 0.7, 0.5, 0.3):
         try:
-            found = trained.predict_probs(image, 0, CascadeOptions(budget_gib=share * needed_gib)).probs
+            found = trained.predict_probs(image, 0, InferenceOptions(budget_gib=share * needed_gib)).probs
         except UserError as error:
             told.append(str(error))
         else:

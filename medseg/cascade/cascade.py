@@ -22,19 +22,25 @@ from medseg.cascade.plausibility import (
     volume_warnings,
     voxel_ml,
 )
-from medseg.cascade.stage import X_AXIS, CascadeOptions, Prediction, TrainedStage
+from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
+from medseg.inference.options import InferenceOptions
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import release_free_memory
+from medseg.metrics.scores import USUAL_AGREEMENT
 from medseg.preprocess.crop import erase_outside, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
+# A region with a lower Dice coefficient of the two stages counts as absent.
+MIN_AGREEMENT = 0.1
+# A region below the usual agreement and below this share of its least plausible volume (`task.volume_ml`) counts as absent.
+MIN_DOUBTFUL_SHARE = 0.03
 # Of a region on which the stages agree little.
 MAX_DOUBTFUL_GAS_SHARE = 1 / 3
 
@@ -110,7 +116,7 @@ class Cascade:
     Attributes:
         coarse: Finds the regions in the whole scan; segments all labels of a task without regions.
         fine: Refines one region in its crop; None for a task without regions.
-        options: Thresholds, memory, flips.
+        options: Tiles, memory, flips.
 
     Raises:
         UserError: If the stages were trained for different tasks, or one is missing or superfluous.
@@ -118,7 +124,7 @@ class Cascade:
 
     coarse: TrainedStage
     fine: TrainedStage | None = None
-    options: CascadeOptions = field(default_factory=CascadeOptions)
+    options: InferenceOptions = field(default_factory=InferenceOptions)
 
     def __post_init__(self) -> None:
         task, fine = self.coarse.task, self.last.task
@@ -202,7 +208,7 @@ class Cascade:
         with timed("join"):
             if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
                 added = add_coarse_parts(found, parts, task, self.coarse.add_parts_mm, result.warnings)
-            labels = join(parts, grid, task, options, first, found, result.warnings)
+            labels = join(parts, grid, task, first, found, result.warnings)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
@@ -218,7 +224,7 @@ class Cascade:
         for region in task.regions:
             if region.name in result.added_ml:
                 changed_labels.update(region.labels)
-        _remove_contradictions(result, labels, first, task, options)
+        _remove_contradictions(result, labels, first, task)
         result.warnings += [
             f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: check the result"
             for name, volume_ml in result.added_ml.items()
@@ -310,7 +316,7 @@ def _segment_whole(
     images: Sequence[np.ndarray],
     grid: VoxelGrid,
     stage: TrainedStage,
-    options: CascadeOptions,
+    options: InferenceOptions,
     result: Segmentation,
     timed: Timed,
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
@@ -341,7 +347,7 @@ def _refine_regions(
     grid: VoxelGrid,
     found: Localisation,
     fine: TrainedStage,
-    options: CascadeOptions,
+    options: InferenceOptions,
     result: Segmentation,
     timed: Timed,
 ) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
@@ -388,9 +394,7 @@ def _note_crop(result: Segmentation, step: str, name: str, stage: TrainedStage, 
         result.warnings += distortion_warnings(name, grid)
 
 
-def _remove_contradictions(
-    result: Segmentation, labels: np.ndarray, image_hu: np.ndarray, task: Task, options: CascadeOptions
-) -> None:
+def _remove_contradictions(result: Segmentation, labels: np.ndarray, image_hu: np.ndarray, task: Task) -> None:
     """Remove regions on which the two stages contradict each other, in place, and warn where they agree little.
 
     Without a reference each stage is the check of the other. A label stays if one of its regions is trusted.
@@ -400,27 +404,23 @@ def _remove_contradictions(
         labels: Final label map (D, H, W) in LPS order.
         image_hu: The scan, its first channel.
         task: Labels and regions.
-        options: Bounds of the agreement.
     """
     regions = [region for region in task.regions if region.name in result.agreements]
     values = {region.name: task.region_values(region) for region in regions}
     volumes_ml = {region.name: sum(result.volumes_ml[name] for name in region.labels) for region in regions}
-    doubtful = {name for name in volumes_ml if options.min_agreement > 0 and result.agreements[name] < options.usual_agreement}
+    doubtful = {name for name in volumes_ml if result.agreements[name] < USUAL_AGREEMENT}
     contradicted = {
         name
         for name, volume_ml in volumes_ml.items()
-        if result.agreements[name] < options.min_agreement
-        or (
-            name in doubtful
-            and (_is_tiny(volume_ml, name, task, options) or _is_gas(labels, image_hu, values[name], task.least_hu))
-        )
+        if result.agreements[name] < MIN_AGREEMENT
+        or (name in doubtful and (_is_tiny(volume_ml, name, task) or _is_gas(labels, image_hu, values[name], task.least_hu)))
     }
     # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows another one.
     found = {name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted}
     contradicted |= {
         name
         for name in doubtful & found
-        if found == {name} and _is_tiny(volumes_ml[name] - result.added_ml.get(name, 0.0), name, task, options)
+        if found == {name} and _is_tiny(volumes_ml[name] - result.added_ml.get(name, 0.0), name, task)
     }
     trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
     for region in regions:
@@ -441,17 +441,17 @@ def _remove_contradictions(
                 f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "
                 "the region is reported as absent"
             )
-        elif agreed < options.usual_agreement:
+        elif agreed < USUAL_AGREEMENT:
             result.warnings.append(
                 f"{region.name}: the two stages agree only to a Dice of {agreed:.2f} "
-                f"({options.usual_agreement:g} or more is usual): check the result"
+                f"({USUAL_AGREEMENT:g} or more is usual): check the result"
             )
 
 
-def _is_tiny(volume_ml: float, region: str, task: Task, options: CascadeOptions) -> bool:
+def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
     """Whether a region is far below the least plausible volume, as bowel gas and air between limbs are."""
     least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
-    return volume_ml < options.min_doubtful_share * least_ml
+    return volume_ml < MIN_DOUBTFUL_SHARE * least_ml
 
 
 def _is_gas(labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None) -> bool:
@@ -499,7 +499,7 @@ def refine(
     crop: Crop,
     region: Region,
     stage: TrainedStage,
-    options: CascadeOptions | None = None,
+    options: InferenceOptions | None = None,
     intensities: Sequence[Intensity] | None = None,
 ) -> Prediction:
     """Segment one region; only its crop is resampled.
@@ -535,7 +535,7 @@ def refine(
     flipped = [X_AXIS] if stage.region_mode == "mirrored" and region.side == "right" else []
     if flipped:
         image = _flipped(image, flipped)
-    prediction = stage.predict_probs(image, stage.task.regions.index(region), options or CascadeOptions())
+    prediction = stage.predict_probs(image, stage.task.regions.index(region), options or InferenceOptions())
     # Copied even without an axis: a view would keep the background and the classes of other regions in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
     std = prediction.std

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medseg.cascade.localise import MAX_GAS_SHARE, MIN_REPORTED_ML, Localisation
+from medseg.cascade.localise import MAX_GAS_SHARE, MIN_PART_FRACTION, MIN_REPORTED_ML, Localisation
 from medseg.cascade.plausibility import nearest_voxels, voxel_ml
-from medseg.cascade.stage import CascadeOptions
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.postprocess import Part, Rejection, fill_holes, remove_components
 from medseg.io.scratch import new_array
@@ -28,7 +27,6 @@ def join(
     regions: list[RegionResult],
     grid: VoxelGrid,
     task: Task,
-    options: CascadeOptions | None = None,
     image_hu: np.ndarray | None = None,
     found: Localisation | None = None,
     warnings: list[str] | None = None,
@@ -41,10 +39,8 @@ def join(
         regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
-        options: Thresholds of the clean-up; the defaults where None.
         image_hu: The scan on that grid; None skips the check against `task.least_hu`.
-        found: Result of the coarse stage, which must mark a tenth of each component. None skips the check, and so does
-            `options.min_agreement=0`, which trusts the fine stage.
+        found: Result of the coarse stage, which must mark a tenth of each component. None skips the check.
         warnings: Receives a sentence for each label that loses a larger component by this check.
 
     Returns:
@@ -52,7 +48,6 @@ def join(
     """
     labels = merge(regions, grid, task)
     least_hu = task.least_hu
-    options = options or CascadeOptions()
     gas: list[Rejection] = []
     if image_hu is not None and least_hu is not None:
         gas.append(Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE))
@@ -62,8 +57,8 @@ def join(
             remove_components(labels, value, gas)
         return labels
     for name, value in task.labels.items():
-        unseen = [Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found and options.min_agreement else []
-        counts = remove_components(labels, value, [*gas, *unseen], options.min_part_fraction)
+        unseen = [Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found else []
+        counts = remove_components(labels, value, [*gas, *unseen], MIN_PART_FRACTION)
         if unseen and warnings is not None and (volume_ml := counts[-1] * voxel_ml(grid)) >= MIN_REPORTED_ML:
             warnings.append(
                 f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are apart from what the coarse stage marks"

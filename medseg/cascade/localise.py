@@ -17,10 +17,11 @@ from medseg.cascade.plausibility import (
     side_warnings,
     voxel_ml,
 )
-from medseg.cascade.stage import CascadeOptions, Prediction, TrainedStage
+from medseg.cascade.stage import Prediction, TrainedStage
 from medseg.data.audit.position import side_pairs
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
+from medseg.inference.options import InferenceOptions
 from medseg.inference.postprocess import Rejection, remove_components
 from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut, erase_outside
@@ -32,6 +33,11 @@ from medseg.task import Region, Task
 MIXED_SHARE = 0.05
 # A smaller volume that is removed or added causes no warning.
 MIN_REPORTED_ML = 5.0
+# A label keeps its largest component and every component of at least this share of it.
+MIN_PART_FRACTION = 0.1
+# A smaller region on the coarse grid counts as absent, and so does one below this share of the other side of its pair.
+MIN_REGION_ML = 5.0
+MIN_REGION_SHARE = 0.01
 # A lateral face of the scan cuts the patient if half of it, beside a region, is denser than air; it lies beyond the skin if next to nothing is.
 # From the skin to the region lies the wall of the body, with a breast or an arm no thicker than this.
 CUT_SHARE, OPEN_SHARE, MAX_WALL_MM = 0.5, 0.05, 120.0
@@ -68,7 +74,7 @@ def predict_body(
     images: Sequence[np.ndarray],
     grid: VoxelGrid,
     stage: TrainedStage,
-    options: CascadeOptions,
+    options: InferenceOptions,
     scan_spacing_mm: tuple[float, float, float] | None = None,
     intensities: Sequence[Intensity] | None = None,
 ) -> tuple[Prediction, Crop, Tensor, VoxelGrid]:
@@ -111,7 +117,7 @@ def localise(
     images: Sequence[np.ndarray],
     grid: VoxelGrid,
     stage: TrainedStage,
-    options: CascadeOptions | None = None,
+    options: InferenceOptions | None = None,
     scan_spacing_mm: tuple[float, float, float] | None = None,
     intensities: Sequence[Intensity] | None = None,
 ) -> Localisation:
@@ -121,14 +127,14 @@ def localise(
         images: Oriented volume (D, H, W) of each channel; a CT in HU.
         grid: Their grid, oriented.
         stage: The coarse stage.
-        options: Thresholds; the defaults where None.
+        options: How the networks run; the defaults where None.
         scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled one.
         intensities: Map of each channel to the range of the network, where the volume is a resampled one; None = by its values.
 
     Returns:
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.
     """
-    options = options or CascadeOptions()
+    options = options or InferenceOptions()
     prediction, crop, resampled, lattice = predict_body(images, grid, stage, options, scan_spacing_mm, intensities)
     # Keep the labels of voxels inside the scan only: the crop may reach beyond it.
     scanned = crop.lattice.centres_within(lattice)
@@ -138,7 +144,7 @@ def localise(
     labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
     coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
     removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
-    found = locate_regions(labels, coarse_grid, stage.task, options)
+    found = locate_regions(labels, coarse_grid, stage.task)
     warnings = [
         *prediction.remarks,
         *removed,
@@ -154,18 +160,17 @@ def localise(
     return replace(found, warnings=warnings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)
 
 
-def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: CascadeOptions) -> Localisation:
+def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:
     """Clean a coarse label map, find the regions in it and warn of what is not plausible.
 
     Args:
         labels: Label map (D, H, W), not cleaned.
         grid: Its oriented grid.
         task: Labels and regions.
-        options: Thresholds.
     """
     cleaned = labels.copy()
     for value in task.labels.values():
-        remove_components(cleaned, value, min_fraction=options.min_part_fraction)
+        remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)
     warnings = _unmix_sides(cleaned, grid, task)
     masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
     volumes_ml = {name: float(mask.sum()) * voxel_ml(grid) for name, mask in masks.items()}
@@ -176,7 +181,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
         partner_ml = max(
             (volumes_ml[side.name] for pair in pairs if region in pair for side in pair if side != region), default=0.0
         )
-        least_ml = max(options.min_region_ml, options.min_region_share * partner_ml)
+        least_ml = max(MIN_REGION_ML, MIN_REGION_SHARE * partner_ml)
         if volume_ml < least_ml or not mask.any():
             warnings.append(
                 f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, and regions below {least_ml:.3g} ml are reported as absent"
@@ -190,7 +195,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task, options: Cas
         warnings += border_warnings(one, grid)
     for left, right in pairs:
         if {left.name, right.name} <= found.keys():
-            warnings += pair_warnings(found[left.name], found[right.name], options)
+            warnings += pair_warnings(found[left.name], found[right.name])
     return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, warnings)
 
 

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from medseg.cascade.stage import CascadeOptions
 from medseg.data.audit.position import apex_excess, side_pairs, turned_pairs
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import distortion
 from medseg.preprocess.orient import FACES
 from medseg.task import Region, Task
 
+# A larger ratio of the left and the right volume causes a warning.
+MAX_VOLUME_RATIO = 8.0
 # A crop of fixed size that is distorted by more than this causes a warning.
 MAX_DISTORTION = 2.0
 # A region whose voxels are the other side by more than this share of the probability of both has a doubtful side.
@@ -59,7 +60,7 @@ def border_warnings(found: FoundRegion, grid: VoxelGrid) -> list[str]:
     return [sentence] if touched else []
 
 
-def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions) -> list[str]:
+def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
     """Warn where the left and the right region of one organ are exchanged, mixed up or very different in volume."""
     names = f"{left.region.name} and {right.region.name}"
     small, large = sorted((left.volume_ml, right.volume_ml))
@@ -72,7 +73,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion, options: CascadeOptions
         )
     elif left.x_range_mm[0] < right.centre_x_mm or right.x_range_mm[1] > left.centre_x_mm:
         warnings.append(f"one of {names} extends beyond the centre of the other: the coarse stage may have mixed up the sides")
-    if large > options.max_volume_ratio * small:
+    if large > MAX_VOLUME_RATIO * small:
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: one of them may be incomplete"
         )

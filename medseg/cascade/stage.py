@@ -19,12 +19,12 @@ from medseg.cascade.bound import DiceBound
 from medseg.errors import UserError, is_out_of_memory, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import TileWorkers
 from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs, round_up
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
-from medseg.metrics.scores import USUAL_AGREEMENT
 from medseg.models.regional import RegionalNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
@@ -37,38 +37,6 @@ X_AXIS = -1
 MAX_BATCH = 8
 # Networks run one at a time: the budget holds for all of them together, and the TF32 switches belong to the process.
 _NETWORK_LOCK = threading.Lock()
-
-
-@dataclass(frozen=True)
-class CascadeOptions:
-    """Thresholds of the clean-up and of the plausibility checks, and how networks run.
-
-    Attributes:
-        min_part_fraction: A label keeps its largest component and every component of at least this share of it, in (0, 1].
-        min_region_ml: A region below this volume on the coarse grid counts as absent.
-        min_region_share: A region of a pair below this share of the other side's volume is absent too.
-        min_agreement: A region with a lower Dice coefficient of the two stages counts as absent; 0 trusts the fine stage.
-        usual_agreement: A lower Dice coefficient causes a warning.
-        min_doubtful_share: A region below `usual_agreement` and below this share of the least plausible volume (`task.volume_ml`) counts as
-            absent; with `min_agreement=0` none does.
-        max_volume_ratio: A larger ratio of the left and the right volume causes a warning.
-        overlap: Share of a tile that its neighbour covers too, where a stage predicts in tiles.
-        budget_gib: Memory that a network may use at a time, without its weights, its crop and its result; it never changes the result.
-        add_parts: Whether thick parts that only the coarse stage finds are added, where its checkpoint says how thick (`add_parts_mm`).
-        tta: Average over flipped inputs (test-time augmentation); no flip along x where a region has a side.
-    """
-
-    min_part_fraction: float = 0.1
-    min_region_ml: float = 5.0
-    min_region_share: float = 0.01
-    min_agreement: float = 0.1
-    usual_agreement: float = USUAL_AGREEMENT
-    min_doubtful_share: float = 0.03
-    max_volume_ratio: float = 8.0
-    overlap: float = 0.5
-    budget_gib: float = 1.0
-    add_parts: bool = True
-    tta: bool = False
 
 
 class Prediction(NamedTuple):
@@ -199,11 +167,11 @@ class TrainedStage:
         shape = (1, self.network.in_channels, *self.network.traits.small_size)  # type: ignore[union-attr, misc]
         self.bytes_per_voxel = forward_bytes_per_voxel(self.network, call, shape, self.device)
 
-    def has_views(self, options: CascadeOptions) -> bool:
+    def has_views(self, options: InferenceOptions) -> bool:
         """Whether several networks or flips are averaged."""
         return len(self.networks) * len(flips(self.task, options.tta)) > 1
 
-    def predict_probs(self, image: Tensor, region_index: int, options: CascadeOptions) -> Prediction:
+    def predict_probs(self, image: Tensor, region_index: int, options: InferenceOptions) -> Prediction:
         """Run the networks on one normalised image.
 
         An image or tile that exceeds the budget goes through the network in slabs, which gives the same result. If memory runs out, tiles
@@ -244,7 +212,7 @@ class TrainedStage:
                     stage, plan, way = stage._on_cpu(), first._replace(batch_size=1), "the CPU"
                 remarks.append(f"the {self.name} stage ran out of memory on the {place} and went on with {way}")
 
-    def plan(self, shape: tuple[int, int, int], options: CascadeOptions) -> TilingPlan:
+    def plan(self, shape: tuple[int, int, int], options: InferenceOptions) -> TilingPlan:
         """Choose how an image of a size (D, H, W) goes through the networks.
 
         Raises:
@@ -266,7 +234,7 @@ class TrainedStage:
                 "value, since smaller tiles would change the labels"
             ) from error
 
-    def check_budget(self, grid: VoxelGrid, options: CascadeOptions) -> None:
+    def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:
         """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
 
         Without tiles, a network that cannot run in slabs is not checked: the size of its crops is not known yet.
@@ -322,7 +290,7 @@ class TrainedStage:
             logits_in_slabs(cast(UNet, regional.network_of(region_index)), image, slab_bytes, take, prepare)
 
     @torch.inference_mode()
-    def _run(self, image: Tensor, region_index: int, plan: TilingPlan, options: CascadeOptions) -> tuple[Tensor, Tensor | None]:
+    def _run(self, image: Tensor, region_index: int, plan: TilingPlan, options: InferenceOptions) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips."""
         slab_bytes = plan.slab_bytes
         if slab_bytes is None:

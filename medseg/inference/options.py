@@ -9,8 +9,8 @@ from medseg.knob import Knob, Shape
 Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
 
 
-@dataclass
-class InferenceConfig:
+@dataclass(kw_only=True)
+class TilingOptions:
     """Execution of a trained stage on a whole case."""
 
     tile_size: Annotated[
@@ -20,12 +20,12 @@ class InferenceConfig:
             "[1, inf)",
             "voxels (D, H, W)",
         ),
-    ]
-    overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")]
+    ] = None
+    overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")] = 0.5
 
 
-@dataclass
-class PredictInferenceConfig(InferenceConfig):
+@dataclass(kw_only=True)
+class InferenceOptions(TilingOptions):
     """Inference keys of `predict`."""
 
     budget_gib: Annotated[
@@ -35,22 +35,28 @@ class PredictInferenceConfig(InferenceConfig):
             "(0, inf)",
             "GiB",
         ),
-    ]
+    ] = 1.0
     max_ram_gib: Annotated[
         float | None,
-        Knob("Bound on the memory of the whole process, for any scan; may lower budget_gib. null: none.", "(0, inf)", "GiB"),
-    ]
+        Knob(
+            "Bound on the memory of the whole process, for any scan; may lower budget_gib. null: none.",
+            "(0, inf)",
+            "GiB",
+        ),
+    ] = None
     add_parts: Annotated[
-        bool, Knob("Add thick parts that only the coarse stage finds, where its training asks for it (stage.add_parts_mm).")
-    ]
+        bool,
+        Knob("Add thick parts that only the coarse stage finds, where its training asks for it (stage.add_parts_mm)."),
+    ] = True
     tta: Annotated[
-        bool, Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time.")
-    ]
-    half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")]
+        bool,
+        Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time."),
+    ] = False
+    half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")] = False
     backend: Annotated[
         Backend | None,
         Knob(
-            "What runs the networks. null: torch, or OpenVINO where it is installed, faster and fits into the memory on a "
-            "CPU without bf16."
+            "What runs the networks. null: torch, or OpenVINO where it is installed, faster and fits into the memory "
+            "on a CPU without bf16."
         ),
-    ]
+    ] = None

@@ -15,11 +15,11 @@ import torch
 
 from medseg.cascade.bound import StatedBound
 from medseg.cascade.cascade import Cascade, require_channels
-from medseg.cascade.stage import CascadeOptions
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
 from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
 from medseg.io.atomic import check_writable
 from medseg.io.inputs import is_dicomdir
 from medseg.io.scratch import scratch_above
@@ -127,7 +127,7 @@ def predict_scans(
         source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
         output: File or folder of the label maps.
         checkpoints: Checkpoints of each spacing range, by its name in `by_spacing`; one with an empty name is used for all scans.
-        inference: `tile_size`, `half_weights` and the fields `overlap`, `budget_gib` and `tta` of `CascadeOptions`; optionally
+        inference: `tile_size`, `half_weights` and the fields `overlap`, `budget_gib` and `tta` of `InferenceOptions`; optionally
             `backend` and `max_ram_gib`.
         split: Only this split of a case table.
         series: Which DICOM series of each case is taken.
@@ -293,7 +293,7 @@ def load_cascades(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     loading = {key: inference[key] for key in ("tile_size", "half_weights")}
     loading |= {key: inference.get(key) for key in ("backend", "max_ram_gib")}
-    options = CascadeOptions(
+    options = InferenceOptions(
         **{key: inference[key] for key in ("overlap", "budget_gib", "tta")}, add_parts=inference.get("add_parts", True)
     )
     loaded = []

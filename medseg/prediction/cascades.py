@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stages
-from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError, require
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
@@ -49,7 +50,7 @@ def load_cascade(
     half_weights: bool = False,
     backend: str | None = None,
     max_ram_gib: float | None = None,
-    options: CascadeOptions | None = None,
+    options: InferenceOptions | None = None,
     trusted: Sequence[str] = (),
 ) -> Cascade:
     """Load both stages.
@@ -77,7 +78,7 @@ def load_cascade(
             check_precision(precision, device.type)
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
-    options = options or CascadeOptions()
+    options = options or InferenceOptions()
     if backend is None and not has_room_for_openvino(max_ram_gib, options.budget_gib):
         backend = "torch"
     stages: list[TrainedStage] = []

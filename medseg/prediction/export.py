@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from medseg import __version__
-from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError, require
 from medseg.inference.export import FORMATS, INPUT, OUTPUT, Exported, export_network
+from medseg.inference.options import InferenceOptions
 from medseg.inference.tiles import round_up
 from medseg.io.atomic import check_writable, replace_bytes
 from medseg.models.regional import RegionalNetwork
@@ -126,6 +127,6 @@ def describe_stage(stage: TrainedStage, region: str | None, fixed_size: tuple[in
         "padding": {"where": "at the end of each axis", "z": "the last slice is repeated", "y, x": AIR},
         "tile_size": round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
         "least_size": None if is_whole else round_up(stage.tile_size or stage.least_size, stage.divisor),
-        "overlap": CascadeOptions.overlap,
+        "overlap": InferenceOptions.overlap,
         "add_parts_mm": stage.add_parts_mm,
     }

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.stage import CascadeOptions, TrainedStage, flips
+from medseg.cascade.stage import TrainedStage, flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.inference.options import InferenceOptions
 from medseg.inference.tiles import TilingPlan, round_up, tile_boxes
 from medseg.io.atomic import replace_text
 from medseg.io.machine import machine_folder
@@ -120,7 +121,9 @@ def _crop_shape(stage: TrainedStage, grid: VoxelGrid, extent_mm: Sequence[float]
     return crop.grid.shape
 
 
-def _pass_bytes(stage: TrainedStage, classes: int, shape: Shape, options: CascadeOptions, array_bytes: float) -> tuple[int, int]:
+def _pass_bytes(
+    stage: TrainedStage, classes: int, shape: Shape, options: InferenceOptions, array_bytes: float
+) -> tuple[int, int]:
     """Bytes while a crop goes through a stage, and those of its probabilities, which stay."""
 
     def held(size: float) -> float:
@@ -143,7 +146,7 @@ def _pass_bytes(stage: TrainedStage, classes: int, shape: Shape, options: Cascad
     return round(during), round(held(PROBABILITY * classes * math.prod(shape)))
 
 
-def _pass_voxels(stage: TrainedStage, shape: Shape, options: CascadeOptions) -> int:
+def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -> int:
     """Voxels that go through the networks of a stage for one crop."""
     seen = round_up(stage.tile_size or shape, stage.divisor)
     number = len(tile_boxes(tuple(map(max, shape, seen)), seen, options.overlap)) if stage.tile_size else 1  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from medseg.data.options import LabelsConfig
-from medseg.inference.options import PredictInferenceConfig
+from medseg.inference.options import InferenceOptions
 from medseg.knob import Knob, Pair, Text
 from medseg.memory.options import Accelerator, Precision
 
@@ -93,7 +93,7 @@ class PredictConfig:
     dicom_seg: DicomSegConfig
     viewer: ViewerConfig
     data: LabelsConfig
-    inference: PredictInferenceConfig
+    inference: InferenceOptions
 
     def __post_init__(self) -> None:
         """Bring single checkpoints to lists of one, and give a range the checkpoints that it leaves out."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from medseg.cascade.cascade import Segmentation, require_channels
-from medseg.cascade.stage import CascadeOptions
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
 from medseg.prediction.cascades import load_cascade
@@ -44,7 +44,7 @@ class Segmenter:
         *,
         accelerator: str = "auto",
         precision: str | None = None,
-        options: CascadeOptions | None = None,
+        options: InferenceOptions | None = None,
         trusted: Sequence[str] = (),
     ) -> None:
         self.num_threads = torch.get_num_threads()

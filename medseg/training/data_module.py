@@ -20,7 +20,7 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
 from medseg.cascade.localise import localise
-from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.cascade.stage import TrainedStage
 from medseg.console import say
 from medseg.data.absent_classes import absence_note, absent_classes
 from medseg.data.audit.table import DUPLICATE
@@ -33,6 +33,7 @@ from medseg.data.transforms import Transforms
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import GridRule
+from medseg.inference.options import InferenceOptions
 from medseg.preprocess.intensity import intensity_of
 from medseg.task import Task
 from medseg.training.preemption import SIGNALS
@@ -388,6 +389,6 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
     ]
     images = [np.asarray(image) for image in case.images]
     # No budget: training has no key for it, and a lack of memory is reported in one sentence.
-    options = CascadeOptions(budget_gib=math.inf)
+    options = InferenceOptions(budget_gib=math.inf)
     found = localise(images, case.grid, coarse, options, case.audit.grid.spacing_mm, intensities)
     return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}

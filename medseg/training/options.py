@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from medseg.data.options import AugmentConfig, DataConfig, StageConfig
-from medseg.inference.options import InferenceConfig
+from medseg.inference.options import TilingOptions
 from medseg.knob import Knob, Text
 from medseg.memory.options import Accelerator, MemoryConfig
 from medseg.preprocess.options import SpacingConfig
@@ -138,7 +138,7 @@ class TrainConfig:
     ]
     memory: MemoryConfig
     trainer: TrainerConfig
-    inference: InferenceConfig
+    inference: TilingOptions
     logger: Annotated[
         dict[str, Any], Knob("Lightning logger (_target_) beside history.csv, or several by name; empty: none.", neutral=True)
     ]

@@ -11,8 +11,8 @@ from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan
 
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade, Segmentation
-from medseg.cascade.stage import CascadeOptions
 from medseg.errors import UserError
+from medseg.inference.options import InferenceOptions
 from medseg.io import scratch
 from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
@@ -153,7 +153,7 @@ def test_a_region_far_below_the_plausible_volume_on_which_the_stages_agree_littl
     assert (result.volumes_ml["left_lung"] > 0) == is_kept
     assert dice(result.labels == 2, target == 2) >= 0.98
     assert any("do not match the coarse labels" in warning for warning in result.warnings) == (not is_kept)
-    assert Cascade(*stages, CascadeOptions(min_agreement=0.0)).segment(volume).volumes_ml["left_lung"] > 0
+    assert Cascade(*stages, InferenceOptions(min_agreement=0.0)).segment(volume).volumes_ml["left_lung"] > 0
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -204,7 +204,7 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
         "check the result"
     ]
     unasked = Cascade(
-        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine"), CascadeOptions(add_parts=False)
+        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine"), InferenceOptions(add_parts=False)
     )
     assert np.array_equal(unasked.segment(volume).labels, without.labels)
 
@@ -245,11 +245,11 @@ def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
         assert segment(*others).dice_at_least == {}
 
 
-def bounded_cascade(fine: FineOracle, task: Task = TASK, options: CascadeOptions | None = None) -> Cascade:
+def bounded_cascade(fine: FineOracle, task: Task = TASK, options: InferenceOptions | None = None) -> Cascade:
     """Stages of one calibration, of which the coarse one adds what it alone finds."""
     shared = {"task": task, "dice_bound": DiceBound(0.5, 0.9, 20)}
     coarse = replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0, **shared)
-    return Cascade(coarse, replace(stage(fine, "fine"), **shared), options or CascadeOptions())
+    return Cascade(coarse, replace(stage(fine, "fine"), **shared), options or InferenceOptions())
 
 
 def test_a_region_with_an_addition_has_no_bound_on_dice() -> None:
@@ -258,7 +258,7 @@ def test_a_region_with_an_addition_has_no_bound_on_dice() -> None:
     result = cascade.segment(volume)
     assert list(result.added_ml) == ["left_lung"]
     assert list(result.dice_at_least) == ["right_lung"]
-    unasked = replace(cascade, options=CascadeOptions(add_parts=False)).segment(volume)
+    unasked = replace(cascade, options=InferenceOptions(add_parts=False)).segment(volume)
     assert list(unasked.dice_at_least) == ["left_lung", "right_lung"]
 
 
@@ -284,7 +284,7 @@ def test_an_empty_region_has_no_bound_on_dice() -> None:
             return logits
 
     volume, _ = scan()
-    result = bounded_cascade(Nothing(), options=CascadeOptions(add_parts=False)).segment(volume)
+    result = bounded_cascade(Nothing(), options=InferenceOptions(add_parts=False)).segment(volume)
     assert result.volumes_ml["left_lung"] == 0
     assert list(result.dice_at_least) == ["right_lung"]
 
@@ -312,7 +312,7 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
     )
     assert absent == "left_lung is empty: the fine stage found nothing in the crop that the coarse stage marks"
     # Who trusts the fine stage alone gets its result.
-    trusting = Cascade(stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"), CascadeOptions(min_agreement=0.0)).segment(
+    trusting = Cascade(stage(CoarseOracle(), "coarse"), stage(Beside(), "fine"), InferenceOptions(min_agreement=0.0)).segment(
         volume
     )
     assert trusting.volumes_ml["left_lung"] > 0

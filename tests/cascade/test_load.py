@@ -14,11 +14,11 @@ import torch
 from medseg.cascade import load as stages
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.load import load_stage, load_stages, with_known_labels
-from medseg.cascade.stage import CascadeOptions
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.inference.options import InferenceOptions
 from medseg.models.regional import RegionalNetwork
 from medseg.prediction.export import describe_stage
 from medseg.runs.signature import plain
@@ -238,8 +238,8 @@ def test_half_precision_weights_run_on_a_processor_without_half_precision(
     monkeypatch.setattr("medseg.cascade.stage.inference_precision", lambda *_: "fp32")
     weights = [weight.dtype for weight in half.network.parameters()]
     on_cpu = half._on_cpu()
-    full = load_stage(path, "fine", CPU, "fp32").predict_probs(image, 0, CascadeOptions()).probs
-    torch.testing.assert_close(on_cpu.predict_probs(image, 0, CascadeOptions()).probs, full, rtol=0, atol=0.02)
+    full = load_stage(path, "fine", CPU, "fp32").predict_probs(image, 0, InferenceOptions()).probs
+    torch.testing.assert_close(on_cpu.predict_probs(image, 0, InferenceOptions()).probs, full, rtol=0, atol=0.02)
     assert {weight.dtype for weight in on_cpu.network.parameters()} == {torch.float32}
     assert [weight.dtype for weight in half.network.parameters()] == weights
 

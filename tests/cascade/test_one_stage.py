@@ -11,9 +11,10 @@ from oracle import TASK, CoarseOracle, FineOracle, dice, scan, stage
 from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.stage import CascadeOptions, flips
+from medseg.cascade.stage import flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
 from medseg.task import Task
@@ -75,7 +76,7 @@ def test_small_parts_and_enclosed_ones_stay() -> None:
 def test_several_checkpoints_and_flips_give_a_disagreement() -> None:
     volume, _ = scan()
     trained = stage(CoarseOracle(), "coarse", WHOLE, others=(CoarseOracle(),))
-    result = Cascade(trained, options=CascadeOptions(tta=True)).segment(volume)
+    result = Cascade(trained, options=InferenceOptions(tta=True)).segment(volume)
     assert result.disagreement is not None
     assert result.disagreement.shape == volume.array.shape
     assert flips(WHOLE, tta=True) == [(), (-3,), (-2,), (-3, -2)], "the labels have sides"

@@ -14,8 +14,8 @@ from oracle import TASK, dice
 from medseg import LungSegmenter
 from medseg.cascade.join import join
 from medseg.cascade.localise import locate_regions
-from medseg.cascade.stage import CascadeOptions
 from medseg.geometry.grid_rule import region_crop
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_labels
 from medseg.preprocess.orient import orient
 from medseg.preprocess.resample import resample_labels
@@ -27,7 +27,7 @@ def test_lungs_do_not_depend_on_the_memory(shared_ct: Path) -> None:
         images = {row["case"]: row["image"] for row in csv.DictReader(table)}
     for name in ("acrin_001_tp1", "cip_ct64"):
         results = {
-            gib: LungSegmenter(accelerator="cpu", options=CascadeOptions(budget_gib=gib)).segment(shared_ct / images[name])
+            gib: LungSegmenter(accelerator="cpu", options=InferenceOptions(budget_gib=gib)).segment(shared_ct / images[name])
             for gib in (4.0, 1.0, 0.25, 0.01)
         }
         assert not any("slabs" in plan for plan in results[4.0].tiling_plans.values())
@@ -44,7 +44,7 @@ def test_reference_lungs_come_back_on_the_scanners_grid(shared_ct: Path) -> None
         volume = read_labels(shared_ct / case["labels"])
         labels, grid, orientation = orient(volume.array, volume.grid)
         coarse, fine = grid.resampled((2.0, 2.0, 2.0)), grid.resampled((1.0, 1.0, 1.0))
-        found = locate_regions(resample_labels(labels, grid, coarse, 3).numpy(), coarse, TASK, CascadeOptions())
+        found = locate_regions(resample_labels(labels, grid, coarse, 3).numpy(), coarse, TASK, InferenceOptions())
         assert set(found.boxes) == {"left_lung", "right_lung"}
         assert not any("wrong sides" in warning for warning in found.warnings)
         results = []

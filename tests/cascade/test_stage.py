@@ -14,9 +14,10 @@ from oracle import TASK, CoarseOracle, FineOracle, scan, stage
 from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.stage import CascadeOptions, TrainedStage, flips
+from medseg.cascade.stage import TrainedStage, flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
 from medseg.inference.tiles import TilingPlan
 from medseg.models.adapter import Traits
 from medseg.models.regional import RegionalNetwork
@@ -55,9 +56,9 @@ def image() -> Tensor:
 
 def test_a_wanted_tile_gives_the_same_where_the_network_sees_one_voxel_at_a_time() -> None:
     network = Sloped()
-    whole = stage(network, "fine", bytes_per_voxel=100.0).predict_probs(image(), 0, CascadeOptions(budget_gib=1.0))
+    whole = stage(network, "fine", bytes_per_voxel=100.0).predict_probs(image(), 0, InferenceOptions(budget_gib=1.0))
     trained = stage(network, "fine", bytes_per_voxel=100.0, tile_size=(72, 72, 80))
-    tiled = trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.04))
+    tiled = trained.predict_probs(image(), 0, InferenceOptions(budget_gib=0.04))
     assert str(whole.tiling_plan) == "whole"
     assert str(tiled.tiling_plan) == "tiles of 72×72×80"
     assert {shape[2:] for shape in network.shapes} == {SHAPE, (72, 72, 80)}
@@ -72,7 +73,7 @@ def test_a_budget_that_is_too_small_is_refused_and_cuts_no_tile(tile_size: tuple
     with pytest.raises(
         UserError, match=rf"inference\.budget_gib=0\.5 is too small for the fine stage: {needed} voxels needs \d\.\d\d GiB"
     ):
-        trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.5))
+        trained.predict_probs(image(), 0, InferenceOptions(budget_gib=0.5))
     assert network.shapes == []
 
 
@@ -134,18 +135,18 @@ def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")])
 def test_a_full_gpu_is_left_with_tiles_of_the_same_size(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     network, large = OutOfMemory(0, error), torch.rand(1, 160, 128, 96)
-    result = on_meta(network, monkeypatch).predict_probs(large, 0, CascadeOptions())
+    result = on_meta(network, monkeypatch).predict_probs(large, 0, InferenceOptions())
     assert network.shapes == [(1, 1, 160, 128, 96)]
     assert result.remarks == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
     assert str(result.tiling_plan) == "whole"
-    expected = stage(Sloped(), "fine").predict_probs(large, 0, CascadeOptions()).probs
+    expected = stage(Sloped(), "fine").predict_probs(large, 0, InferenceOptions()).probs
     torch.testing.assert_close(result.probs, expected)
 
 
 def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[str] = []
 
-    def run(trained: TrainedStage, image: Tensor, region_index: int, plan: TilingPlan, options: CascadeOptions) -> Any:
+    def run(trained: TrainedStage, image: Tensor, region_index: int, plan: TilingPlan, options: InferenceOptions) -> Any:
         plans.append(f"{trained.device.type}: {plan}")
         if trained.device.type == "meta":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -154,7 +155,7 @@ def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TrainedStage, "_run", run)
     trained = on_meta(OutOfMemory(0), monkeypatch)
     trained.tile_size = (64, 64, 64)
-    result = trained.predict_probs(torch.rand(1, 160, 128, 96), 0, CascadeOptions())
+    result = trained.predict_probs(torch.rand(1, 160, 128, 96), 0, InferenceOptions())
     assert plans == ["meta: tiles of 64×64×64, 8 at a time", "meta: tiles of 64×64×64", "cpu: tiles of 64×64×64"]
     assert [remark.split("went on with ")[1] for remark in result.remarks] == ["one tile at a time", "the CPU"]
 
@@ -166,7 +167,7 @@ def test_no_other_error_is_taken_for_a_full_gpu(error: Exception, monkeypatch: p
             raise error
 
     with pytest.raises(type(error)):
-        on_meta(Broken(0), monkeypatch).predict_probs(image(), 0, CascadeOptions())
+        on_meta(Broken(0), monkeypatch).predict_probs(image(), 0, InferenceOptions())
 
 
 def test_on_a_cpu_there_is_nowhere_to_go() -> None:
@@ -175,7 +176,7 @@ def test_on_a_cpu_there_is_nowhere_to_go() -> None:
             raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):
-        stage(Full(), "fine").predict_probs(image(), 0, CascadeOptions())
+        stage(Full(), "fine").predict_probs(image(), 0, InferenceOptions())
 
 
 def unet_stage(precision: str = "fp32", **changes: Any) -> TrainedStage:
@@ -190,23 +191,23 @@ def unet_stage(precision: str = "fp32", **changes: Any) -> TrainedStage:
 @pytest.mark.parametrize(("tile_size", "tta"), [(None, True), ((64, 64, 80), False)])
 def test_a_small_budget_runs_slabs_with_the_same_result(tile_size: tuple[int, int, int] | None, tta: bool) -> None:
     trained = unet_stage(tile_size=tile_size)
-    whole, slabs = (trained.predict_probs(image(), 0, CascadeOptions(budget_gib=gib, tta=tta)) for gib in (4.0, 0.025))
+    whole, slabs = (trained.predict_probs(image(), 0, InferenceOptions(budget_gib=gib, tta=tta)) for gib in (4.0, 0.025))
     assert str(slabs.tiling_plan) == f"{whole.tiling_plan}, in slabs"
     torch.testing.assert_close(slabs.probs, whole.probs, rtol=0, atol=2.0**-11)
     assert whole.probs.std() > 0.01
     with pytest.raises(UserError, match=r"inference\.budget_gib=0\.0002 is too small for the fine stage: .* needs 0\.0\d GiB"):
-        trained.predict_probs(image(), 0, CascadeOptions(budget_gib=0.0002))
+        trained.predict_probs(image(), 0, InferenceOptions(budget_gib=0.0002))
 
 
 def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = unet_stage()
-    expected = trained.predict_probs(image(), 0, CascadeOptions())
+    expected = trained.predict_probs(image(), 0, InferenceOptions())
 
     def full(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(RegionalNetwork, "forward", full)
-    result = trained.predict_probs(image(), 0, CascadeOptions())
+    result = trained.predict_probs(image(), 0, InferenceOptions())
     assert result.remarks == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
     torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
 
@@ -214,12 +215,12 @@ def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(monkeypatc
 def test_a_scan_is_refused_by_its_header_where_no_slab_fits() -> None:
     trained, grid = unet_stage(), VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
     with pytest.raises(UserError, match=r"inference\.budget_gib=0\.01 is too small for the fine stage"):
-        Cascade(stage(CoarseOracle(), "coarse"), trained, CascadeOptions(budget_gib=0.01)).check_budget(grid)
-    Cascade(stage(CoarseOracle(), "coarse"), trained, CascadeOptions(budget_gib=1.0)).check_budget(grid)
+        Cascade(stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=0.01)).check_budget(grid)
+    Cascade(stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=1.0)).check_budget(grid)
 
 
 def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_scan() -> None:
-    trained, options = unet_stage(), CascadeOptions(budget_gib=0.01)
+    trained, options = unet_stage(), InferenceOptions(budget_gib=0.01)
     wide, narrow = (VoxelGrid((10, 2000, 2000), (1.0, mm, mm)) for mm in (1.0, 0.1))
     with pytest.raises(UserError, match="2000×2000 voxels"):
         trained.check_budget(wide, options)
@@ -228,9 +229,9 @@ def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_sca
 
 def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_deviation() -> None:
     networks = [Sloped(gain=gain) for gain in (0.0, 1.0, 5.0)]
-    singles = [stage(network, "fine").predict_probs(image(), 0, CascadeOptions()) for network in networks]
+    singles = [stage(network, "fine").predict_probs(image(), 0, InferenceOptions()) for network in networks]
     assert [single.std for single in singles] == [None] * 3
-    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(image(), 0, CascadeOptions())
+    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(image(), 0, InferenceOptions())
     foreground = torch.stack([single.probs[1].float() for single in singles])
     torch.testing.assert_close(result.probs[1].float(), foreground.mean(0), rtol=0, atol=2.0**-11)
     torch.testing.assert_close(result.probs.float().sum(0), torch.ones(SHAPE), rtol=0, atol=2.0**-11)
@@ -243,7 +244,7 @@ def test_flips_leave_the_sides_where_they_count() -> None:
     assert flips(TASK, tta=True) == [(), (-3,), (-2,), (-3, -2)]
     assert len(flips(NO_SIDES, tta=True)) == 8
     # A slope along a flipped axis cancels in the logits; one along x stays.
-    options = CascadeOptions(tta=True)
+    options = InferenceOptions(tta=True)
     for slopes, is_even in (((3.0, 0.0, 0.0), True), ((0.0, 3.0, 0.0), True), ((0.0, 0.0, 3.0), False)):
         probs = stage(Sloped(slopes), "fine").predict_probs(torch.zeros(1, *SHAPE), 0, options).probs[1]
         assert bool(torch.allclose(probs.float(), torch.full(SHAPE, 0.5), atol=1e-5)) is is_even
@@ -265,7 +266,7 @@ def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
 
     volume, target = scan(STORED)
     fine = stage(FineOracle(), "fine", others=(Eager(),))
-    result = Cascade(stage(CoarseOracle(), "coarse"), fine, CascadeOptions(tta=tta)).segment(volume)
+    result = Cascade(stage(CoarseOracle(), "coarse"), fine, InferenceOptions(tta=tta)).segment(volume)
     assert result.disagreement is not None
     assert result.disagreement.shape == volume.array.shape
     assert result.disagreement.dtype == np.uint8
@@ -278,12 +279,12 @@ def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
 def test_threads_get_their_own_results() -> None:
     trained = stage(Sloped(gain=3.0), "fine", precision="bf16")
     images = [image() * scale for scale in (0.2, 0.5, 1.0, 2.0)]
-    expected = [trained.predict_probs(one, 0, CascadeOptions()).probs for one in images]
+    expected = [trained.predict_probs(one, 0, InferenceOptions()).probs for one in images]
     results: dict[int, Tensor] = {}
 
     def work(number: int) -> None:
         for _ in range(3):
-            results[number] = trained.predict_probs(images[number], 0, CascadeOptions()).probs
+            results[number] = trained.predict_probs(images[number], 0, InferenceOptions()).probs
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -307,7 +308,7 @@ def test_networks_of_two_stages_run_one_after_the_other() -> None:
 
     small = torch.zeros(1, 8, 8, 16)
     threads = [
-        threading.Thread(target=stage(Slow(), name).predict_probs, args=(small, 0, CascadeOptions()))
+        threading.Thread(target=stage(Slow(), name).predict_probs, args=(small, 0, InferenceOptions()))
         for name in ("coarse", "fine", "fine")
     ]
     for thread in threads:
@@ -338,6 +339,6 @@ def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_se
     tiled = stage(Everything(), "fine", replace(TASK, channels=(channel,)), tile_size=(16, 16, 16))
     image = torch.full((1, 16, 16, 48), -1.0)
     image[..., :16] = 0.5
-    probs = tiled.predict_probs(image, 0, CascadeOptions(overlap=0.0)).probs
+    probs = tiled.predict_probs(image, 0, InferenceOptions(overlap=0.0)).probs
     assert (probs[1, ..., :16] > 0.9).all()
     assert (probs[1, ..., 16:] > 0.9).all() == is_seen

@@ -17,12 +17,13 @@ from oracle import CoarseOracle, stage
 from oracle import scan as scan_of_blocks
 from torch import Tensor, nn
 
-from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.cascade.stage import TrainedStage
 from medseg.commands import predict as app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
 from medseg.io.inputs import input_format
 from medseg.io.write import write_image
 from medseg.prediction import batch
@@ -321,6 +322,6 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
     stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, "whole", precision, torch.device("cpu"))
     for flag in tf32_flags:
         flag.allow_tf32 = before
-    stage.predict_probs(torch.zeros(1, 2, 3, 4), 0, CascadeOptions())
+    stage.predict_probs(torch.zeros(1, 2, 3, 4), 0, InferenceOptions())
     assert seen == [False, False]
     assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from medseg.cascade.stage import CascadeOptions
 from medseg.errors import UserError
+from medseg.inference.options import InferenceOptions
 from medseg.prediction import cascades, contract
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.contract import NUM_ARRAYS, OPENVINO_BYTES, OVERHEAD_BYTES, share_memory
@@ -70,7 +70,7 @@ def test_openvino_is_a_choice_only_where_its_memory_fits(
     monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * 2**20)
     monkeypatch.setattr(contract, "memory_limit_bytes", lambda: machine_gib * 2**30)
     monkeypatch.setattr(cascades, "load_stages", load_stages)
-    options = CascadeOptions(budget_gib=budget_gib)
+    options = InferenceOptions(budget_gib=budget_gib)
     with pytest.raises(LoadedError) as loaded:
         load_cascade([], [], backend=backend, max_ram_gib=max_ram_gib, options=options)
     assert loaded.value.args == (used,)

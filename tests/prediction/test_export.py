@@ -18,9 +18,10 @@ from scipy.ndimage import gaussian_filter
 
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stage
-from medseg.cascade.stage import CascadeOptions, TrainedStage
+from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
 from medseg.inference.openvino import core
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_image
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
@@ -76,7 +77,7 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
     files = [tmp_path / f"{number}.nii.gz" for number in range(3)]
     for file, image in zip(files, images, strict=True):
         write_image(file, image, grid)
-    ours = Cascade(stage, None, CascadeOptions()).segment(Volume(images[0], grid), images[1:]).labels
+    ours = Cascade(stage, None, InferenceOptions()).segment(Volume(images[0], grid), images[1:]).labels
 
     described = json.loads(json.dumps(describe_stage(stage, None, None)))
     case: Any = {"image": [str(file) for file in files]}
@@ -144,7 +145,7 @@ def test_the_output_and_the_region_must_fit(tmp_path: Path) -> None:
 def test_the_cascade_gives_the_same_labels_with_exported_networks(name: str, shared_ct: Path, tmp_path: Path) -> None:
     """Label maps of three scans, with both networks of the cascade replaced by their exported files."""
     stages = [load_stage(shipped_weights("lungs", one), None, CPU, "fp32", backend="torch") for one in ("coarse", "fine")]
-    cascade = Cascade(*stages, CascadeOptions())
+    cascade = Cascade(*stages, InferenceOptions())
     scans = [read_image(shared_ct / case / "ct.nii.gz") for case in ("cip_ct64", "acrin_001_tp1", "elastix_right_lung")]
     ours = [cascade.segment(scan).labels for scan in scans]
     for stage in stages:
