@@ -16,6 +16,7 @@ from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, first_line, is_out_of_memory, require
 from medseg.geometry.grid_rule import GridRule
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
+from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.text import read_text
 from medseg.memory.options import Precision
 from medseg.memory.precision import HALF, inference_precision
@@ -39,8 +40,7 @@ def load_stage(
     device: torch.device,
     precision: str | None = None,
     trusted: Sequence[str] = (),
-    half_weights: bool = False,
-    backend: str | None = None,
+    options: InferenceOptions | None = None,
 ) -> TrainedStage:
     """Load a stage from a checkpoint with `weights_only`: no code in the file runs.
 
@@ -50,12 +50,14 @@ def load_stage(
         device: Where it will run.
         precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
-        half_weights: Whether convolutions and linear layers store their weights in the half precision that they compute in.
-        backend: `torch` or `openvino`; None measures on a CPU without the bf16 of the training, and is torch elsewhere.
+        options: `half_weights`: whether convolutions and linear layers store their weights in the half precision that
+            they compute in. `backend`: None measures on a CPU without the bf16 of the training, and is torch elsewhere.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format, or the backend does not work.
     """
+    options = options or InferenceOptions()
+    backend = options.backend
     key = stage or "checkpoint"
     metadata, weights = read_weights(path, stage, key)
     name: str = metadata["stage"]
@@ -111,7 +113,7 @@ def load_stage(
     network.load_state_dict(weights)
     if precision in HALF:
         use_channels_last(network)  # kernels in half precision prefer this layout; fp32 gains nothing
-    if half_weights:
+    if options.half_weights:
         require(
             precision in HALF,
             f"inference.half_weights=true: the {name} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
@@ -125,13 +127,15 @@ def load_stage(
     network.to(device).eval()
     trained.count_memory()
     if backend is None and lacks_half and has_openvino():
-        backend = quickest_backend(network)
-    if backend == "openvino":
+        backend = Backend(quickest_backend(network))
+    if backend is Backend.openvino:
         require(
             device.type == "cpu",
             "inference.backend=openvino runs on processors only; choose accelerator=cpu, or inference.backend=torch",
         )
-        require(not half_weights, "inference.half_weights=true works with inference.backend=torch only; leave one of them out")
+        require(
+            not options.half_weights, "inference.half_weights=true works with inference.backend=torch only; leave one of them out"
+        )
         use_openvino(network, precision, trained.checkpoints[str(path)])
         trained.backend_bytes = openvino_bytes(network)
     return trained
@@ -143,8 +147,7 @@ def load_stages(
     device: torch.device,
     precision: str | None = None,
     trusted: Sequence[str] = (),
-    half_weights: bool = False,
-    backend: str | None = None,
+    options: InferenceOptions | None = None,
 ) -> TrainedStage:
     """Load one or several checkpoints of a stage, whose results are averaged.
 
@@ -154,13 +157,12 @@ def load_stages(
         device: See `load_stage`.
         precision: See `load_stage`.
         trusted: See `load_stage`.
-        half_weights: See `load_stage`.
-        backend: See `load_stage`.
+        options: See `load_stage`.
 
     Raises:
         UserError: As `load_stage`, and if the checkpoints differ in their input.
     """
-    first, *others = (load_stage(path, stage, device, precision, trusted, half_weights, backend) for path in paths)
+    first, *others = (load_stage(path, stage, device, precision, trusted, options) for path in paths)
     for path, other in zip(paths[1:], others, strict=True):
         for name in (
             "task",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from medseg.config.schema import EvaluateConfig
-from medseg.data.cases import file_values
+from medseg.data.reference import file_values
 from medseg.errors import EXIT_FAILED
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.task_options import make_task

@@ -6,6 +6,7 @@ import torch
 
 from medseg.cascade.load import load_stage
 from medseg.config.schema import ExportConfig
+from medseg.inference.options import Backend, InferenceOptions
 from medseg.prediction.export import export_stage
 
 
@@ -15,7 +16,14 @@ def export(config: ExportConfig) -> int:
     Raises:
         UserError: If the checkpoint or the output is not usable, or the network cannot be converted.
     """
-    stage = load_stage(Path(config.checkpoint), None, torch.device("cpu"), "fp32", config.trusted_targets, backend="torch")
+    stage = load_stage(
+        Path(config.checkpoint),
+        None,
+        torch.device("cpu"),
+        "fp32",
+        config.trusted_targets,
+        options=InferenceOptions(backend=Backend.torch),
+    )
     output = Path(config.output)
     exported = export_stage(stage, output, config.region)
     size = (

@@ -9,7 +9,7 @@ The file is long because each key has its documentation beside it.
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Annotated, Any, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -18,7 +18,7 @@ from medseg.data.options import DataConfig, LabelsConfig, PhantomCountsConfig
 from medseg.knob import Knob, Shape, Text, Triple
 from medseg.losses.options import DICE_CE, DiceCeConfig, LossConfig
 from medseg.models.options import UNET, NetworkConfig, UNetConfig
-from medseg.prediction.options import as_texts, text_clashes
+from medseg.prediction.options import PredictConfig, as_texts, text_clashes
 from medseg.preprocess.options import SpacingConfig
 from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
 from medseg.task_options import TaskConfig
@@ -306,21 +306,33 @@ CLASS_SCHEMAS: dict[str, type] = {UNET: UNetConfig, DICE_CE: DiceCeConfig}
 
 
 def schema_defaults(schema: type) -> dict[str, Any]:
-    """Collect the defaults of a schema by key, as Hydra composes them before the files of `conf/`; extension points are open nodes."""
-    found: dict[str, Any] = {}
+    """Collect the defaults of a schema by key, as Hydra composes them before the files of `conf/`.
+
+    Extension points are open nodes; a choice is its name, as in a file.
+    """
+    defaults: dict[str, Any] = {}
     hints = get_type_hints(schema)
-    for one in fields(schema):
-        if one.name in (*EXTENSION_KEYS, *EXTENSION_MAPS):
-            found[one.name] = ExtensionNode()
-        elif is_dataclass(hints[one.name]):
-            found |= {one.name: inner} if (inner := schema_defaults(cast(type, hints[one.name]))) else {}
-        elif one.default is not MISSING:
-            found[one.name] = one.default
-        elif one.default_factory is not MISSING:
-            found[one.name] = one.default_factory()
-    return found
+    for key in fields(schema):
+        if key.name in (*EXTENSION_KEYS, *EXTENSION_MAPS):
+            defaults[key.name] = ExtensionNode()
+        elif is_dataclass(hints[key.name]):
+            group = schema_defaults(cast(type, hints[key.name]))
+            if group:
+                defaults[key.name] = group
+        elif key.default is not MISSING:
+            defaults[key.name] = _plain(key.default)
+        elif key.default_factory is not MISSING:
+            defaults[key.name] = _plain(key.default_factory())
+    return defaults
+
+
+def _plain(value: Any) -> Any:
+    """Name choices by their values."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
 
 
 # Named in the defaults list of the file of each root: a key that the files do not contain can be overridden like any other.
-for root in (TrainConfig, PrepareConfig, EvaluateConfig, CrossValidateConfig):
+for root in (TrainConfig, PrepareConfig, EvaluateConfig, CrossValidateConfig, PredictConfig):
     ConfigStore.instance().store(f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root))

@@ -1,14 +1,13 @@
 """Cases of a configuration (a case table, synthetic scans, or both), their splits and their label values."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
 from medseg.data.importers.formats import read_cases
 from medseg.data.options import DataConfig, Detail, PhantomCountsConfig, Scene
+from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, locked
 from medseg.preprocess.scale import HuScale
@@ -68,36 +67,6 @@ def find_sources(data: DataConfig, task: TaskConfig) -> list[CaseSource]:
         CaseSource(split, label_values, 1.0 - data.phantom_share),
         CaseSource(Split(train=tuple(extra), val=(), test=()), extra_values, data.phantom_share),
     ]
-
-
-def file_values(label_values: Mapping[str, Any]) -> LabelValues:
-    """Invert `data.label_values`: value, or name of a structure, in the files to label name.
-
-    Args:
-        label_values: Name to its value or structure, or to a list of them.
-
-    Raises:
-        UserError: If a value is neither a whole number nor a name, or has two names.
-
-    Example:
-        >>> file_values({"left_lung": 10, "right_lung": [11, 12]})
-        {10: 'left_lung', 11: 'right_lung', 12: 'right_lung'}
-    """
-    names: LabelValues = {}
-    for name, given in label_values.items():
-        for value in given if isinstance(given, list) else [given]:
-            # True and False are not values, and a number is no label: the two were exchanged.
-            if type(value) not in (int, str) or name.isdigit():
-                raise UserError(
-                    f"data.label_values.{name}: a whole number or a list of them is needed (name: value), or names of structures where "
-                    f"labels are masks or DICOM objects, but got {given!r}"
-                )
-            if names.setdefault(value, name) != name:
-                raise UserError(
-                    f"data.label_values: {value} cannot be {names[value]} and {name}; give one of them another value, or "
-                    f"remove it with ~data.label_values.{names[value]}"
-                )
-    return names
 
 
 def make_phantoms(config: PhantomCountsConfig, task: TaskConfig, folder: Path, num_train: int, *, with_held_out: bool) -> Path:

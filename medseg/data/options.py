@@ -114,14 +114,14 @@ class PhantomConfig(PhantomCountsConfig):
 class LabelsConfig:
     """Reference labels."""
 
-    labels_column: Annotated[str, Knob("Column of the case table with the reference.")]
+    labels_column: Annotated[str, Knob("Column of the case table with the reference.")] = "labels"
     label_values: Annotated[
         dict[str, Any],
         Knob(
             "Label name: its value or [values], or the names of its structures (masks), in the reference files; a name that "
             "is not in task.labels is background. Empty: the values of the task."
         ),
-    ]
+    ] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -251,3 +251,33 @@ def _merge(path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen)
     if num_shared:
         remarks.append(f"{num_shared} voxels belong to several labels and count for the last one of data.label_values")
     return Volume(labels, first.grid, first.header, tuple(remarks)), chosen.values
+
+
+def file_values(label_values: Mapping[str, Any]) -> LabelValues:
+    """Invert `data.label_values`: value, or name of a structure, in the files to label name.
+
+    Args:
+        label_values: Name to its value or structure, or to a list of them.
+
+    Raises:
+        UserError: If a value is neither a whole number nor a name, or has two names.
+
+    Example:
+        >>> file_values({"left_lung": 10, "right_lung": [11, 12]})
+        {10: 'left_lung', 11: 'right_lung', 12: 'right_lung'}
+    """
+    names: LabelValues = {}
+    for name, given in label_values.items():
+        for value in given if isinstance(given, list) else [given]:
+            # True and False are not values, and a number is no label: the two were exchanged.
+            if type(value) not in (int, str) or name.isdigit():
+                raise UserError(
+                    f"data.label_values.{name}: a whole number or a list of them is needed (name: value), or names of structures where "
+                    f"labels are masks or DICOM objects, but got {given!r}"
+                )
+            if names.setdefault(value, name) != name:
+                raise UserError(
+                    f"data.label_values: {value} cannot be {names[value]} and {name}; give one of them another value, or "
+                    f"remove it with ~data.label_values.{names[value]}"
+                )
+    return names

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,13 +16,14 @@ import torch
 from medseg.cascade.bound import StatedBound
 from medseg.cascade.cascade import Cascade, require_channels
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory, require
+from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory
 from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.options import InferenceOptions
+from medseg.inference.options import Backend
 from medseg.io.atomic import check_writable
 from medseg.io.inputs import is_dicomdir
 from medseg.io.scratch import scratch_above
+from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.metrics.intensity import HU_FIGURES
 from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
@@ -37,9 +38,10 @@ from medseg.prediction.case import (
     segment_case,
     write_case,
 )
-from medseg.prediction.contract import MemoryShares, share_memory
+from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import Forecast, describe, forecast, machine_key, seconds_per_voxel
-from medseg.prediction.results import Wanted, check_kinds, result_paths
+from medseg.prediction.options import Engine, PredictConfig
+from medseg.prediction.results import check_kinds, result_paths
 from medseg.prediction.scans import (
     Scan,
     check_outputs,
@@ -50,7 +52,6 @@ from medseg.prediction.scans import (
     may_hold_studies,
     output_paths,
 )
-from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.report.tables import read_csv, refuse_table, write_csv
 from medseg.task import Task
 
@@ -65,9 +66,6 @@ UP_TO_DATE = "up to date"
 SURE_BUDGET_GIB = 0.9
 # Headers that are read for the forecast of a batch.
 MAX_FORECASTS = 50
-
-Checkpoints = tuple[Sequence[str] | None, Sequence[str] | None, tuple[float, float]]
-"""Checkpoints of both stages (none = the included lung weights), and the coarsest spacing in mm of the scans that they are for."""
 
 
 @dataclass
@@ -97,53 +95,33 @@ class BatchCase:
     is_skipped: bool = False
 
 
-def predict_scans(
-    source: Path | Sequence[Path],
-    output: Path,
-    checkpoints: Mapping[str, Checkpoints],
-    *,
-    inference: Mapping[str, Any],
-    split: str | None = None,
-    series: str | None = None,
-    hu: HuScale = AS_STORED,
-    accelerator: str = "auto",
-    threads: int | None = None,
-    precision: str | None = None,
-    overwrite: bool = False,
-    trusted: Sequence[str] = (),
-    wanted: Wanted | None = None,
-    on_header: Callable[[], None] = lambda: None,
-    on_forecast: Callable[[str], None] = lambda _: None,
-    on_begin: Callable[[str, int], None],
-    on_step: Callable[[str, str, int, int], None] = lambda *_: None,
-    on_end: Callable[[BatchCase], None],
-    elsewhere: Callable[[Sequence[BatchCase], Cascade], None] | None = None,
-) -> list[BatchCase]:
+class Observer:
+    """What a prediction tells its caller while it runs; the methods do nothing until a subclass replaces them."""
+
+    def header_read(self) -> None:
+        """Called for each DICOM file of a folder whose header was read to find the studies."""
+
+    def forecast(self, sentence: str) -> None:
+        """Called before the first case with a sentence about memory and seconds."""
+
+    def case_begins(self, name: str, num_cases: int) -> None:
+        """Called with the name of a case and the number of cases when its turn comes."""
+
+    def step_begins(self, name: str, step: str, number: int, num_steps: int) -> None:
+        """Called with the name of a case, the name of the step that begins, its place and the number of steps."""
+
+    def case_ends(self, case: BatchCase) -> None:
+        """Called with each case when it is done: in the order of the cases, but with engine=ray."""
+
+
+def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
     """Segment every scan of an input; a failing case does not affect the others.
 
     Under torchrun rank 0 does this, and the other processes run networks for it and return an empty list.
 
     Args:
-        source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
-        output: File or folder of the label maps.
-        checkpoints: Checkpoints of each spacing range, by its name in `by_spacing`; one with an empty name is used for all scans.
-        inference: `tile_size`, `half_weights` and the fields `overlap`, `budget_gib` and `tta` of `InferenceOptions`; optionally
-            `backend` and `max_ram_gib`.
-        split: Only this split of a case table.
-        series: Which DICOM series of each case is taken.
-        hu: HU scale of the cases that have none of their own in a table.
-        accelerator: `auto`, `cpu` or `gpu`.
-        threads: CPU threads; None = torch's choice.
-        precision: Precision of the networks; None = that of the training.
-        overwrite: Whether results that are up to date are made again.
-        trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
-        wanted: Which result files are written; None = the label maps.
-        on_header: Called for each DICOM file of a folder whose header was read to find the studies.
-        on_forecast: Called before the first case with a sentence about memory and seconds.
-        on_begin: Called with the name of a case and the number of cases when its turn comes.
-        on_step: Called with the name of a case, the name of the step that begins, its place and the number of steps.
-        on_end: Called with each case when it is done, in the order of the cases.
-        elsewhere: Segments the cases in other processes and fills in their outcomes; None = here.
+        config: Checked configuration.
+        observer: Is told what happens.
 
     Returns:
         The cases with their outcomes.
@@ -151,31 +129,31 @@ def predict_scans(
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
-    wanted, is_shared = wanted or Wanted(), is_under_torchrun()
-    require(
-        not is_shared or list(checkpoints) == [""],
-        "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or start "
-        "without torchrun",
-    )
-    if is_shared and int(os.environ["RANK"]) > 0:
-        (chosen,) = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
-        chosen.cascade.serve_tiles()
-        return []
-    scans, protected = find_scans(source, split, series, hu, wanted.labels_column)
+    observer = observer or Observer()
+    is_shared, is_on_ray = is_under_torchrun(), config.engine is Engine.ray
+    if is_shared:
+        _refuse_on_several_processes(config)
+        if int(os.environ["RANK"]) > 0:
+            (chosen,) = load_cascades(config)
+            chosen.cascade.serve_tiles()
+            return []
+    source = _source_of(config)
+    scans, protected = find_scans(source, config.split, config.series, config.hu, config.data.labels_column)
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
     # Whether there is a summary does not depend on what the headers will say.
     is_batch = _is_batch(source)
     # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds slices.
     is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
+    output = Path(config.output)
     # Which DICOM files are one case depends on the task, which is in the checkpoints.
     if not (is_folder and any(map(may_hold_studies, scans))):
         check_outputs(_outputs(output, scans, is_one_scan), protected)
-    cascades = load_cascades(checkpoints, inference, accelerator, threads, precision, trusted)
+    cascades = load_cascades(_for_the_task_alone(config) if is_on_ray else config)
     task = cascades[0].cascade.coarse.task
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif is_folder:
-        by_study = divide_studies(source, scans, task.channels[0].modality, on_header)
+        by_study = divide_studies(source, scans, task.channels[0].modality, observer.header_read)
         if sentence := describe_studies(by_study, scans):
             say(f"{source}: {sentence}")
         scans = join_channels(by_study, len(task.channels))
@@ -184,29 +162,66 @@ def predict_scans(
     is_batch = is_batch and output not in outputs
     if is_batch:
         refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
-    placed = [result_paths(path, cascades[0].cascade, wanted.save) for path in outputs]
+    placed = [result_paths(path, cascades[0].cascade, config.save) for path in outputs]
     check_outputs([file for paths in placed for file in paths.values()], protected)
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = []
     for scan, path, paths in zip(scans, outputs, placed, strict=True):
         cases.append(BatchCase(scan, path, list(paths.values())))
-    if elsewhere is not None:
-        require(not is_shared, "engine=ray distributes scans by itself; start the command without torchrun")
-        elsewhere(cases, cascades[0].cascade)
-        if is_batch:
-            write_summary(output, cases, task)
-        return cases
-    shares = share_batch_memory(cascades, inference)
-    cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
-    batch = Batch(cascades, resident_bytes(), shares.array_bytes, overwrite, wanted, len(cases), on_begin, on_step, on_end)
-    if said := batch.describe_cost(cases):
-        on_forecast(said)
-    with cascades[0].cascade.shared_tiles() if is_shared else nullcontext():
-        run_overlapped(cases, batch.read, batch.compute, batch.finish)
+    if is_on_ray:
+        from medseg.prediction.ray_engine import predict_on_ray
+
+        predict_on_ray(cases, cascades[0].cascade, config, observer)
+    else:
+        _predict_here(cases, cascades, config, observer, is_shared)
     if is_batch:
         write_summary(output, cases, task)
     return cases
+
+
+def _refuse_on_several_processes(config: PredictConfig) -> None:
+    """Refuse what the processes of torchrun cannot share.
+
+    Raises:
+        UserError: With the key.
+    """
+    if config.engine is Engine.ray:
+        raise UserError("engine=ray distributes scans by itself; start the command without torchrun")
+    if config.by_spacing:
+        raise UserError(
+            "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or "
+            "start without torchrun"
+        )
+
+
+def _source_of(config: PredictConfig) -> Path | list[Path]:
+    """Path of a scan, folder or case table; or those of the channels of one case."""
+    if isinstance(config.input, list):
+        return [Path(path) for path in config.input]
+    return Path(config.input)
+
+
+def _for_the_task_alone(config: PredictConfig) -> PredictConfig:
+    """Change what this process does not need where others segment the scans: it may lack their device."""
+    inference = replace(config.inference, backend=Backend.torch, half_weights=False)
+    return replace(config, inference=inference, accelerator=Accelerator.cpu, precision=None)
+
+
+def _predict_here(
+    cases: Sequence[BatchCase],
+    cascades: Sequence[RangeCascade],
+    config: PredictConfig,
+    observer: Observer,
+    is_shared: bool,
+) -> None:
+    """Segment cases in this process; `is_shared` says whether other processes of torchrun run networks for it."""
+    batch = make_batch(cascades, config, len(cases), observer)
+    if sentence := batch.describe_cost(cases):
+        observer.forecast(sentence)
+    shared_tiles = batch.cascades[0].cascade.shared_tiles() if is_shared else nullcontext()
+    with shared_tiles:
+        run_overlapped(cases, batch.read, batch.compute, batch.finish)
 
 
 def _is_batch(source: Path | Sequence[Path]) -> bool:
@@ -274,41 +289,37 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
 
 
-def load_cascades(
-    checkpoints: Mapping[str, Checkpoints],
-    inference: Mapping[str, Any],
-    accelerator: str,
-    threads: int | None,
-    precision: str | None,
-    trusted: Sequence[str] = (),
-) -> list[RangeCascade]:
-    """Load the cascade of each range; see `predict_scans` for the arguments.
+def load_cascades(config: PredictConfig) -> list[RangeCascade]:
+    """Load the cascade of each range of spacings.
 
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable.
     """
-    if threads:
-        torch.set_num_threads(threads)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     if is_under_torchrun() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    loading = {key: inference[key] for key in ("tile_size", "half_weights")}
-    loading |= {key: inference.get(key) for key in ("backend", "max_ram_gib")}
-    options = InferenceOptions(
-        **{key: inference[key] for key in ("overlap", "budget_gib", "tta")}, add_parts=inference.get("add_parts", True)
-    )
+    precision = None if config.precision is None else config.precision.value
     loaded = []
-    for name, (coarse, fine, range_mm) in checkpoints.items():
+    for name, checkpoints in config.ranges.items():
         cascade = load_cascade(
-            coarse, fine, accelerator=accelerator, precision=precision, options=options, trusted=trusted, **loading
+            checkpoints.coarse,
+            checkpoints.fine,
+            accelerator=config.accelerator.value,
+            precision=precision,
+            options=config.inference,
+            trusted=config.trusted_targets,
         )
-        loaded.append(RangeCascade(cascade, result_settings(cascade, precision, inference), name, range_mm))
+        loaded.append(RangeCascade(cascade, result_settings(cascade, precision), name, checkpoints.range_mm))
     return loaded
 
 
-def share_batch_memory(cascades: Sequence[RangeCascade], inference: Mapping[str, Any]) -> MemoryShares:
-    """Divide what the loaded weights leave of `max_ram_gib`, see `share_memory`."""
+def make_batch(cascades: Sequence[RangeCascade], config: PredictConfig, num_cases: int, observer: Observer) -> "Batch":
+    """Divide what the loaded weights leave of `max_ram_gib`, see `share_memory`, and make a batch that keeps it."""
     backend_bytes = sum(chosen.cascade.backend_bytes for chosen in cascades)
-    return share_memory(inference.get("max_ram_gib"), backend_bytes)
+    shares = share_memory(config.inference.max_ram_gib, backend_bytes)
+    bounded = [chosen._replace(cascade=chosen.cascade.within(shares.network_gib)) for chosen in cascades]
+    return Batch(bounded, resident_bytes(), shares.array_bytes, config, num_cases, observer)
 
 
 @dataclass
@@ -319,27 +330,21 @@ class Batch:
         cascades: Cascades to choose from.
         loaded_bytes: Resident memory before the first scan.
         array_bytes: Size above which an array of a scan is a temporary file.
-        overwrite: Whether results that are up to date are made again.
-        wanted: Which result files are written.
+        config: Which result files are written, and whether results that are up to date are made again.
         num_cases: Number of cases.
-        on_begin: See `predict_scans`.
-        on_step: See `predict_scans`.
-        on_end: See `predict_scans`.
+        observer: Is told what happens.
     """
 
     cascades: list[RangeCascade]
     loaded_bytes: int
     array_bytes: float
-    overwrite: bool
-    wanted: Wanted
+    config: PredictConfig
     num_cases: int
-    on_begin: Callable[[str, int], None]
-    on_step: Callable[[str, str, int, int], None]
-    on_end: Callable[[BatchCase], None]
+    observer: Observer
 
     def describe_cost(self, cases: Sequence[BatchCase]) -> str | None:
         """Say what the cases are expected to cost, by the headers of some of those that have no report yet; None if no header can be read."""
-        new = [case for case in cases if self.overwrite or not read_report(case.output)]
+        new = [case for case in cases if self.config.overwrite or not read_report(case.output)]
         found: dict[str, Forecast] = {}
         rates = []
         for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
@@ -358,7 +363,7 @@ class Batch:
         try:
             case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
             case.known = read_report(case.output)
-            check_kinds(case.scan, self.wanted.save)
+            check_kinds(case.scan, self.config.save)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             cascade = case.chosen.cascade
@@ -375,7 +380,7 @@ class Batch:
 
     def compute(self, case: BatchCase, data: CaseData | str | Exception) -> CaseData | str | Exception:
         """Segment a case."""
-        self.on_begin(case.scan.name, self.num_cases)
+        self.observer.case_begins(case.scan.name, self.num_cases)
         if not isinstance(data, CaseData):
             return data
         try:
@@ -383,7 +388,7 @@ class Batch:
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             with scratch_above(self.array_bytes):
-                segment_case(case.scan, case.chosen.cascade, data, self.wanted, partial(self._begin, case))
+                segment_case(case.scan, case.chosen.cascade, data, self.config, partial(self._begin, case))
         except Exception as error:
             return self._as_value(error)
         return data
@@ -398,20 +403,20 @@ class Batch:
                 if self.num_cases == 1:  # else the next case is shown
                     self._begin(case, "write")
                 with scratch_above(self.array_bytes):
-                    case.report = write_case(case.scan, case.output, case.chosen, data, case.known, self.wanted, self._forecast)
+                    case.report = write_case(case.scan, case.output, case.chosen, data, case.known, self.config, self._forecast)
                 case.messages += case.report["warnings"]
         except Exception as error:
             case.exit_code, message = self._describe(error)
             case.messages.append(message)
-        self.on_end(case)
+        self.observer.case_ends(case)
         return case
 
     def _is_up_to_date(self, case: BatchCase) -> bool:
-        return not self.overwrite and is_up_to_date(case.scan, case.output, case.chosen, self.wanted)
+        return not self.config.overwrite and is_up_to_date(case.scan, case.output, case.chosen, self.config)
 
     def _begin(self, case: BatchCase, step: str) -> None:
         steps = ["read", *case.chosen.cascade.steps, "write"]
-        self.on_step(case.scan.name, step, steps.index(step), len(steps))
+        self.observer.step_begins(case.scan.name, step, steps.index(step), len(steps))
 
     def _describe(self, error: Exception) -> tuple[int, str]:
         """Exit code and sentence of an error; of a single case, a defect keeps its traceback and ends the program."""

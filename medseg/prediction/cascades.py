@@ -1,7 +1,7 @@
 """Cascades of a prediction: loading them, and choosing one for a scan by its spacing."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,16 +9,15 @@ from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stages
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError, require
-from medseg.inference.options import InferenceOptions
+from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
 from medseg.prediction.contract import has_room_for_openvino
+from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan
 from medseg.weights.files import TILE_CHANGES, shipped_weights
-
-EVERY_SPACING_MM = (0.0, math.inf)
 
 
 class RangeCascade(NamedTuple):
@@ -46,10 +45,6 @@ def load_cascade(
     *,
     accelerator: str = "auto",
     precision: str | None = None,
-    tile_size: tuple[int, int, int] | None = None,
-    half_weights: bool = False,
-    backend: str | None = None,
-    max_ram_gib: float | None = None,
     options: InferenceOptions | None = None,
     trusted: Sequence[str] = (),
 ) -> Cascade:
@@ -60,11 +55,8 @@ def load_cascade(
         fine: The same for the fine stage; none also for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
-        tile_size: Tile of the fine stage in voxels (z, y, x); None = that of its checkpoint.
-        half_weights: Whether the networks store their weights in half precision, where they compute in it.
-        backend: `torch` or `openvino`; None = on a CPU without bf16 the quicker one whose memory fits, else torch.
-        max_ram_gib: Memory of the whole process, by which a backend is chosen; None = that of the machine.
-        options: Thresholds, memory budget and flips; the defaults where None.
+        options: Tiles of the last stage, memory, backend and flips; the defaults where None. Without a backend it is the
+            quicker one whose memory fits on a CPU without bf16, else torch.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
 
     Raises:
@@ -79,18 +71,19 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     options = options or InferenceOptions()
-    if backend is None and not has_room_for_openvino(max_ram_gib, options.budget_gib):
-        backend = "torch"
+    loading = options
+    if options.backend is None and not has_room_for_openvino(options.max_ram_gib, options.budget_gib):
+        loading = replace(options, backend=Backend.torch)
     stages: list[TrainedStage] = []
     measured = ""
-    for name, given in (("coarse", coarse), ("fine", fine)):
+    for name, checkpoints in (("coarse", coarse), ("fine", fine)):
         # A task without regions has one stage.
-        if given or not stages or stages[0].task.regions:
-            paths = [Path(path) for path in given or ()] or [shipped_weights("lungs", name)]
-            measured = "" if given else TILE_CHANGES
-            stages.append(load_stages(paths, name, device, precision, trusted, half_weights, backend))
-    if tile_size is not None:
-        stages[-1].use_tiles(tile_size, measured)
+        if checkpoints or not stages or stages[0].task.regions:
+            paths = [Path(path) for path in checkpoints or ()] or [shipped_weights("lungs", name)]
+            measured = "" if checkpoints else TILE_CHANGES
+            stages.append(load_stages(paths, name, device, precision, trusted, loading))
+    if options.tile_size is not None:
+        stages[-1].use_tiles(options.tile_size, measured)
     for stage in stages:
         if stage.tile_size is not None:
             stage.plan(stage.tile_size, options)  # refuses a tile that exceeds the budget before a scan is read
@@ -122,8 +115,10 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     )
 
 
-def result_settings(cascade: Cascade, precision: str | None, inference: Mapping[str, Any]) -> dict[str, Any]:
+def result_settings(cascade: Cascade, precision: str | None) -> dict[str, Any]:
     """List what decides the result of a cascade beside the scan: checkpoints by content, precision and inference options but the memory."""
     checksums = {stage.name: sorted(stage.checkpoints.values()) for stage in cascade.stages}
-    deciding = {key: value for key, value in inference.items() if key not in ("budget_gib", "max_ram_gib")}
+    deciding = asdict(cascade.options)
+    for key in ("budget_gib", "max_ram_gib"):
+        del deciding[key]
     return {**checksums, "precision": precision, "inference": deciding}

@@ -30,7 +30,8 @@ from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.metrics.intensity import label_statistics
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.forecast import Forecast, expected_cost
-from medseg.prediction.results import Views, Wanted, result_paths, take_views, write_results
+from medseg.prediction.options import PredictConfig, Save
+from medseg.prediction.results import Views, result_paths, take_views, write_results
 from medseg.prediction.scans import Scan
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.scale import HuScale
@@ -135,7 +136,7 @@ def read_scan(
 
 
 def segment_case(
-    scan: Scan, cascade: Cascade, case: CaseData, wanted: Wanted, on_step: Callable[[str], None] | None = None
+    scan: Scan, cascade: Cascade, case: CaseData, config: PredictConfig, on_step: Callable[[str], None] | None = None
 ) -> None:
     """Segment a scan, take the views of it that the results need, and drop its voxels.
 
@@ -143,9 +144,9 @@ def segment_case(
         UserError: If all its voxels have one value.
     """
     with case.measured("segment"):
-        keep = "probabilities" in wanted.save
+        keep = Save.probabilities in config.save
         case.result = segment_scan(case.volume, scan.path, cascade, case.more_channels, on_step=on_step, keep_probabilities=keep)
-        case.views = take_views(scan, case.volume, case.result, cascade.coarse.task, wanted)
+        case.views = take_views(scan, case.volume, case.result, cascade.coarse.task, config)
     case.volume, case.more_channels = replace(case.volume, array=case.result.labels), []
 
 
@@ -198,7 +199,7 @@ def write_case(
     chosen: RangeCascade,
     case: CaseData,
     known: dict[str, Any],
-    wanted: Wanted,
+    config: PredictConfig,
     expect: Callable[[Cascade, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
     """Write the results and their report, which always belong together: one process writes into a folder at a time.
@@ -209,7 +210,7 @@ def write_case(
         chosen: The cascade that segmented it.
         case: What is written.
         known: Report that was there when the scan was read.
-        wanted: Which files are written.
+        config: Which files are written.
         expect: Makes the forecast of a case from its grid.
 
     Returns:
@@ -218,7 +219,7 @@ def write_case(
     Raises:
         UserError: If a file cannot be written, or a prediction of another scan has written it meanwhile.
     """
-    paths = result_paths(output, chosen.cascade, wanted.save)
+    paths = result_paths(output, chosen.cascade, config.save)
     with locked_folder(output.parent):
         found = read_report(output)
         require(
@@ -226,7 +227,7 @@ def write_case(
             f"{output}: another prediction, of {found.get('input')}, has written it while this one ran; give another output",
         )
         with case.measured("write"):
-            write_results(paths, scan, case.volume, case.result, case.views, chosen.cascade.coarse.task, wanted)
+            write_results(paths, scan, case.volume, case.result, case.views, chosen.cascade.coarse.task, config)
         return _write_report(scan, output, chosen, case, list(paths.values()), expect)
 
 
@@ -279,7 +280,7 @@ def _write_report(
     return report
 
 
-def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, wanted: Wanted) -> bool:
+def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: PredictConfig) -> bool:
     """Whether a new prediction of the case would give the results that are there.
 
     The report, which is written last, must be there. The files must be those that it was written with. The content of the scan
@@ -294,7 +295,7 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, wanted: Wanted
             and isinstance(known["warnings"], list)
             # Through JSON, which turns tuples into lists.
             and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
-            and checksums(list(result_paths(output, chosen.cascade, wanted.save).values())).items() <= known["results"].items()
+            and checksums(list(result_paths(output, chosen.cascade, config.save).values())).items() <= known["results"].items()
             and all(
                 path is not None and is_same_source(path, source, files)
                 for path, source, files in zip(

@@ -15,7 +15,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +24,14 @@ import torch
 from medseg.cascade.cascade import Cascade
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, first_line, require
+from medseg.inference.options import InferenceOptions
+from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
-from medseg.prediction.batch import Batch, BatchCase, load_cascades, share_batch_memory
+from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
 from medseg.prediction.case import scan_grid
 from medseg.prediction.contract import OVERHEAD_BYTES
 from medseg.prediction.forecast import LABEL, SCAN, forecast
-from medseg.prediction.results import Wanted
+from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 
 # Cases that an actor holds: one is computed while another one is read or written.
@@ -37,25 +39,6 @@ CASES_PER_ACTOR = 2
 # Scans whose headers are read for the memory of an actor; those of a cohort are alike.
 NUM_MEASURED = 20
 WAIT_S = 30.0
-
-
-@dataclass(frozen=True)
-class RayOptions:
-    """Cluster and resources of the actors, see `RayConfig`.
-
-    Attributes:
-        address: Address of a running cluster; None = that of RAY_ADDRESS, or a new one on this machine.
-        num_actors: Number of actors; None = as many as fit.
-        gpus: GPUs of an actor; None = one where the cluster has GPUs.
-        memory_gib: Memory that an actor reserves; None = predicted.
-        retries: How often a case is given to another actor after its actor has died.
-    """
-
-    address: str | None = None
-    num_actors: int | None = None
-    gpus: float | None = None
-    memory_gib: float | None = None
-    retries: int = 2
 
 
 class Outcome(NamedTuple):
@@ -73,14 +56,12 @@ class CaseActor:
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
-    def load(self, folder: str, loading: Mapping[str, Any], overwrite: bool, wanted: Wanted, num_cases: int) -> str:
+    def load(self, folder: str, config: PredictConfig, num_cases: int) -> str:
         """Load the weights.
 
         Args:
             folder: Folder that relative paths begin in.
-            loading: Arguments of `load_cascades`.
-            overwrite: See `predict_scans`.
-            wanted: See `predict_scans`.
+            config: Configuration of the prediction, with the threads of an actor.
             num_cases: Number of cases of the cohort.
 
         Raises:
@@ -92,14 +73,9 @@ class CaseActor:
             raise UserError(
                 f"engine=ray: {os.uname().nodename} has no folder {folder}; the nodes must share their files"
             ) from error
-        cascades = load_cascades(**loading)
+        cascades = load_cascades(config)
         self.threads = torch.get_num_threads()
-        shares = share_batch_memory(cascades, loading["inference"])
-        cascades = [one._replace(cascade=one.cascade.within(shares.network_gib)) for one in cascades]
-        quiet: Callable[..., None] = lambda *_: None  # noqa: E731
-        self.batch = Batch(
-            cascades, resident_bytes(), shares.array_bytes, overwrite, wanted, max(2, num_cases), quiet, quiet, quiet
-        )
+        self.batch = make_batch(cascades, config, max(2, num_cases), Observer())
         return os.uname().nodename
 
     def predict(self, scan: Scan, output: Path, is_retry: bool) -> Outcome:
@@ -112,7 +88,9 @@ class CaseActor:
                 `overwrite`.
         """
         torch.set_num_threads(self.threads)
-        case, batch = BatchCase(scan, output), replace(self.batch, overwrite=False) if is_retry else self.batch
+        case, batch = BatchCase(scan, output), self.batch
+        if is_retry:
+            batch = replace(batch, config=replace(batch.config, overwrite=False))
         data = batch.read(case, True)
         with self.lock:
             if data is None:
@@ -123,28 +101,14 @@ class CaseActor:
         return Outcome(case.messages, case.exit_code, case.report, case.is_skipped)
 
 
-def predict_on_ray(
-    cases: Sequence[BatchCase],
-    cascade: Cascade,
-    *,
-    options: RayOptions,
-    loading: Mapping[str, Any],
-    overwrite: bool,
-    wanted: Wanted,
-    on_begin: Callable[[str, int], None],
-    on_end: Callable[[BatchCase], None],
-) -> None:
+def predict_on_ray(cases: Sequence[BatchCase], cascade: Cascade, config: PredictConfig, observer: Observer) -> None:
     """Segment cases on a Ray cluster and fill in their outcomes.
 
     Args:
         cases: The cases; their paths must mean the same on every node.
         cascade: The cascade as loaded by this process, for the memory of an actor.
-        options: Cluster and resources.
-        loading: Arguments of `load_cascades` in the actors.
-        overwrite: See `predict_scans`.
-        wanted: See `predict_scans`.
-        on_begin: See `predict_scans`.
-        on_end: Called with each case when it is done, in any order.
+        config: Configuration of the prediction.
+        observer: Is told which case begins and ends, the latter in any order.
 
     Raises:
         UserError: If Ray is not installed, no node has the resources, or actors cannot load the weights.
@@ -152,6 +116,7 @@ def predict_on_ray(
     require(has_ray(), "engine=ray: Ray is not installed; run pip install 'medseg[ray]', or choose engine=local")
     import ray
 
+    options, threads = config.ray, config.threads or 1
     address = options.address or os.environ.get("RAY_ADDRESS")
     # Patient data: nothing about the use of a cluster of ours leaves the machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -172,17 +137,13 @@ def predict_on_ray(
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = options.gpus
         if gpus is None:
-            gpus = 1.0 if loading["accelerator"] != "cpu" and any(node.get("GPU", 0) for node in nodes) else 0.0
+            gpus = 1.0 if config.accelerator is not Accelerator.cpu and any(node.get("GPU", 0) for node in nodes) else 0.0
         memory = (
-            math.ceil(2**30 * options.memory_gib)
-            if options.memory_gib
-            else predict_bytes(cascade, cases, loading["inference"], gpus)
+            math.ceil(2**30 * options.memory_gib) if options.memory_gib else predict_bytes(cascade, cases, config.inference, gpus)
         )
-        room = count_room(nodes, {"CPU": float(loading["threads"]), "GPU": gpus, "memory": float(memory)})
-        make = ray.remote(CaseActor).options(
-            num_cpus=loading["threads"], num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR
-        )
-        arguments = (os.getcwd(), loading, overwrite, wanted, len(cases))
+        room = count_room(nodes, {"CPU": float(threads), "GPU": gpus, "memory": float(memory)})
+        make = ray.remote(CaseActor).options(num_cpus=threads, num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR)
+        arguments = (os.getcwd(), replace(config, threads=threads), len(cases))
         num_actors = min(options.num_actors or room, math.ceil(len(cases) / CASES_PER_ACTOR))
         own_node = ray.get_runtime_context().get_node_id()
 
@@ -191,7 +152,7 @@ def predict_on_ray(
             alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
             return own_node not in alive
 
-        cohort = _Cohort(ray, make, arguments, options.retries, lambda name: on_begin(name, len(cases)), on_end, is_lost)
+        cohort = _Cohort(ray, make, arguments, options.retries, observer, is_lost)
         cohort.run(cases, num_actors)
     finally:
         ray.shutdown()
@@ -206,12 +167,12 @@ class _Cohort:
         make: Any,
         arguments: tuple[Any, ...],
         retries: int,
-        on_begin: Callable[[str], None],
-        on_end: Callable[[BatchCase], None],
+        observer: Observer,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.ray, self.make, self.arguments, self.retries = ray, make, arguments, retries
-        self.on_begin, self.on_end, self.is_lost = on_begin, on_end, is_lost
+        self.observer, self.is_lost = observer, is_lost
+        self.num_cases = 0
         self.actors: list[Any] = []  # those that have loaded the weights
         self.starting: dict[Any, Any] = {}  # reference of `load` to its actor
         self.running: dict[Any, tuple[Any, BatchCase]] = {}  # reference of `predict` to its actor and case
@@ -222,6 +183,7 @@ class _Cohort:
     def run(self, cases: Sequence[BatchCase], num_actors: int) -> None:
         """Segment all cases."""
         self.waiting.extend(cases)
+        self.num_cases = len(cases)
         for _ in range(num_actors):
             self.start()
         while self.waiting or self.running:
@@ -250,7 +212,7 @@ class _Cohort:
                 "not segmented: the cluster has lost the node of this command, as where memory is full or a machine "
                 "is switched off; give the same command again, which keeps what is finished"
             ]
-            self.on_end(case)
+            self.observer.case_ends(case)
 
     def start(self) -> None:
         """Ask for an actor; Ray places it when a node has room."""
@@ -289,7 +251,7 @@ class _Cohort:
             if not free or held[actor := min(free, key=held.__getitem__)] >= most:
                 return
             self.waiting.popleft()
-            self.on_begin(case.scan.name)
+            self.observer.case_begins(case.scan.name, self.num_cases)
             is_retry = self.attempts[case.scan.name] > 0
             self.running[actor.predict.remote(case.scan, case.output, is_retry)] = (actor, case)
 
@@ -308,7 +270,7 @@ class _Cohort:
                 self.retry(one, error)
             self.start()
             return
-        self.on_end(case)
+        self.observer.case_ends(case)
 
     def retry(self, case: BatchCase, error: Exception) -> None:
         """Put a case back to the queue, unless it was there too often."""
@@ -320,7 +282,7 @@ class _Cohort:
         case.messages = [
             f"its actor died {self.retries + 1} times ({first_line(error)}); give actors more memory with ray.memory_gib"
         ]
-        self.on_end(case)
+        self.observer.case_ends(case)
 
 
 def has_ray() -> bool:
@@ -347,7 +309,7 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
     return room
 
 
-def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mapping[str, Any], gpus: float) -> int:
+def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], options: InferenceOptions, gpus: float) -> int:
     """Predict the memory of an actor.
 
     With `max_ram_gib` it is that bound. Otherwise it is the largest forecast of the first scans, plus a second scan of that size, which is
@@ -356,11 +318,11 @@ def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], inference: Mappi
     Args:
         cascade: The cascade as loaded by this process.
         cases: The cases.
-        inference: Settings of the prediction.
+        options: Options of the prediction.
         gpus: GPUs of an actor.
     """
-    if inference.get("max_ram_gib"):
-        return math.ceil(inference["max_ram_gib"] * 2**30)
+    if options.max_ram_gib is not None:
+        return math.ceil(options.max_ram_gib * 2**30)
     task, loaded, network = cascade.coarse.task, resident_bytes(), round(cascade.options.budget_gib * 2**30)
     # The forecast of a process with a GPU leaves the network out, which an actor without one holds.
     beside = 0 if gpus or cascade.last.device.type == "cpu" else network

@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.join import paste_percent
-from medseg.data.reference import read_reference
+from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
 from medseg.evaluation.case_viewer import (
     SUFFIX,
@@ -28,6 +27,7 @@ from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.pictures.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
+from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.scans import Scan
 from medseg.preprocess.orient import orient, orientation_of, oriented_grid
 from medseg.task import LabelValues, Task
@@ -48,25 +48,6 @@ DICOM_KINDS = ("dicom_seg", "rtstruct")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Result files that a prediction writes.
-
-    Attributes:
-        save: Kinds of files: `labels`, the keys of `ENDINGS` and of `LABEL_ENDINGS`.
-        dicom_seg: `kind` and `keep_empty_frames` of `write_segmentation`.
-        max_mb: Largest size of a viewer in 10⁶ bytes.
-        labels_column: Column of a case table with references, for viewers; it may be absent.
-        label_values: Value in the references of a case table to label name; empty = the values of the task.
-    """
-
-    save: Sequence[str] = ("labels",)
-    dicom_seg: Mapping[str, Any] = field(default_factory=dict)
-    max_mb: float = 12.0
-    labels_column: str | None = None
-    label_values: LabelValues = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Views:
     """What pictures need of the voxels of a scan, which are dropped once it is segmented.
 
@@ -79,7 +60,7 @@ class Views:
     packed: PackedCase | None = None
 
 
-def result_paths(output: Path, cascade: Cascade, save: Sequence[str]) -> dict[tuple[str, str], Path]:
+def result_paths(output: Path, cascade: Cascade, save: Sequence[Save]) -> dict[tuple[str, str], Path]:
     """List the files of a prediction beside its report.
 
     Args:
@@ -104,7 +85,7 @@ def result_paths(output: Path, cascade: Cascade, save: Sequence[str]) -> dict[tu
     return paths
 
 
-def check_kinds(scan: Scan, save: Sequence[str]) -> None:
+def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
     """Refuse DICOM results of a scan that is no DICOM series.
 
     Raises:
@@ -118,22 +99,22 @@ def check_kinds(scan: Scan, save: Sequence[str]) -> None:
         )
 
 
-def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, wanted: Wanted) -> Views:
+def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, config: PredictConfig) -> Views:
     """Copy what the pictures of a case need of its voxels; the warnings of the result name a reference that cannot be used."""
     slices: Sequence[PreviewSlice] = ()
-    if "preview" in wanted.save:
+    if Save.preview in config.save:
         image, grid, orientation = orient(volume.array, volume.grid)
         slices = cut_slices(image, orientation.to_lps(result.labels), grid.spacing_mm)
-    if "viewer" not in wanted.save:
+    if Save.viewer not in config.save:
         return Views(slices)
     reference = None
     if scan.labels is not None:
         try:
-            reference = _read_reference(scan, scan.labels, volume, task, wanted.label_values)
+            reference = _read_reference(scan, scan.labels, volume, task, file_values(config.data.label_values))
         except (UserError, OSError, ValueError) as error:
             result.warnings.append(f"the viewer shows no reference: {error}")
             result.status = "warnings" if result.status == "ok" else result.status
-    return Views(slices, pack_case(volume.array, result.labels, volume.grid, reference, task, wanted.max_mb))
+    return Views(slices, pack_case(volume.array, result.labels, volume.grid, reference, task, config.viewer.max_mb))
 
 
 def _read_reference(scan: Scan, path: Path, volume: Volume, task: Task, label_values: LabelValues) -> np.ndarray:
@@ -160,7 +141,7 @@ def write_results(
     result: Segmentation,
     views: Views,
     task: Task,
-    wanted: Wanted,
+    config: PredictConfig,
 ) -> None:
     """Write the files of a case, the label map first.
 
@@ -171,7 +152,7 @@ def write_results(
         result: The segmentation.
         views: What the pictures need of the voxels of the scan.
         task: Labels and window.
-        wanted: Options of single kinds.
+        config: Options of single kinds.
 
     Raises:
         UserError: If a file cannot be written.
@@ -207,7 +188,14 @@ def write_results(
 
             slices = open_slices(scan.path, scan.series, task.channels[0].modality, scan.files)
             if kind == "dicom_seg":
-                write_segmentation(path, result.labels, slices, structures, **wanted.dicom_seg)
+                write_segmentation(
+                    path,
+                    result.labels,
+                    slices,
+                    structures,
+                    kind=config.dicom_seg.kind,
+                    keep_empty_frames=config.dicom_seg.keep_empty_frames,
+                )
             else:
                 write_structure_set(path, result.labels, slices, structures)
 

@@ -13,8 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from medseg.cascade.bound import calibrate, count_covered
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
-from medseg.data.cases import file_values
 from medseg.data.importers.formats import read_cases
+from medseg.data.reference import file_values
 from medseg.errors import UserError, require
 from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text

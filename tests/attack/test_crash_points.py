@@ -24,11 +24,13 @@ import torch
 from medseg.data.cache import is_current, prepare_case
 from medseg.data.case_table import read_case_table
 from medseg.errors import UserError
+from medseg.inference.options import InferenceOptions
 from medseg.io.atomic import PART_PREFIX
 from medseg.io.read import read_image
+from medseg.memory.options import Accelerator
 from medseg.prediction.batch import predict_scans
-from medseg.prediction.cascades import EVERY_SPACING_MM
 from medseg.prediction.case import checksums
+from medseg.prediction.options import PredictConfig
 from medseg.preprocess.scale import HuScale
 from medseg.runs.folder import find_run, load_config
 from medseg.runs.results import find_runs, read_run
@@ -227,13 +229,13 @@ def trained(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 def predict_folder(scans: Path, output: Path, checkpoints: tuple[Path, Path]) -> int:
     coarse, fine = ([str(path)] for path in checkpoints)
-    said: list[str] = []
-    cases = predict_scans(
-        scans, output, {"": (coarse, fine, EVERY_SPACING_MM)},
-        inference={"tile_size": None, "half_weights": False, "overlap": 0.5, "budget_gib": 2.0, "tta": False},
-        accelerator="cpu", threads=1, on_begin=lambda *_: None, on_end=lambda case: said.extend(case.messages),
+    config = PredictConfig(
+        input=str(scans), output=str(output), coarse=coarse, fine=fine, accelerator=Accelerator.cpu, threads=1,
+        inference=InferenceOptions(budget_gib=2.0),
     )  # fmt: skip
-    print(*said, sep="\n", flush=True)
+    cases = predict_scans(config)
+    for case in cases:
+        print(*case.messages, sep="\n", flush=True)
     return max(case.exit_code for case in cases)
 
 

@@ -20,9 +20,11 @@ import torch
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_image
+from medseg.memory.options import Accelerator
 from medseg.prediction.batch import predict_scans
-from medseg.prediction.cascades import EVERY_SPACING_MM
+from medseg.prediction.options import PredictConfig
 from medseg.runs.folder import load_config, open_run
 from medseg.training.options import TrainConfig
 from tests.integration import killed_runs
@@ -151,13 +153,14 @@ def predict_in_races(scan: Path, outputs: list[Path], checkpoints: tuple[Path, P
     """Predict a scan to each output, at the same moment as another process predicts another scan."""
     torch.set_num_threads(1)
     coarse, fine = ([str(path)] for path in checkpoints)
-    inference = {"tile_size": None, "half_weights": False, "overlap": 0.5, "budget_gib": 2.0, "tta": False}
+    options = InferenceOptions(budget_gib=2.0)
     for output in outputs:
         barrier.wait(300)
-        (case,) = predict_scans(
-            scan, output, {"": (coarse, fine, EVERY_SPACING_MM)}, inference=inference, accelerator="cpu", threads=1, overwrite=True,
-            on_begin=lambda *_: None, on_end=lambda *_: None,
+        config = PredictConfig(
+            input=str(scan), output=str(output), coarse=coarse, fine=fine, accelerator=Accelerator.cpu, threads=1,
+            overwrite=True, inference=options,
         )  # fmt: skip
+        (case,) = predict_scans(config)
         results.put((output, scan, case.exit_code))
 
 

@@ -18,7 +18,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
-from medseg.inference.options import InferenceOptions
+from medseg.inference.options import Backend, InferenceOptions
 from medseg.models.regional import RegionalNetwork
 from medseg.prediction.export import describe_stage
 from medseg.runs.signature import plain
@@ -64,13 +64,13 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
 def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(norm: str, tmp_path: Path) -> None:
     path, image = tmp_path / "w.safetensors", torch.randn(1, 1, 64, 64, 64)
     write(path, compose(f"model.norm={norm}"))
-    full, half = (load_stage(path, "fine", CPU, "bf16", (), half_weights) for half_weights in (False, True))
+    full, half = (load_stage(path, "fine", CPU, "bf16", (), InferenceOptions(half_weights=is_half)) for is_half in (False, True))
     sizes = [sum(weight.nbytes for weight in stage.network.parameters()) for stage in (full, half)]
     assert sizes[1] < 0.52 * sizes[0]
     with torch.inference_mode():
         assert torch.equal(full.serve(0, image, 0), half.serve(0, image, 0))
     with pytest.raises(UserError, match=r"inference\.half_weights=true: the fine stage runs in fp32; give precision=bf16"):
-        load_stage(path, "fine", CPU, "fp32", (), True)
+        load_stage(path, "fine", CPU, "fp32", (), InferenceOptions(half_weights=True))
 
 
 def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of_the_training(
@@ -85,13 +85,13 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
     load_stage(path, "fine", CPU)
     monkeypatch.setattr(stages, "inference_precision", lambda *_: "fp32")
     load_stage(path, "fine", CPU, "fp32")
-    load_stage(path, "fine", CPU, backend="torch")
+    load_stage(path, "fine", CPU, options=InferenceOptions(backend=Backend.torch))
     assert used == []
     load_stage(path, "fine", CPU)
-    load_stage(path, "fine", CPU, "bf16", backend="openvino")
+    load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(backend=Backend.openvino))
     assert used == ["fp32", "bf16"]
     with pytest.raises(UserError, match=r"inference\.half_weights=true works with inference\.backend=torch only"):
-        load_stage(path, "fine", CPU, "bf16", (), True, backend="openvino")
+        load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(half_weights=True, backend=Backend.openvino))
 
 
 def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
@@ -234,7 +234,7 @@ def test_half_precision_weights_run_on_a_processor_without_half_precision(
 ) -> None:
     path, image = tmp_path / "w.safetensors", torch.randn(1, 32, 32, 32)
     write(path, compose())
-    half = load_stage(path, "fine", CPU, "bf16", (), half_weights=True)
+    half = load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(half_weights=True))
     monkeypatch.setattr("medseg.cascade.stage.inference_precision", lambda *_: "fp32")
     weights = [weight.dtype for weight in half.network.parameters()]
     on_cpu = half._on_cpu()

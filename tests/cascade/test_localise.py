@@ -11,7 +11,6 @@ from oracle import OBLIQUE, TASK, CoarseOracle, stage
 from medseg.cascade.localise import Localisation, localise, locate_regions, lone_side_warnings, remove_impossible
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import region_crop
-from medseg.inference.options import InferenceOptions
 from medseg.task import Channel, Region, is_side_pair
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
@@ -23,7 +22,7 @@ def locate(*blocks: tuple[tuple[slice, slice, slice], int]) -> Localisation:
     labels = np.zeros(COARSE.shape, dtype=np.uint8)
     for block, value in blocks:
         labels[block] = value
-    return locate_regions(labels, COARSE, TASK, InferenceOptions())
+    return locate_regions(labels, COARSE, TASK)
 
 
 def test_plausible_regions_give_tight_boxes_and_no_warning() -> None:
@@ -89,7 +88,7 @@ def test_sides_with_different_labels_stay_as_they_are() -> None:
     _, lung, grid = half_chest("right")
     mixed = np.where(lung, 1, 0).astype(np.uint8)
     mixed[:, ::2][lung[:, ::2]] = 3
-    assert set(np.unique(locate_regions(mixed, grid, lobes, InferenceOptions()).labels)) == {0, 1, 3}
+    assert set(np.unique(locate_regions(mixed, grid, lobes).labels)) == {0, 1, 3}
 
 
 def test_crumbs_do_not_move_the_box_and_large_parts_stay() -> None:

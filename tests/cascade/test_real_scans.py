@@ -44,7 +44,7 @@ def test_reference_lungs_come_back_on_the_scanners_grid(shared_ct: Path) -> None
         volume = read_labels(shared_ct / case["labels"])
         labels, grid, orientation = orient(volume.array, volume.grid)
         coarse, fine = grid.resampled((2.0, 2.0, 2.0)), grid.resampled((1.0, 1.0, 1.0))
-        found = locate_regions(resample_labels(labels, grid, coarse, 3).numpy(), coarse, TASK, InferenceOptions())
+        found = locate_regions(resample_labels(labels, grid, coarse, 3).numpy(), coarse, TASK)
         assert set(found.boxes) == {"left_lung", "right_lung"}
         assert not any("wrong sides" in warning for warning in found.warnings)
         results = []

@@ -89,10 +89,10 @@ def test_tiles_of_another_size_than_in_training_are_warned_of(trained_on: tuple[
 
 
 def test_only_the_included_weights_are_told_what_tiles_were_measured_to_change() -> None:
-    own = load_cascade(None, None, accelerator="cpu", tile_size=(96, 96, 96))
+    own = load_cascade(None, None, accelerator="cpu", options=InferenceOptions(tile_size=(96, 96, 96)))
     assert "Dice of 0.96 to 0.99" in own.stages[-1].warnings[0]
     paths = [[shipped_weights("lungs", name)] for name in ("coarse", "fine")]
-    given = load_cascade(*paths, accelerator="cpu", tile_size=(96, 96, 96))
+    given = load_cascade(*paths, accelerator="cpu", options=InferenceOptions(tile_size=(96, 96, 96)))
     assert "Dice" not in given.stages[-1].warnings[0]
 
 

@@ -12,7 +12,7 @@ from pydicom.sr._concepts_dict import concepts
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig, PrepareConfig
-from medseg.data.cases import file_values
+from medseg.data.reference import file_values
 from medseg.task import Channel, Region, Task
 from medseg.task_options import make_task
 from medseg.training.options import TrainConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -64,13 +65,13 @@ def test_openvino_is_a_choice_only_where_its_memory_fits(
     class LoadedError(Exception):
         pass
 
-    def load_stages(*arguments: object) -> None:
-        raise LoadedError(arguments[-1])
+    def load_stages(*arguments: Any) -> None:
+        raise LoadedError(arguments[-1].backend)
 
     monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * 2**20)
     monkeypatch.setattr(contract, "memory_limit_bytes", lambda: machine_gib * 2**30)
     monkeypatch.setattr(cascades, "load_stages", load_stages)
-    options = InferenceOptions(budget_gib=budget_gib)
+    options = InferenceOptions(budget_gib=budget_gib, backend=backend, max_ram_gib=max_ram_gib)
     with pytest.raises(LoadedError) as loaded:
-        load_cascade([], [], backend=backend, max_ram_gib=max_ram_gib, options=options)
+        load_cascade([], [], options=options)
     assert loaded.value.args == (used,)

@@ -21,7 +21,7 @@ from medseg.cascade.load import load_stage
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
 from medseg.inference.openvino import core
-from medseg.inference.options import InferenceOptions
+from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.read import read_image
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
@@ -144,7 +144,10 @@ def test_the_output_and_the_region_must_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.onnx", "model.xml"])
 def test_the_cascade_gives_the_same_labels_with_exported_networks(name: str, shared_ct: Path, tmp_path: Path) -> None:
     """Label maps of three scans, with both networks of the cascade replaced by their exported files."""
-    stages = [load_stage(shipped_weights("lungs", one), None, CPU, "fp32", backend="torch") for one in ("coarse", "fine")]
+    stages = [
+        load_stage(shipped_weights("lungs", one), None, CPU, "fp32", options=InferenceOptions(backend=Backend.torch))
+        for one in ("coarse", "fine")
+    ]
     cascade = Cascade(*stages, InferenceOptions())
     scans = [read_image(shared_ct / case / "ct.nii.gz") for case in ("cip_ct64", "acrin_001_tp1", "elastix_right_lung")]
     ours = [cascade.segment(scan).labels for scan in scans]

@@ -22,10 +22,11 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
 from medseg.io.write import write_image
 from medseg.memory.profile import resident_bytes
 from medseg.prediction import ray_engine
-from medseg.prediction.batch import BatchCase
+from medseg.prediction.batch import BatchCase, Observer
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.forecast import forecast
 from medseg.prediction.options import PredictConfig
@@ -139,12 +140,21 @@ class SimpleActor:
         self.number, self.load, self.predict = number, load, predict
 
 
+class Ended(Observer):
+    """Notes the cases that end."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def case_ends(self, case: BatchCase) -> None:
+        self.names.append(case.scan.name)
+
+
 def run_cohort(fake: FakeRay, num_actors: int, retries: int = 2) -> tuple[list[BatchCase], list[str]]:
     cases = [BatchCase(Scan(f"case{number}", Path("x")), Path("y")) for number in range(NUM_SCANS)]
-    ended: list[str] = []
-    cohort = ray_engine._Cohort(fake, fake, (), retries, lambda _: None, lambda case: ended.append(case.scan.name))
-    cohort.run(cases, num_actors)
-    return cases, ended
+    ended = Ended()
+    ray_engine._Cohort(fake, fake, (), retries, ended).run(cases, num_actors)
+    return cases, ended.names
 
 
 def test_the_cases_of_dead_actors_go_to_others_and_each_ends_once() -> None:
@@ -170,18 +180,9 @@ def test_a_cluster_without_its_node_ends_with_the_remaining_cases_named() -> Non
     """Ray reports the actors as dead, takes requests for others, and never starts them."""
     fake = FakeRay(lambda *_: False)
     cases = [BatchCase(Scan(f"case{number}", Path("x")), Path("y")) for number in range(NUM_SCANS)]
-    ended: list[str] = []
-    cohort = ray_engine._Cohort(
-        fake,
-        fake,
-        (),
-        2,
-        lambda _: None,
-        lambda case: ended.append(case.scan.name),
-        is_lost=lambda: len(fake.written) == 7,
-    )
-    cohort.run(cases, 3)
-    assert sorted(ended) == sorted(case.scan.name for case in cases)
+    ended = Ended()
+    ray_engine._Cohort(fake, fake, (), 2, ended, lambda: len(fake.written) == 7).run(cases, 3)
+    assert sorted(ended.names) == sorted(case.scan.name for case in cases)
     lost = [case for case in cases if case.exit_code]
     assert len(lost) == NUM_SCANS - 7
     assert all("give the same command again" in case.messages[0] for case in lost)
@@ -266,12 +267,12 @@ def test_the_nodes_have_room_for_whole_actors() -> None:
 def test_the_memory_of_an_actor_follows_its_bound_or_the_largest_scan(checkpoint: Path, scans: Path, tmp_path: Path) -> None:
     cascade = load_cascade([checkpoint], None, accelerator="cpu")
     cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
-    assert ray_engine.predict_bytes(cascade, cases, {"max_ram_gib": 1.5}, 0) == 1.5 * 2**30
+    assert ray_engine.predict_bytes(cascade, cases, InferenceOptions(max_ram_gib=1.5), 0) == 1.5 * 2**30
     large = VoxelGrid((200, 300, 300), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), np.eye(3).tolist())
     write_image(tmp_path / "large.nii.gz", np.zeros(large.shape, np.int16), large)
     missing, other = (BatchCase(Scan(name, tmp_path / name), tmp_path / "x") for name in ("none.nii.gz", "large.nii.gz"))
     bytes_none, bytes_small, bytes_large = (
-        ray_engine.predict_bytes(cascade, [missing, *some], {}, 0) for some in ([], [cases[0]], [cases[0], other])
+        ray_engine.predict_bytes(cascade, [missing, *some], InferenceOptions(), 0) for some in ([], [cases[0]], [cases[0], other])
     )
     loaded, voxels = resident_bytes(), 200 * 300 * 300
     one_case, budget = forecast(cascade, large, loaded).peak_bytes, cascade.options.budget_gib * 2**30
@@ -287,7 +288,7 @@ def test_an_actor_without_a_gpu_holds_the_network_also_where_the_driver_has_one(
     cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
     monkeypatch.setattr(ray_engine, "resident_bytes", lambda: 2**28)
     monkeypatch.setattr(cascade.last, "device", torch.device("cuda"))
-    with_gpu, without = (ray_engine.predict_bytes(cascade, cases, {}, gpus) for gpus in (1, 0))
+    with_gpu, without = (ray_engine.predict_bytes(cascade, cases, InferenceOptions(), gpus) for gpus in (1, 0))
     assert without == with_gpu + cascade.options.budget_gib * 2**30
 
 
@@ -301,7 +302,7 @@ def test_a_budget_that_usual_crops_exceed_is_left_to_the_actors(
         raise UserError("crops of usual size exceed the budget")
 
     monkeypatch.setattr(ray_engine, "forecast", exceeded)
-    assert ray_engine.predict_bytes(cascade, cases, {}, 0) > cascade.options.budget_gib * 2**30
+    assert ray_engine.predict_bytes(cascade, cases, InferenceOptions(), 0) > cascade.options.budget_gib * 2**30
 
 
 @pytest.mark.slow

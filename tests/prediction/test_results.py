@@ -235,17 +235,13 @@ def test_two_cases_do_not_share_a_result_file(tmp_path: Path, scans: Path) -> No
 
 def test_steps_are_announced_in_their_order(scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int, int]] = []
-    predict_scans = app.predict_scans
+    show = app.Display.step_begins
 
-    def watched(*arguments: object, **options: object) -> object:
-        show = options.pop("on_step")
-        options["on_step"] = lambda name, step, number, total: (
-            seen.append((step, number, total)),
-            show(name, step, number, total),
-        )
-        return predict_scans(*arguments, **options)  # type: ignore[arg-type]
+    def watched(display: app.Display, name: str, step: str, number: int, total: int) -> None:
+        seen.append((step, number, total))
+        show(display, name, step, number, total)
 
-    monkeypatch.setattr(app, "predict_scans", watched)
+    monkeypatch.setattr(app.Display, "step_begins", watched)
     assert predict(scans / "a.nii.gz", tmp_path / "a.nrrd") == 0
     steps = ["read", "localise", "refine_left_lung", "refine_right_lung", "join", "write"]
     assert seen == [(step, number, 6) for number, step in enumerate(steps)]

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from highdicom import AlgorithmIdentificationSequence, PlanePositionSequence
@@ -30,7 +29,7 @@ def write_segmentation(
     slices: SourceSlices,
     structures: Sequence[Structure],
     *,
-    kind: Literal["binary", "labelmap"] = "binary",
+    kind: str = "binary",
     keep_empty_frames: bool = False,
 ) -> None:
     """Write a label map as DICOM SEG on the slices of its source series, whole or not at all.

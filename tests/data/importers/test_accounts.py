@@ -30,10 +30,9 @@ from layouts import (
 )
 from pydicom import dcmread
 
-from medseg.data.cases import file_values
 from medseg.data.importers.dataset import DataSet
 from medseg.data.importers.formats import import_dataset
-from medseg.data.reference import read_reference
+from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
 
 CASES = ["chest_000", "chest_001", "chest_002"]

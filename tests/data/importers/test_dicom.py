@@ -10,10 +10,9 @@ import pytest
 from layouts import LEFT, blocks, make_dicom, make_totalsegmentator
 from pydicom import dcmread
 
-from medseg.data.cases import file_values
 from medseg.data.importers.dicom import import_dicom
 from medseg.data.importers.formats import import_dataset
-from medseg.data.reference import read_reference
+from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
 
 
