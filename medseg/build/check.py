@@ -30,7 +30,7 @@ from medseg.errors import UserError, first_line, require
 from medseg.io.names import is_utf8
 from medseg.memory.switches import select_blocks
 from medseg.models.blocks import InstanceNorm
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 
 # The one logger that writes its files with Python alone, and so to a folder of any name.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
@@ -170,7 +170,7 @@ def _refused_by(group: str, node: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
+def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     """Refuse input sizes that the network does not accept; `medseg.config.rules` checks those of our UNet."""
     if stated_divisor(config.model, config.spacing) is None:
         norms = (InstanceNorm, _InstanceNorm)
@@ -189,7 +189,7 @@ def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
         )
 
 
-def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_norm: bool) -> None:
+def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: bool) -> None:
     """Refuse switches that the network does not allow; `medseg.config.rules` checks those of our UNet."""
     policy = config.memory.checkpointing
     if policy not in ("none", []) and not network.traits.blocks:

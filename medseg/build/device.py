@@ -66,18 +66,16 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
             raise UserError(f"model.{error}") from error
     if len(gpus) < 2:
         raise UserError(f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out")
-    region = torch.zeros(1, dtype=torch.int64)
     memory = count_step(
         lambda: make_network(config),
         (1, len(make_task(config.task).channels), *(config.stage.patch_size or config.spacing.size or (128, 128, 128))),
         loss=make_loss(config),
         make_optimizer=bind_target("optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets),
         precision=config.memory.precision.value,
-        call=lambda network, image: network(image, region),
     )
     # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
     held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
     weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
-    in_order = dict.fromkeys((*memory.order, *parts))  # networks of other regions did not run in the counted step
+    in_order = dict.fromkeys((*memory.order, *parts))  # parts that did not run in the counted step come last
     sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in in_order}
     return plan_device_map(sizes, gpus)

@@ -9,19 +9,19 @@ from torch import nn
 
 from medseg.build.task import make_task
 from medseg.config.rules import choose_strides, stated_divisor
-from medseg.config.schema import UNET, SpacingConfig, StageConfig, TrainConfig
+from medseg.config.schema import UNET, SpacingConfig, StageName, TrainConfig
 from medseg.config.targets import TARGET, bind_arguments, import_target
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits
-from medseg.models.regional import RegionalNetwork, input_channels
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 from medseg.strides import level_strides
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
 
-def make_network(config: TrainConfig) -> RegionalNetwork:
+def make_network(config: TrainConfig) -> StageNetwork:
     """Make the network of a configuration, with fresh weights.
 
     Raises:
@@ -33,23 +33,22 @@ def make_network(config: TrainConfig) -> RegionalNetwork:
             check_arguments(node)  # what `predict` would refuse is refused before training
         except ValueError as error:
             raise UserError(f"model: {error}") from error
-    return make_described_network(node, make_task(config.task), region_mode_of(config.stage), config.trusted_targets)
+    return make_described_network(node, make_task(config.task), config.stage.name.value, config.trusted_targets)
 
 
-def make_described_network(node: dict[str, Any], task: Task, region_mode: str, trusted: Sequence[str] = ()) -> RegionalNetwork:
+def make_described_network(node: dict[str, Any], task: Task, stage: str, trusted: Sequence[str] = ()) -> StageNetwork:
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
     Args:
         node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target and mean our UNet.
-        task: Gives the number of classes and regions.
-        region_mode: `whole` for the coarse stage, else a mode of `RegionalNetwork`.
+        task: Gives the number of channels and classes.
+        stage: `coarse` or `fine`.
         trusted: Prefixes of `trusted_targets`, of the present command.
 
     Raises:
         UserError: If the class is not trusted, or the arguments contradict each other.
     """
-    is_whole = region_mode == "whole"
-    num_classes = task.num_classes if is_whole else task.num_region_classes
+    num_classes = task.num_region_classes if stage == StageName.fine else task.num_classes
     node = {TARGET: UNET, **node}
     found = import_target("model", "model", node, trusted)
     stated = {name: node.pop(name, None) for name in ("divisor", "blocks")}
@@ -61,15 +60,12 @@ def make_described_network(node: dict[str, Any], task: Task, region_mode: str, t
         )()
         return network
 
-    in_channels = len(task.channels)
-    channels = input_channels(in_channels, region_mode)
+    channels = len(task.channels)
     try:
         traits = _find_traits(
             lambda: make(channels), repr((found, node, stated)), channels, num_classes, stated, node.get("img_size")
         )
-        return RegionalNetwork(
-            make, in_channels=in_channels, num_regions=1 if is_whole else len(task.regions), mode=region_mode, traits=traits
-        )
+        return StageNetwork(make, in_channels=channels, traits=traits)
     except UserError:
         raise
     except Exception as error:  # of any class that the configuration names
@@ -113,17 +109,12 @@ def find_divisor(config: TrainConfig) -> tuple[int, int, int]:
     return make_network_on_meta(config).divisor
 
 
-def make_network_on_meta(config: TrainConfig) -> RegionalNetwork:
+def make_network_on_meta(config: TrainConfig) -> StageNetwork:
     """Make the network of a configuration without memory and values."""
     return build_on_meta(lambda: make_network(config))
 
 
-def region_mode_of(stage: StageConfig) -> str:
-    """Name how the regions share the network; the coarse stage predicts all of them at once (`whole`)."""
-    return stage.region_mode.value if stage.region_mode else "whole"
-
-
-def load_initial_weights(network: RegionalNetwork, config: TrainConfig) -> None:
+def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """Copy the weights of `init_from` into a new network; without `init_from` nothing changes.
 
     Raises:
@@ -133,12 +124,10 @@ def load_initial_weights(network: RegionalNetwork, config: TrainConfig) -> None:
         return
     given = f"init_from={config.init_from}"
     metadata, weights = read_weights(Path(config.init_from), config.stage.name.value, "init_from")
-    ours = {"model": _with_defaults(network_node(config.model, config.spacing)), "region_mode": region_mode_of(config.stage)}
-    theirs = {"model": _with_defaults(metadata["model"]), "region_mode": metadata["region_mode"]}
+    ours = _with_defaults(network_node(config.model, config.spacing))
+    theirs = _with_defaults(metadata["model"])
     if ours != theirs:
-        raise UserError(
-            f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model and region_mode"
-        )
+        raise UserError(f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model")
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:

@@ -15,18 +15,18 @@ import torch
 from medseg.build.cases import find_sources
 from medseg.build.device import make_device_map, pick_device, propose_workers
 from medseg.build.extensions import make_loggers, make_loss, make_metrics, make_transforms
-from medseg.build.network import find_divisor, make_network_on_meta, network_node, region_mode_of
+from medseg.build.network import find_divisor, make_network_on_meta, network_node
 from medseg.build.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.build.spacing import make_grid_rule
 from medseg.build.stages import load_stage
 from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
 from medseg.build.versions import collect_versions
-from medseg.config.schema import Profiler, RegionMode, SpacingDraw, StageName, Strategy, TrainConfig
+from medseg.config.schema import Profiler, SpacingDraw, StageName, Strategy, TrainConfig
 from medseg.data.case_table import CaseSource
 from medseg.errors import UserError, require
 from medseg.memory.precision import lightning_precision, set_tf32
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule, StageInput
 from medseg.training.module import SegmentationModule
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[str, Any]) -> SegmentationModule:
+def make_module(config: TrainConfig, network: StageNetwork, metadata: dict[str, Any]) -> SegmentationModule:
     """Join a network with the switches, the loss and the optimisation of a configuration.
 
     Args:
@@ -153,8 +153,7 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
 
         return DeviceMapStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
     if trainer.strategy is Strategy.ddp and (
-        config.stage.region_mode is RegionMode.separate
-        or 0 in (config.loss.get("output_weights") or ())  # an output that no loss sees
+        0 in (config.loss.get("output_weights") or ())  # an output that no loss sees
         or make_network_on_meta(config).traits.has_unused
     ):
         return "ddp_find_unused_parameters_true"
@@ -184,8 +183,6 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
         elsewhere_share=stage.elsewhere_share or 0.0,
         region_margin_mm=stage.region_margin_mm or 0.0,
         box_jitter_mm=stage.box_jitter_mm or 0.0,
-        is_mirrored=stage.region_mode is RegionMode.mirrored,
-        is_separate=stage.region_mode is RegionMode.separate,
         tile_size=config.inference.tile_size,
     )
     task = make_task(config.task)
@@ -222,8 +219,7 @@ def make_views(config: TrainConfig) -> list[View]:
     task = make_task(config.task)
     if config.stage.name is StageName.coarse:
         return [View({value: name for name, value in task.labels.items()}, False)]
-    is_mirrored = config.stage.region_mode is RegionMode.mirrored
-    return [View(dict(enumerate(region.labels, start=1)), is_mirrored and region.side == "right") for region in task.regions]
+    return [View(dict(enumerate(region.labels, start=1)), region.side == "right") for region in task.regions]
 
 
 def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +242,6 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
         "add_parts_mm": stage.add_parts_mm,
-        "region_mode": region_mode_of(config.stage),
         "precision": config.memory.precision.value,
         "model": network_node(config.model, config.spacing),
         "config": plain_config,

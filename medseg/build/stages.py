@@ -65,11 +65,9 @@ def load_stage(
         check_ranges(metadata, len(weights))
         task = with_known_labels(Task.from_dict(metadata["task"]))
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
-        shapes = build_on_meta(
-            lambda: make_described_network(metadata["model"], task, metadata["region_mode"], trusted), may_compute=bool(trusted)
-        )
+        shapes = build_on_meta(lambda: make_described_network(metadata["model"], task, name, trusted), may_compute=bool(trusted))
         shapes.load_state_dict(weights, assign=True)
-        network = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
+        network = make_described_network(metadata["model"], task, name, trusted)
         trained_in = Precision(metadata["precision"]).value
         lacks_half = precision is None and trained_in in HALF and device.type == "cpu"
         precision = precision or inference_precision(trained_in, device.type)
@@ -84,7 +82,6 @@ def load_stage(
             tile_size=network.traits.fixed_size or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
             region_margin_mm=float(metadata["region_margin_mm"]),
             add_parts_mm=float(metadata["add_parts_mm"]) if metadata.get("add_parts_mm") else None,
-            region_mode=metadata["region_mode"],
             precision=precision,
             device=device,
             rule=GridRule(**metadata.get("grid_rule", {})),
@@ -166,7 +163,6 @@ def load_stages(
             "least_size",
             "region_margin_mm",
             "add_parts_mm",
-            "region_mode",
             "precision",
         ):
             ours, theirs = getattr(first, name), getattr(other, name)

@@ -5,11 +5,11 @@ from torch import nn
 from medseg.config.schema import MemoryConfig
 from medseg.errors import UserError
 from medseg.memory.switches import apply_switches
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 
 
 def switch_on(
-    network: RegionalNetwork,
+    network: StageNetwork,
     memory: MemoryConfig,
     device_type: str,
     *,

@@ -531,11 +531,11 @@ def refine(
             )
         ]
     )
-    # In the mode `mirrored` right sides look like left ones to the network.
-    flipped = [X_AXIS] if stage.region_mode == "mirrored" and region.side == "right" else []
+    # Right sides look like left ones to the network.
+    flipped = [X_AXIS] if region.side == "right" else []
     if flipped:
         image = _flipped(image, flipped)
-    prediction = stage.predict_probs(image, stage.task.regions.index(region), options or CascadeOptions())
+    prediction = stage.predict_probs(image, options or CascadeOptions())
     # Copied even without an axis: a view would keep the background and the classes of other regions in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
     std = prediction.std

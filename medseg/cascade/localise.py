@@ -99,7 +99,7 @@ def predict_body(
         normalise(erase_outside(cut(one, lattice, crop, outside, stage.resampling), crop, outside), intensity)
         for one, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
     ]
-    return stage.predict_probs(stacked(seen), 0, options), crop, resampled[0], lattice
+    return stage.predict_probs(stacked(seen), options), crop, resampled[0], lattice
 
 
 def stacked(channels: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ def export(config: ExportConfig) -> int:
     """
     stage = load_stage(Path(config.checkpoint), None, torch.device("cpu"), "fp32", config.trusted_targets, backend="torch")
     output = Path(config.output)
-    exported = export_stage(stage, output, config.region)
+    exported = export_stage(stage, output)
     size = (
         f"any size in multiples of {'×'.join(map(str, stage.divisor))} voxels (z, y, x)"
         if exported.fixed_size is None

@@ -24,7 +24,6 @@ from medseg.config.schema import (
     PrepareConfig,
     RecipeConfig,
     RegionFrom,
-    RegionMode,
     Resampling,
     SpacingConfig,
     SpacingStrategy,
@@ -50,7 +49,7 @@ OWN_SPACING_KEYS = {
     "range_mm": SpacingStrategy.multi_scale,
     "draw": SpacingStrategy.multi_scale,
 }
-FINE_KEYS = ("region_mode", "region_margin_mm", "region_from", "box_jitter_mm")
+FINE_KEYS = ("region_margin_mm", "region_from", "box_jitter_mm")
 
 
 def check_rules(config: Any) -> None:
@@ -484,7 +483,7 @@ def _rank_rules(config: TrainConfig) -> Rules:
     kinds = {str(device).partition(":")[0] for device in device_map.values()} if isinstance(device_map, dict) else set()
     kinds |= {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set()}[trainer.accelerator]
     is_half = memory.precision in (Precision.bf16, Precision.fp16)
-    is_batch, is_separate = is_batch_norm(config.model), stage.region_mode is RegionMode.separate
+    is_batch = is_batch_norm(config.model)
     excluded_by_map = [
         (f"trainer.devices={trainer.devices}", ranks > 1, "one rank uses all devices of the map"),
         ("memory.offload=true", memory.offload, "the device map already places the activations"),
@@ -512,11 +511,6 @@ def _rank_rules(config: TrainConfig) -> Rules:
             not trainer.sync_batchnorm or is_batch or config.model[TARGET] != UNET,
             f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.get('norm')}; choose "
             "trainer.sync_batchnorm=false",
-        ),
-        (
-            not (trainer.sync_batchnorm and is_separate),
-            "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate (in one step the ranks may run "
-            "different networks, whose collective operations would not match); change one",
         ),
         (
             stage.batch_size % share == 0,
@@ -661,8 +655,8 @@ def _stage_rules(config: TrainConfig) -> Rules:
             "stage.region_from=coarse and stage.coarse=<checkpoint> go together; give both or neither",
         ),
         (
-            stage.region_mode is RegionMode.separate or len(set(counts.values())) == 1,
-            f"stage.region_mode={stage.region_mode} shares one network, but the regions have {counts} labels; choose "
-            "stage.region_mode=separate",
+            len(set(counts.values())) == 1,
+            f"stage=fine: one network segments all regions, but they have {counts} labels; give each the same number of "
+            "labels, or choose stage=single task.regions=null",
         ),
     ]

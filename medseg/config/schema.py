@@ -34,7 +34,6 @@ class Knob(NamedTuple):
 
 
 StageName = StrEnum("StageName", ["coarse", "fine"])
-RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.regional`
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 Modality = StrEnum("Modality", ["ct", "mr", "other"])
@@ -191,10 +190,6 @@ class StageConfig:
         float | None, Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]")
     ]
     elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")]
-    region_mode: Annotated[
-        RegionMode | None,
-        Knob("Fine networks. mirrored: one, right crops flipped; separate: one per region; side_input: one, side as channel."),
-    ]
     region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
     region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
     box_jitter_mm: Annotated[
@@ -823,7 +818,6 @@ class ExportConfig:
 
     checkpoint: Annotated[str, Knob("Checkpoint or .safetensors of one stage.")]
     output: Annotated[str, Knob("model.onnx, or model.xml (OpenVINO).")]
-    region: Annotated[Text, Knob("Region that the network is for; with stage.region_mode=separate or side_input only.")]
     trusted_targets: Annotated[
         list[str], Knob("Prefixes of classes beyond the white list that the checkpoint may name ([my_package.]).")
     ]

@@ -118,7 +118,8 @@ class Samples(Dataset[Sample]):
 
     A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region. Samples 0 … len-1 go once through all items
     (cases, or pairs of a case and a region that it has) in a random order, the next len samples in another random order, and so on
-    without end. The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
+    without end. Regions on the patient's right are mirrored along x, so that all look like left ones.
+    The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
 
     Args:
         cases: Cases with labels.
@@ -133,7 +134,6 @@ class Samples(Dataset[Sample]):
         max_voxels: Coarse stage: bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
         slab_share: Coarse stage: share of samples that are cut to a random range of slices, as if no more had been scanned.
         side_share: Coarse stage: share of samples that are cut to a random range of columns: half chests.
-        is_mirrored: Fine stage: whether regions on the patient's right are mirrored along x, so that all look like left ones.
         boundary_share: Share of patches that contain a voxel at the boundary of the region (fine stage) or of a label of the case
             (coarse stage; each label is chosen equally often).
         elsewhere_share: Fine stage: share of samples that are cut anywhere in the scan, whether the region is there or not.
@@ -160,7 +160,6 @@ class Samples(Dataset[Sample]):
         max_voxels: int | None = None,
         slab_share: float = 0.0,
         side_share: float = 0.0,
-        is_mirrored: bool = False,
         boundary_share: float = 0.0,
         elsewhere_share: float = 0.0,
         train_trust: Collection[str] | None = None,
@@ -188,7 +187,7 @@ class Samples(Dataset[Sample]):
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
         self.task, self.crops, self.seed, self.is_coarse = task, crops, seed, is_coarse
         self.patch_size, self.augmentation, self.jitter = patch_size, augmentation, jitter
-        self.max_voxels, self.slab_share, self.is_mirrored = max_voxels, slab_share, is_mirrored
+        self.max_voxels, self.slab_share = max_voxels, slab_share
         self.boundary_share, self.elsewhere_share, self.side_share = boundary_share, elsewhere_share, side_share
 
     def __len__(self) -> int:
@@ -222,7 +221,7 @@ class Samples(Dataset[Sample]):
                 target = torch.from_numpy(classes[target.numpy()])
             part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
             inside = torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
-            if self.is_mirrored and region is not None and region.side == "right":
+            if region is not None and region.side == "right":
                 image, target = image.flip(3), target.flip(2)
                 inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:

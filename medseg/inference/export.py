@@ -16,7 +16,7 @@ from torch import Tensor
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.inference.openvino import convert as convert_to_openvino
 from medseg.inference.openvino import core, to_ir
-from medseg.models.regional import Logits
+from medseg.models.stage_network import Logits
 
 Shape = tuple[int, int, int]
 Run = Callable[[Tensor], Tensor]

@@ -34,7 +34,7 @@ def apply_switches(
     what the blocks still save), compilation (of everything).
 
     Args:
-        network: Network with a method `blocks()` that names its blocks, like `RegionalNetwork`.
+        network: Network with a method `blocks()` that names its blocks, like `StageNetwork`.
         checkpointing: `none`, `sqrt`, `all` or names of blocks or levels.
         offload: Keep saved activations in host memory.
         channels_last: Use the channels-last memory layout.

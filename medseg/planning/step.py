@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from medseg.build.device import pick_device_type
@@ -107,7 +106,6 @@ def count_memory(
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
     memory, samples = config.memory, samples or samples_per_rank(config)
-    region = torch.zeros(samples, dtype=torch.int64)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
     uncompiled = replace(memory, compile=False)
     # Only GPUs train in fp16.
@@ -128,7 +126,6 @@ def count_memory(
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,
-            call=lambda network, image: network(image) if make_baseline else network(image, region),
             compute=compute,
             is_gpu=is_gpu and not compute,
             timeline=timeline,
@@ -171,11 +168,11 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     Returns:
         Bytes beside weights, image and operations, and the operations of the case or of one tile.
     """
-    region, tile_size = torch.zeros(1, dtype=torch.int64), config.inference.tile_size
+    tile_size = config.inference.tile_size
     channels, divisor = len(make_task(config.task).channels), find_divisor(config)
 
     def call(network: nn.Module, image: Tensor) -> Tensor:
-        probs = predict_probs(lambda part: network(part, region), image, tile_size=None, overlap=0.0, divisor=divisor)
+        probs = predict_probs(network, image, tile_size=None, overlap=0.0, divisor=divisor)
         return probs if tile_size else most_probable(probs)
 
     def make() -> nn.Module:

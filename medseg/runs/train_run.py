@@ -21,7 +21,7 @@ from medseg.runs.status import end_of, num_oom_kills, status_of
 from medseg.training.preemption import STOP
 
 if TYPE_CHECKING:
-    from medseg.models.regional import RegionalNetwork
+    from medseg.models.stage_network import StageNetwork
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -160,7 +160,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     return summary
 
 
-def describe_run(config: TrainConfig, network: "RegionalNetwork") -> str:
+def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     """Describe the network of a run and the switches that are on, in one line."""
     from medseg.memory.switches import select_blocks
 

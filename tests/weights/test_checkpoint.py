@@ -179,7 +179,7 @@ def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_p
     assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network of its metadata (")
 
 
-CARD_KEYS = ("stage", "task", "spacing_mm", "tile_size", "region_margin_mm", "region_mode", "precision", "model")
+CARD_KEYS = ("stage", "task", "spacing_mm", "tile_size", "region_margin_mm", "precision", "model")
 
 
 @pytest.mark.parametrize("key", CARD_KEYS)
@@ -200,6 +200,26 @@ def test_damaged_metadata(checkpoint: Checkpoint, tmp_path: Path, key: str, valu
     else:
         assert sentence.startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
         assert sentence.endswith("); take another copy")
+
+
+@pytest.mark.parametrize("value", ["missing", None, "whole", "mirrored"])
+def test_region_modes_of_older_checkpoints_that_are_left(checkpoint: Checkpoint, tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "a.ckpt"
+    metadata = {key: item for key, item in checkpoint["medseg"].items() if key != "region_mode"}
+    if value != "missing":
+        metadata["region_mode"] = value
+    torch.save({**checkpoint, "medseg": metadata}, path)
+    assert load(path).name == "coarse"
+
+
+@pytest.mark.parametrize("value", ["separate", "side_input", 5, [1], {}])
+def test_another_region_mode_is_refused(checkpoint: Checkpoint, tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({**checkpoint, "medseg": {**checkpoint["medseg"], "region_mode": value}}, path)
+    assert told(path) == (
+        f"coarse=a.ckpt: its network treats regions in the mode {str(value)!r}, but medseg {__version__} reads networks "
+        "that mirror right regions (mirrored); use the version that wrote it, or train the stage again"
+    )
 
 
 @pytest.mark.parametrize("value", ["x", {}, [1]])
