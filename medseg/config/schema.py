@@ -158,7 +158,6 @@ class SpacingConfig:
             "mm (z, y, x)",
         ),
     ]
-    # The keys below are absent from older run folders.
     strategy: Annotated[SpacingStrategy, Knob("Rule for the grid of each scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
     size: Annotated[
         Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")
@@ -200,7 +199,6 @@ class StageConfig:
     patience: Annotated[
         int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
     ]
-    # Absent from older run folders.
     side_share: Annotated[
         float | None, Knob("Coarse stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
     ] = None
@@ -223,7 +221,6 @@ class PhantomCountsConfig:
     num_train: Annotated[int, Knob("Training scans; a run uses them only without a case table.", "[1, inf)", "scans")]
     num_val: Annotated[int, Knob("Validation scans.", "[1, inf)", "scans")]
     num_test: Annotated[int, Knob("Test scans.", "[0, inf)", "scans")]
-    # The keys below are absent from older run folders.
     scene: Annotated[
         Scene,
         Knob("chest: CT of the chest; organs: one ellipsoid-like organ for each label of the task, in each of its channels."),
@@ -332,7 +329,6 @@ class AugmentConfig:
     circle_radius_range: Annotated[
         Pair, Knob("Range of the radius of the round field of view, as a share of half the longer side.", "(0, inf)")
     ]
-    # Absent from older run folders.
     disease_probability: Annotated[
         float, Knob("Probability of disease painted into a labelled lung, whose outline stays.", "[0, 1]")
     ] = 0.0
@@ -433,7 +429,6 @@ class TrainerConfig:
     ]
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads", neutral=True)]
     gradient_clip: Annotated[float | None, Knob("Bound on the gradient, see clip_by; null: no clipping.", "(0, inf)")]
-    # Absent from older run folders.
     sync_batchnorm: Annotated[bool, Knob("With model.norm=batch: statistics over the samples of all ranks (GPU).")] = False
     clip_by: Annotated[ClipBy, Knob("What gradient_clip bounds: the norm of the whole gradient, or each of its values.")] = (
         ClipBy.norm
