@@ -42,12 +42,13 @@ from medseg.build.switches import switch_on
 from medseg.config.check import to_config
 from medseg.config.folder import conf_dir
 from medseg.config.schema import PlanConfig
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
 from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
 from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, fastest_option, make_candidates
 from medseg.planning.estimate import Machine
-from medseg.planning.step import Shape, input_shape
+from medseg.planning.step import input_shape
 from medseg.report.tables import markdown_table, write_csv
 
 SETTINGS = [

@@ -13,10 +13,10 @@ from medseg.config.schema import UNET, SpacingConfig, StageName, TrainConfig
 from medseg.config.targets import TARGET, bind_arguments, import_target
 from medseg.data.task import Task
 from medseg.errors import UserError, first_line, is_out_of_memory
+from medseg.geometry.strides import level_strides
 from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits
 from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
-from medseg.strides import level_strides
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 

@@ -20,9 +20,10 @@ from medseg.data.task import Task
 from medseg.errors import UserError, is_out_of_memory, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.geometry.sizes import network_size
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import TileWorkers
-from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs, round_up
+from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
 from medseg.metrics.scores import USUAL_AGREEMENT
@@ -288,7 +289,7 @@ class TrainedStage:
         """Smallest budget for an image of a size, or for a tile of it, in slabs; infinite where the networks cannot."""
         if not self.allows_slabs:
             return math.inf
-        _, height, width = round_up(self.tile_size or shape, self.divisor)
+        _, height, width = network_size(self.tile_size or shape, self.divisor)
         networks = cast(tuple[StageNetwork, ...], self.networks)
         return max(least_budget_bytes(cast(UNet, network.network), height, width) for network in networks)
 

@@ -35,7 +35,7 @@ from medseg.config.schema import (
 from medseg.config.search import SearchConfig, check_sweep
 from medseg.config.targets import TARGET
 from medseg.errors import require
-from medseg.strides import level_strides, total_strides
+from medseg.geometry.strides import level_strides, total_strides
 
 Rules = list[tuple[bool, str]]
 

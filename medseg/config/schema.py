@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 from hydra.core.config_store import ConfigStore
 
 from medseg.config.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
+from medseg.geometry.sizes import Shape
 
 
 class Knob(NamedTuple):
@@ -80,7 +81,6 @@ Save = StrEnum(  # see `medseg.prediction.results`
 Text = str | None
 Pair = tuple[float, float]
 Triple = tuple[float, float, float]
-Shape = tuple[int, int, int]
 # Our network and our loss, which have schemas of their own.
 UNET = "medseg.models.unet.UNet"
 DICE_CE = "medseg.losses.dice_ce.DiceCrossEntropyLoss"

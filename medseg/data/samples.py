@@ -27,6 +27,7 @@ from medseg.data.transforms import Transforms
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop
+from medseg.geometry.sizes import network_size
 from medseg.preprocess.crop import body_box, crop_padded, erase_outside, pad_at_end
 from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
@@ -256,7 +257,7 @@ class Samples(Dataset[Sample]):
             crop = rule.crop(body, lattice, (1, 1, 1), divisor)
             if self.patch_size is not None:
                 return scan, self._cut_patch(case, crop, self._any_label(case, rng), self.patch_size, rng)
-            depth = self._bounded_depth(filled(crop.box.shape, divisor))
+            depth = self._bounded_depth(network_size(crop.box.shape, divisor))
             if depth is None:
                 return scan, crop
             # A range of the body, where it is long enough.
@@ -265,7 +266,7 @@ class Samples(Dataset[Sample]):
             scan, body = self._cut_slab(scan, body, rng)
             return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
         else:
-            shape, step = filled(body.shape, divisor), divisor[0]
+            shape, step = network_size(body.shape, divisor), divisor[0]
             if rng.random() < self.slab_share:
                 num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
                 shape = (max(step, num_slices // step * step), *shape[1:])
@@ -376,15 +377,6 @@ def _is_known(case: CachedCase, task: Task, train_trust: Collection[str]) -> boo
     return all(case.trust.get(name) in {*train_trust, ABSENT} for name in task.parts)
 
 
-def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Raise a shape to multiples on each axis, (z, y, x); a shape of exactly one multiple on every axis gets two on every axis.
-
-    Otherwise the deepest level of a network has a single voxel, and the norm of one sample has no variance.
-    """
-    z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, multiple, strict=True))
-    return (2 * z, 2 * y, 2 * x) if (z, y, x) == tuple(multiple) else (z, y, x)
-
-
 def collate(
     samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1), *, is_stacked: bool = True
 ) -> list[dict[str, Any]]:
@@ -404,7 +396,7 @@ def collate(
     """
     if not is_stacked:
         return [part for sample in samples for part in collate([sample], multiple)]
-    shape = filled(samples[0]["target"].shape, multiple)
+    shape = network_size(samples[0]["target"].shape, multiple)
     return [
         {
             "image": torch.stack([pad_at_end(sample["image"], shape, AIR) for sample in samples]),

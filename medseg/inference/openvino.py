@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from medseg.errors import UserError, first_line, require
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_bytes, replace_text
 from medseg.io.machine import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
-Shape = tuple[int, int, int]
 # Packages whose code a converted network may come from: their versions and files say whether it has changed.
 KNOWN_PACKAGES = ("medseg", "monai", "torch")
 # Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16 kernels, and 2026.4 ends in a segmentation fault

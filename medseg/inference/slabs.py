@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medseg.geometry.sizes import Shape
 from medseg.io.scratch import release_pages, scratch_array
 from medseg.models.blocks import (
     POINT,
@@ -24,7 +25,6 @@ from medseg.models.blocks import (
     InstanceNorm,
     ResidualBlock,
     ScaledConv3d,
-    Shape,
     depth_to_space,
     space_to_depth,
 )

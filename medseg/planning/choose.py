@@ -14,12 +14,13 @@ from medseg.config.rules import is_batch_norm
 from medseg.config.schema import UNET, Allow, PlanConfig, Precision
 from medseg.config.targets import TARGET
 from medseg.console import say
+from medseg.geometry.sizes import Shape
 from medseg.losses.adapter import is_batch_loss
 from medseg.memory.precision import has_fast_bf16
 from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import StepModel
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate_beside
-from medseg.planning.step import Shape, count_memory, evaluated_shape, samples_per_rank
+from medseg.planning.step import count_memory, evaluated_shape, samples_per_rank
 
 # The estimate of the resident memory may be too low by this part, which a chosen set must have to spare.
 MARGIN = 0.05

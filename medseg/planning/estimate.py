@@ -11,6 +11,7 @@ import torch
 from medseg.build.device import pick_device, pick_device_type, propose_workers
 from medseg.config.schema import PlanConfig
 from medseg.config.targets import TARGET
+from medseg.geometry.sizes import Shape
 from medseg.io.machine import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.heap import KEPT_BYTES as HEAP_BYTES
@@ -19,7 +20,7 @@ from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
-from medseg.planning.step import Shape, count_evaluation, count_memory, samples_per_rank
+from medseg.planning.step import count_evaluation, count_memory, samples_per_rank
 
 # Phases of a run.
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"

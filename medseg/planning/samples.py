@@ -16,8 +16,8 @@ from medseg.data.cache import CachedCase
 from medseg.data.samples import Samples
 from medseg.data.task import Task
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.sizes import Shape
 from medseg.memory.profile import peak_resident_bytes, resident_bytes
-from medseg.planning.step import Shape
 from medseg.preprocess.intensity import intensity_of
 
 # Samples of this length, beside the margins of a crop, load the libraries and fill the heap as those of the tiny training

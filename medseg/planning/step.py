@@ -14,11 +14,10 @@ from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
 from medseg.config.schema import PlanConfig, Precision, SpacingStrategy, TrainConfig
 from medseg.errors import UserError, first_line
-from medseg.inference.tiles import most_probable, predict_probs, round_up
+from medseg.geometry.sizes import Shape, network_size
+from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.accounting import StepMemory, count_forward, count_step
 from medseg.memory.tracker import Timeline
-
-Shape = tuple[int, int, int]
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
@@ -78,9 +77,7 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
         depth = height = width = max(depth, height, width)
     if max_voxels:
         depth = min(depth, max(1, max_voxels // (height * width)))
-    divisors = zip((depth, height, width), find_divisor(config), strict=True)
-    depth, height, width = (math.ceil(size / divisor) * divisor for size, divisor in divisors)
-    return depth, height, width
+    return network_size((depth, height, width), find_divisor(config))
 
 
 def count_memory(
@@ -178,7 +175,7 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     def make() -> nn.Module:
         return switch_on(make_network(config), replace(config.memory, compile=False, offload=False), "cpu")
 
-    seen = round_up(tile_size, divisor) if tile_size else shape
+    seen = network_size(tile_size, divisor) if tile_size else shape
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
     target = math.prod(shape)  # uint8

@@ -39,7 +39,7 @@ from medseg.prediction.case import (
     write_case,
 )
 from medseg.prediction.contract import MemoryShares, share_memory
-from medseg.prediction.forecast import Forecast, describe, forecast, machine_key, seconds_per_voxel
+from medseg.prediction.forecast import Forecast, forecast, forecast_text, machine_key, seconds_per_voxel
 from medseg.prediction.results import Wanted, check_kinds, result_paths
 from medseg.prediction.scans import (
     Scan,
@@ -151,7 +151,7 @@ def predict_scans(
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
-    wanted, is_shared = wanted or Wanted(), is_under_torchrun()
+    wanted, is_shared = wanted or Wanted(), has_other_ranks()
     require(
         not is_shared or list(checkpoints) == [""],
         "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or start "
@@ -269,7 +269,7 @@ def _bound_of(label: str, bounds: Mapping[str, StatedBound], task: Task) -> str:
     return " | ".join(sentences)
 
 
-def is_under_torchrun() -> bool:
+def has_other_ranks() -> bool:
     """Whether torchrun started this process together with others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
 
@@ -289,7 +289,7 @@ def load_cascades(
     """
     if threads:
         torch.set_num_threads(threads)
-    if is_under_torchrun() and torch.cuda.is_available():
+    if has_other_ranks() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     loading = {key: inference[key] for key in ("tile_size", "half_weights")}
     loading |= {key: inference.get(key) for key in ("backend", "max_ram_gib")}
@@ -348,7 +348,7 @@ class Batch:
                 found[case.scan.name] = self._forecast(cascade, scan_grid(case.scan, cascade.coarse.task))
                 rates.append(seconds_per_voxel(machine_key(cascade)))
         known = [rate for rate in rates if rate is not None]
-        return describe(found, median(known) if len(known) == len(rates) else None, len(new)) if found else None
+        return forecast_text(found, median(known) if len(known) == len(rates) else None, len(new)) if found else None
 
     def _forecast(self, cascade: Cascade, grid: VoxelGrid) -> Forecast:
         return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)

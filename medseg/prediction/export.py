@@ -8,8 +8,8 @@ from typing import Any
 from medseg import __version__
 from medseg.cascade.stage import CascadeOptions, TrainedStage
 from medseg.errors import UserError
+from medseg.geometry.sizes import network_size
 from medseg.inference.export import FORMATS, INPUT, OUTPUT, Exported, export_network
-from medseg.inference.tiles import round_up
 from medseg.io.atomic import check_writable, replace_bytes
 from medseg.models.stage_network import Logits, StageNetwork
 from medseg.preprocess.crop import BODY_MARGIN_MM
@@ -36,7 +36,7 @@ def export_stage(stage: TrainedStage, output: Path) -> Exported:
         network.in_channels,
         stage.divisor,
         network.traits.small_size,
-        round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        network_size(stage.tile_size, stage.divisor) if stage.tile_size else None,
         suffix,
         partial(describe_stage, stage),
     )
@@ -98,8 +98,8 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         ),
         "flipped_x": [] if is_whole else [one.name for one in task.regions if one.side == "right"],
         "padding": {"where": "at the end of each axis", "z": "the last slice is repeated", "y, x": AIR},
-        "tile_size": round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
-        "least_size": None if is_whole else round_up(stage.tile_size or stage.least_size, stage.divisor),
+        "tile_size": network_size(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        "least_size": None if is_whole else network_size(stage.tile_size or stage.least_size, stage.divisor),
         "overlap": CascadeOptions.overlap,
         "add_parts_mm": stage.add_parts_mm,
     }

@@ -26,10 +26,11 @@ from medseg.build.switches import switch_on
 from medseg.build.task import count_classes, make_task
 from medseg.config.schema import LadderConfig, MemoryConfig, Precision, TrainConfig
 from medseg.errors import UserError
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import check_writable, replace_text
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.pictures.plots import Panel, draw_panels
-from medseg.planning.step import Shape, count_memory, input_shape, samples_per_rank
+from medseg.planning.step import count_memory, input_shape, samples_per_rank
 from medseg.report.tables import print_table, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain

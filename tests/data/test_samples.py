@@ -20,6 +20,7 @@ from medseg.data.task import Channel, Region, Task
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop, GridRule
+from medseg.geometry.sizes import network_size
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise, normalise_hu, zscore
 
@@ -33,7 +34,8 @@ Maker = Callable[..., Samples]
 def wide_box(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
     """The tight box and three voxels, jittered by up to two, at least as large as the patches here."""
     offset = (0, 0, 0) if rng is None else tuple(int(v) for v in rng.integers(-2, 3, size=3))
-    return case.region_boxes[region.name].expanded((3, 3, 3)).shifted(offset).at_least((16, 16, 16)).to_multiple((8, 8, 8))
+    box = case.region_boxes[region.name].expanded((3, 3, 3)).shifted(offset).at_least((16, 16, 16))
+    return box.at_least(network_size(box.shape, (8, 8, 8)))
 
 
 def on_the_cache(box_of: Callable[..., VoxelBox]) -> Callable[..., Crop]:
