@@ -206,7 +206,7 @@ def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
         counter()
         start_s = time.process_time()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
-            value = mean_of_samples(sample_losses(loss, network(image, torch.zeros(1, dtype=torch.int64)), target))
+            value = mean_of_samples(sample_losses(loss, network(image), target))
         value.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -60,7 +60,7 @@ every_network = pytest.mark.parametrize("name", NETWORKS)
 def make(node: dict[str, Any]) -> StageNetwork:
     """A network for both sides, whose norms scale and shift: the zero scale at the end of a branch would hide the branch."""
     torch.manual_seed(0)
-    network = make_described_network(node, TASK, "mirrored").train()
+    network = make_described_network(node, TASK, "fine").train()
     for name, weight in network.named_parameters():
         if weight.ndim == 1 and name.endswith("weight"):
             nn.init.uniform_(weight, 0.5, 1.5)

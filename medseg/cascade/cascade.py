@@ -289,7 +289,7 @@ class Cascade:
         """Run networks for rank 0 until it has segmented all scans; for the other processes of torchrun."""
         stages = {stage.name: stage for stage in self.stages}
         with process_group():
-            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, *job[2:]))
+            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
 
 
 def require_channels(task: Task, num_given: int) -> None:

@@ -92,7 +92,7 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
     kept = _kept_path(network.network, checksum) if checksum else None
     hint = "bf16" if precision == "bf16" else "f32"
     compiled = _Compiled(network.network, network.in_channels, network.traits.small_size, hint, kept)
-    network.network.forward = compiled  # type: ignore[assignment]
+    network.network.forward = compiled
 
 
 def convert(network: Logits, in_channels: int, size: Shape) -> Any:

@@ -41,7 +41,7 @@ TASK = Task("two", {"one": 1, "two": 2}, (), (Channel(window_hu=(-1000.0, 400.0)
 
 def make(name: str) -> StageNetwork:
     torch.manual_seed(0)
-    return make_described_network(NETWORKS[name], TASK, "whole").train()
+    return make_described_network(NETWORKS[name], TASK, "coarse").train()
 
 
 def loss_of(outputs: Tensor | list[Tensor]) -> Tensor:
