@@ -42,7 +42,7 @@ def make_described_network(node: dict[str, Any], task: Task, stage: str, trusted
     Args:
         node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target and mean our UNet.
         task: Gives the number of channels and classes.
-        stage: `coarse` or `fine`.
+        stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.
 
     Raises:

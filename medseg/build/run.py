@@ -169,7 +169,7 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
     """
     stage, data = config.stage, config.data
     stage_input = StageInput(
-        is_coarse=stage.name is StageName.coarse,
+        is_coarse=stage.name is not StageName.fine,
         spacing_mm=config.spacing.target_spacing_mm,
         rule=make_grid_rule(config.spacing),
         resampling=config.spacing.resampling.value,
@@ -217,7 +217,7 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
 def make_views(config: TrainConfig) -> list[View]:
     """Name the classes of each region for validation pictures, and say whether the network sees the region mirrored."""
     task = make_task(config.task)
-    if config.stage.name is StageName.coarse:
+    if config.stage.name is not StageName.fine:
         return [View({value: name for name, value in task.labels.items()}, False)]
     return [View(dict(enumerate(region.labels, start=1)), region.side == "right") for region in task.regions]
 

@@ -41,7 +41,7 @@ def load_stage(
 
     Args:
         path: Checkpoint, or safetensors file.
-        stage: The stage it must be, `coarse` or `fine`; None = either, given as `checkpoint`.
+        stage: The stage it must be, `coarse` (or `single`) or `fine`; None = any, given as `checkpoint`.
         device: Where it will run.
         precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
@@ -64,6 +64,8 @@ def load_stage(
     try:
         check_ranges(metadata, len(weights))
         task = with_known_labels(Task.from_dict(metadata["task"]))
+        if name == "coarse" and not task.regions:
+            name = "single"  # as older files do not call it
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
         shapes = build_on_meta(lambda: make_described_network(metadata["model"], task, name, trusted), may_compute=bool(trusted))
         shapes.load_state_dict(weights, assign=True)

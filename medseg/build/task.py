@@ -59,4 +59,4 @@ def with_known_labels(task: Task) -> Task:
 def count_classes(config: TrainConfig) -> int:
     """Count the classes of the stage's network, with the background."""
     task = make_task(config.task)
-    return task.num_classes if config.stage.name is StageName.coarse else task.num_region_classes
+    return task.num_region_classes if config.stage.name is StageName.fine else task.num_classes

@@ -94,7 +94,7 @@ class TrainedStage:
 
     Attributes:
         network: From an image (N, C, D, H, W) to logits; has a `divisor`.
-        name: `coarse` or `fine`.
+        name: `coarse`, `fine` or `single`.
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
         tile_size: Tile in voxels (z, y, x); None runs the whole volume or crop.

@@ -616,19 +616,19 @@ def _stage_rules(config: TrainConfig) -> Rules:
         ),
         (set(flip_axes) <= {0, 1, 2}, f"augment.flip_axes: axes are 0 (z), 1 (y), 2 (x), but got {flip_axes}"),
     ]
-    if stage.name is StageName.coarse:
+    if stage.name is not StageName.fine:
         return [
             *rules,
             (
                 not (sides and flip_axes),
-                f"augment.flip_axes={flip_axes}: with flips the coarse stage cannot distinguish the sides; leave it empty",
+                f"augment.flip_axes={flip_axes}: with flips the {stage.name} stage cannot distinguish the sides; leave it empty",
             ),
             (
                 stage.add_parts_mm is None or bool(regions),
                 f"stage.add_parts_mm: the task {config.task.name} has no regions, so no fine result to add to; leave it out",
             ),
             *(
-                (getattr(stage, key) is None, f"stage.{key}: only the fine stage uses it; leave it out with stage=coarse")
+                (getattr(stage, key) is None, f"stage.{key}: only the fine stage uses it; leave it out with stage={stage.name}")
                 for key in (*FINE_KEYS, "elsewhere_share", "coarse")
             ),
         ]

@@ -34,7 +34,7 @@ class Knob(NamedTuple):
     neutral: bool = False
 
 
-StageName = StrEnum("StageName", ["coarse", "fine"])
+StageName = StrEnum("StageName", ["coarse", "fine", "single"])
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 Modality = StrEnum("Modality", ["ct", "mr", "other"])
@@ -178,13 +178,16 @@ class SpacingConfig:
 class StageConfig:
     """Input, region and validation of a stage."""
 
-    name: Annotated[StageName, Knob("Stage of the cascade.")]
+    name: Annotated[StageName, Knob("Stage of the cascade, or single for a task of one stage.")]
     patch_size: Annotated[Shape | None, Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)")]
     batch_size: Annotated[int, Knob("Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples")]
     max_voxels: Annotated[
-        int | None, Knob("Coarse stage: larger volumes are cut to a random range of slices; null: never.", "[1, inf)", "voxels")
+        int | None,
+        Knob("Coarse and single stage: larger volumes are cut to a random range of slices; null: never.", "[1, inf)", "voxels"),
     ]
-    slab_share: Annotated[float | None, Knob("Coarse stage: share of samples cut to a random range of slices.", "[0, 1]")]
+    slab_share: Annotated[
+        float | None, Knob("Coarse and single stage: share of samples cut to a random range of slices.", "[0, 1]")
+    ]
     boundary_share: Annotated[
         float | None, Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]")
     ]
@@ -200,7 +203,7 @@ class StageConfig:
         int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
     ]
     side_share: Annotated[
-        float | None, Knob("Coarse stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
+        float | None, Knob("Coarse and single stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
     ] = None
     add_parts_mm: Annotated[
         float | None,
@@ -296,7 +299,7 @@ class AugmentConfig:
 
     enabled: Annotated[bool, Knob("Augment training samples.")]
     flip_axes: Annotated[
-        list[int], Knob("Axes of random flips: 0 = z, 1 = y, 2 = x; none for the coarse stage of a task with sides.")
+        list[int], Knob("Axes of random flips: 0 = z, 1 = y, 2 = x; only with stage=fine if the task has sides.")
     ]
     affine_probability: Annotated[float, Knob("Probability of rotation, scale, shear and shift, in one resampling.", "[0, 1]")]
     rotation_deg: Annotated[Triple, Knob("Largest rotation.", "[0, 180]", "degrees about (z, y, x)")]
@@ -619,7 +622,8 @@ class TuneLoaderConfig(TrainConfig):
 class ExtentConfig:
     """Extent of the input of each stage without a patch size."""
 
-    coarse: Annotated[Triple, Knob("Extent of a scan.", "(0, inf)", "mm (z, y, x)")]
+    coarse: Annotated[Triple, Knob("Extent of a scan, of the coarse stage.", "(0, inf)", "mm (z, y, x)")]
+    single: Annotated[Triple, Knob("Extent of a scan, of a single stage.", "(0, inf)", "mm (z, y, x)")]
     fine: Annotated[Triple, Knob("Extent of a crop.", "(0, inf)", "mm (z, y, x)")]
 
 
@@ -779,7 +783,12 @@ class PredictConfig:
         list[Save],
         Knob("Result files of each case, see docs/predict.md."),
     ]
-    coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")]
+    coarse: Annotated[
+        Any,
+        Knob(
+            "Checkpoint or .safetensors of the coarse or single stage, or a [list] to average; null: the included lung weights."
+        ),
+    ]
     fine: Annotated[Any, Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement.")]
     by_spacing: Annotated[
         dict[str, RangeConfig] | None, Knob("Name: other checkpoints for a range of the scan's coarsest spacing.")

@@ -84,7 +84,7 @@ def _margins(config: PlanConfig) -> list[int]:
 def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -> CachedCase:
     """Write a cache entry of a scan whose regions are boxes, in which samples of a shape can be cut."""
     margins, spacing_mm = _margins(config), config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
-    is_whole = config.stage.name is StageName.coarse and config.stage.patch_size is None
+    is_whole = config.stage.name is not StageName.fine and config.stage.patch_size is None
     size = [length if is_whole else length + 16 for length in shape]
     box = VoxelBox.of(
         ((length - inner) // 2 + margin for length, inner, margin in zip(size, shape, margins, strict=True)),

@@ -83,8 +83,7 @@ def load_cascade(
     stages: list[TrainedStage] = []
     measured = ""
     for name, given in (("coarse", coarse), ("fine", fine)):
-        # A task without regions has one stage.
-        if given or not stages or stages[0].task.regions:
+        if given or not stages or stages[0].name == "coarse":
             paths = [Path(path) for path in given or ()] or [shipped_weights("lungs", name)]
             measured = "" if given else TILE_CHANGES
             stages.append(load_stages(paths, name, device, precision, trusted, half_weights, backend))

@@ -52,7 +52,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         stage: The stage.
         fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of the divisor.
     """
-    task, is_whole = stage.task, stage.name == "coarse"
+    task, is_whole = stage.task, stage.name != "fine"
     classes = (
         {"all": ["background", *task.labels]} if is_whole else {one.name: ["background", *one.labels] for one in task.regions}
     )

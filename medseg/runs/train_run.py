@@ -105,8 +105,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     validation_scores = ValidationScores(run_dir / "validation.csv", pictures)
     callbacks: list[Any] = [history, pictures, validation_scores, checkpoints]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
-        is_coarse = config.stage.name is StageName.coarse
-        callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
+        is_fine = config.stage.name is StageName.fine
+        callbacks.append(Distortions(list(config.task.regions or {}) if is_fine else ["whole scan"]))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
     if config.debug.profiler is Profiler.torch and pick_device(config.trainer.accelerator).type == "cuda":

@@ -137,6 +137,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["stage=fine", "stage.region_from=coarse"], "go together"),
         (["stage=fine", "augment.flip_axes=[2]"], "swaps the sides"),
         (["task=abdomen", "stage=single", "augment.flip_axes=[2]"], "swaps the sides"),
+        (["task=abdomen", "stage=single", "stage.elsewhere_share=0.1"], "leave it out with stage=single"),
         (["stage=coarse", "augment.flip_axes=[0]"], "with flips the coarse stage cannot distinguish the sides"),
         (["data.fold=7", "data.num_folds=3"], "data.fold: expected 0 … 2"),
         (["data.cases=nowhere.csv"], "data.cases=nowhere.csv: there is no such file"),

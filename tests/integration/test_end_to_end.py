@@ -187,7 +187,7 @@ def test_a_wrong_checkpoint_is_refused(damage: str, trained: tuple[Path, Path], 
     coarse, fine = trained
     wrong, said = tmp_path / "wrong.ckpt", "refused"
     if damage == "swapped":
-        wrong, said = fine, "checkpoint of the fine stage; a coarse one is needed"
+        wrong, said = fine, "checkpoint of the fine stage; a coarse or single one is needed"
     elif damage == "truncated":
         wrong.write_bytes(coarse.read_bytes()[:2000])
         said = "not a whole torch checkpoint"

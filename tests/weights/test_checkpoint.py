@@ -196,7 +196,7 @@ def test_damaged_metadata(checkpoint: Checkpoint, tmp_path: Path, key: str, valu
         return  # those mean something
     sentence = told(path)
     if key == "stage":
-        assert sentence.endswith("stage; a coarse one is needed")
+        assert sentence.endswith("stage; a coarse or single one is needed")
     else:
         assert sentence.startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
         assert sentence.endswith("); take another copy")
@@ -210,6 +210,20 @@ def test_region_modes_of_older_checkpoints_that_are_left(checkpoint: Checkpoint,
         metadata["region_mode"] = value
     torch.save({**checkpoint, "medseg": metadata}, path)
     assert load(path).name == "coarse"
+
+
+@pytest.mark.parametrize("stage", ["coarse", "single"])
+def test_a_single_stage_is_called_so_also_in_older_checkpoints(stage: str, tmp_path: Path) -> None:
+    """Older metadata call it coarse; a task without regions tells."""
+    small = ["model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", ["stage=single", "task=abdomen", "run_dir=x", *small]), TrainConfig)
+    path = tmp_path / "a.ckpt"
+    weights = {f"network.{name}": value for name, value in make_network(config).state_dict().items()}
+    torch.save({"state_dict": weights, "medseg": {**make_metadata(config, {}), "stage": stage}, "global_step": 1}, path)
+    assert make_metadata(config, {})["stage"] == "single"
+    assert load(path, "coarse").name == "single"
+    assert told(path, "fine") == f"fine=a.ckpt: this is a checkpoint of the {stage} stage; a fine one is needed"
 
 
 @pytest.mark.parametrize("value", ["separate", "side_input", 5, [1], {}])
