@@ -19,7 +19,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 setup: $(VENV)/.ready   ## make .venv with the tested versions
 
 demo: setup      ## phantom scans -> train coarse and fine -> predict -> scores and pictures under demo/
-	$(BIN)/python scripts/demo.py output=demo
+	$(BIN)/medseg demo output=demo
 
 lint: setup      ## ruff, mypy
 	$(BIN)/ruff check .

@@ -38,13 +38,14 @@ from benchmarks.memory import validated_shape
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
 from medseg.losses.adapter import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
 from medseg.memory.switches import switch_on
 from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, fastest_option, make_candidates
 from medseg.planning.estimate import Machine
-from medseg.planning.step import Shape, input_shape
+from medseg.planning.step import input_shape
 from medseg.report.tables import markdown_table, write_csv
 from medseg.training.extensions import make_loss
 from medseg.training.network import make_network
@@ -205,7 +206,7 @@ def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
         counter()
         start_s = time.process_time()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
-            value = mean_of_samples(sample_losses(loss, network(image, torch.zeros(1, dtype=torch.int64)), target))
+            value = mean_of_samples(sample_losses(loss, network(image), target))
         value.backward()
         optimizer.step()
         optimizer.zero_grad()

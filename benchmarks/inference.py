@@ -327,7 +327,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
 
     def network(tiles: Tensor) -> Tensor:
         with autocast(stage.precision, "cpu"):
-            return cast(Tensor, stage.network(tiles, torch.zeros(len(tiles), dtype=torch.int64)))
+            return cast(Tensor, stage.network(tiles))
 
     def run() -> None:
         resampled = resample_image(image_hu, grid, grid.resampled(ONE_MM), stage.outside[0], limits=HU_LIMITS)

@@ -26,9 +26,10 @@ from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.data.samples import collate
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
 from medseg.planning.estimate import Machine, estimate
-from medseg.planning.step import Shape, input_shape
+from medseg.planning.step import input_shape
 from medseg.report.tables import markdown_table, read_csv, write_csv
 from medseg.training.assemble import make_data_module
 

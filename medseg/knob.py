@@ -23,4 +23,3 @@ class Knob(NamedTuple):
 Text = str | None
 Pair = tuple[float, float]
 Triple = tuple[float, float, float]
-Shape = tuple[int, int, int]

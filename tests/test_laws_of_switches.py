@@ -27,7 +27,7 @@ from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.precision import autocast
 from medseg.memory.switches import apply_switches, save_to_host
 from medseg.models.blocks import BLOCKS
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import STEMS
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
@@ -58,10 +58,10 @@ REGIONS = torch.tensor([0, 1])
 every_network = pytest.mark.parametrize("name", NETWORKS)
 
 
-def make(node: dict[str, Any]) -> RegionalNetwork:
+def make(node: dict[str, Any]) -> StageNetwork:
     """A network for both sides, whose norms scale and shift: the zero scale at the end of a branch would hide the branch."""
     torch.manual_seed(0)
-    network = make_described_network(node, TASK, "mirrored").train()
+    network = make_described_network(node, TASK, "fine").train()
     for name, weight in network.named_parameters():
         if weight.ndim == 1 and name.endswith("weight"):
             nn.init.uniform_(weight, 0.5, 1.5)
@@ -197,7 +197,7 @@ def samples(kind: str) -> list[Sample]:
     ]
 
 
-def weights_after_a_step(network: RegionalNetwork, given: list[Sample], num_micro_batches: int, num_ranks: int) -> Tensor:
+def weights_after_a_step(network: StageNetwork, given: list[Sample], num_micro_batches: int, num_ranks: int) -> Tensor:
     """One step of SGD; ranks take consecutive parts of a micro-batch, and their gradients are averaged."""
     network = copy.deepcopy(network)
     module = SegmentationModule(
@@ -231,7 +231,7 @@ def test_a_step_does_not_depend_on_how_its_samples_are_batched(name: str, kind: 
 
 def stage_of(network: nn.Module, **changes: Any) -> TrainedStage:
     values = {
-        "spacing_mm": (1.0, 1.0, 1.0), "tile_size": None, "region_margin_mm": 5.0, "region_mode": "mirrored", "precision": "fp32",
+        "spacing_mm": (1.0, 1.0, 1.0), "tile_size": None, "region_margin_mm": 5.0, "precision": "fp32",
         "device": torch.device("cpu"),
     }  # fmt: skip
     return TrainedStage(network.eval(), "fine", TASK, **(values | changes))
@@ -243,11 +243,11 @@ def test_a_budget_changes_no_label_or_is_refused(name: str) -> None:
     trained.count_memory()
     image = images()[:1, 0]
     needed_gib = trained.bytes_per_voxel * image.numel() / 2**30
-    expected = trained.predict_probs(image, 0, InferenceOptions(budget_gib=2 * needed_gib)).probs
+    expected = trained.predict_probs(image, InferenceOptions(budget_gib=2 * needed_gib)).probs
     told = []
     for share in (1.0, 0.7, 0.5, 0.3):
         try:
-            found = trained.predict_probs(image, 0, InferenceOptions(budget_gib=share * needed_gib)).probs
+            found = trained.predict_probs(image, InferenceOptions(budget_gib=share * needed_gib)).probs
         except UserError as error:
             told.append(str(error))
         else:

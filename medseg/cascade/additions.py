@@ -19,7 +19,7 @@ from medseg.task import Region, Task
 SLAB_PLANES = 32
 # The outline of the patient has a margin: a quarter of a layer of foam under the back may lie within it. Of 30 parts that were lung, none
 # had a voxel beyond.
-MAX_BEYOND_SHARE = 0.5
+MAX_ADDED_BEYOND_SHARE = 0.5
 
 
 def add_coarse_parts(
@@ -54,7 +54,7 @@ def add_coarse_parts(
         parts = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
         mask = additions[region.name] = parts.copy()
         if found.beyond is not None:
-            removed = remove_components(mask.view(np.uint8), 1, [Rejection(found.beyond.__getitem__, MAX_BEYOND_SHARE)])[0]
+            removed = remove_components(mask.view(np.uint8), 1, [Rejection(found.beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)])[0]
             if (volume_ml := removed * voxel_ml(grid)) >= MIN_REPORTED_ML:
                 warnings.append(
                     f"{region.name}: {volume_ml:.0f} ml that the coarse stage alone found were not added: they lie beside the patient, as foam "

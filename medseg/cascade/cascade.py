@@ -295,7 +295,7 @@ class Cascade:
         """Run networks for rank 0 until it has segmented all scans; for the other processes of torchrun."""
         stages = {stage.name: stage for stage in self.stages}
         with process_group():
-            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, *job[2:]))
+            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
 
 
 def require_channels(task: Task, num_given: int) -> None:
@@ -531,11 +531,11 @@ def refine(
             )
         ]
     )
-    # In the mode `mirrored` right sides look like left ones to the network.
-    flipped = [X_AXIS] if stage.region_mode == "mirrored" and region.side == "right" else []
+    # Right sides look like left ones to the network.
+    flipped = [X_AXIS] if region.side == "right" else []
     if flipped:
         image = _flipped(image, flipped)
-    prediction = stage.predict_probs(image, stage.task.regions.index(region), options or InferenceOptions())
+    prediction = stage.predict_probs(image, options or InferenceOptions())
     # Copied even without an axis: a view would keep the background and the classes of other regions in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
     std = prediction.std

@@ -46,7 +46,7 @@ def load_stage(
 
     Args:
         path: Checkpoint, or safetensors file.
-        stage: The stage it must be, `coarse` or `fine`; None = either, given as `checkpoint`.
+        stage: The stage it must be, `coarse` (or `single`) or `fine`; None = any, given as `checkpoint`.
         device: Where it will run.
         precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
@@ -71,12 +71,12 @@ def load_stage(
     try:
         check_ranges(metadata, len(weights))
         task = with_known_labels(Task.from_dict(metadata["task"]))
+        if name == "coarse" and not task.regions:
+            name = "single"  # as older files do not call it
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
-        shapes = build_on_meta(
-            lambda: make_described_network(metadata["model"], task, metadata["region_mode"], trusted), may_compute=bool(trusted)
-        )
+        shapes = build_on_meta(lambda: make_described_network(metadata["model"], task, name, trusted), may_compute=bool(trusted))
         shapes.load_state_dict(weights, assign=True)
-        network = make_described_network(metadata["model"], task, metadata["region_mode"], trusted)
+        network = make_described_network(metadata["model"], task, name, trusted)
         trained_in = Precision(metadata["precision"]).value
         lacks_half = precision is None and trained_in in HALF and device.type == "cpu"
         precision = precision or inference_precision(trained_in, device.type)
@@ -91,7 +91,6 @@ def load_stage(
             tile_size=network.traits.fixed_size or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
             region_margin_mm=float(metadata["region_margin_mm"]),
             add_parts_mm=float(metadata["add_parts_mm"]) if metadata.get("add_parts_mm") else None,
-            region_mode=metadata["region_mode"],
             precision=precision,
             device=device,
             rule=GridRule(**metadata.get("grid_rule", {})),
@@ -173,7 +172,6 @@ def load_stages(
             "least_size",
             "region_margin_mm",
             "add_parts_mm",
-            "region_mode",
             "precision",
         ):
             ours, theirs = getattr(first, name), getattr(other, name)

@@ -43,7 +43,7 @@ MIN_REGION_SHARE = 0.01
 CUT_SHARE, OPEN_SHARE, MAX_WALL_MM = 0.5, 0.05, 120.0
 # A component is gas if its median lies below the bound of gas. It is no organ if nearly all of it lies beyond the outline of the patient.
 MAX_GAS_SHARE = 0.5
-MAX_BEYOND_SHARE = 0.9
+MAX_COARSE_BEYOND_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def predict_body(
         normalise(erase_outside(cut(one, lattice, crop, outside, stage.resampling), crop, outside), intensity)
         for one, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
     ]
-    return stage.predict_probs(stacked(seen), 0, options), crop, resampled[0], lattice
+    return stage.predict_probs(stacked(seen), options), crop, resampled[0], lattice
 
 
 def stacked(channels: Sequence[Tensor]) -> Tensor:
@@ -213,7 +213,7 @@ def remove_impossible(
         reasons.append((is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas"))
     if task.is_ct:
         beyond = beyond_patient(image_hu, grid.spacing_mm)
-        is_beyond = Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)
+        is_beyond = Rejection(beyond.__getitem__, MAX_COARSE_BEYOND_SHARE)
         reasons.append((is_beyond, "they lie beside the patient, as foam of the table and blankets do"))
     warnings = []
     for rejection, reason in reasons:

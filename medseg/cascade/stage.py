@@ -19,13 +19,14 @@ from medseg.cascade.bound import DiceBound
 from medseg.errors import UserError, is_out_of_memory, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.geometry.sizes import network_size
 from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import TileWorkers
-from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs, round_up
+from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
@@ -60,8 +61,8 @@ class TrainedStage:
     """Networks of a stage and what their checkpoints say about the input.
 
     Attributes:
-        network: Called as `network(image, region)`; image (N, C, D, H, W), region (N,) long; has a `divisor`.
-        name: `coarse` or `fine`.
+        network: From an image (N, C, D, H, W) to logits; has a `divisor`.
+        name: `coarse`, `fine` or `single`.
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
         tile_size: Tile in voxels (z, y, x); None runs the whole volume or crop.
@@ -70,7 +71,6 @@ class TrainedStage:
         region_margin_mm: Margin around the coarse region, in mm on every side.
         add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it, see
             `medseg.cascade.additions`; None adds nothing.
-        region_mode: `mirrored`, `separate` or `side_input`: how several regions share the network.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.
@@ -90,7 +90,6 @@ class TrainedStage:
     spacing_mm: tuple[float, float, float] | None
     tile_size: tuple[int, int, int] | None
     region_margin_mm: float
-    region_mode: str
     precision: str
     device: torch.device
     rule: GridRule = PLAIN
@@ -163,7 +162,7 @@ class TrainedStage:
 
     def count_memory(self) -> None:
         """Count the memory of the network per voxel; a crop that exceeds the budget then goes through it in tiles."""
-        call = functools.partial(self._call, self.network, region_index=0)
+        call = functools.partial(self._call, self.network)
         shape = (1, self.network.in_channels, *self.network.traits.small_size)  # type: ignore[union-attr, misc]
         self.bytes_per_voxel = forward_bytes_per_voxel(self.network, call, shape, self.device)
 
@@ -171,7 +170,7 @@ class TrainedStage:
         """Whether several networks or flips are averaged."""
         return len(self.networks) * len(flips(self.task, options.tta)) > 1
 
-    def predict_probs(self, image: Tensor, region_index: int, options: InferenceOptions) -> Prediction:
+    def predict_probs(self, image: Tensor, options: InferenceOptions) -> Prediction:
         """Run the networks on one normalised image.
 
         An image or tile that exceeds the budget goes through the network in slabs, which gives the same result. If memory runs out, tiles
@@ -180,7 +179,6 @@ class TrainedStage:
 
         Args:
             image: Normalised image (C, D, H, W).
-            region_index: Index of the region in the task; 0 for a stage that sees the whole volume.
             options: Overlap of tiles, memory, flips.
 
         Raises:
@@ -194,7 +192,7 @@ class TrainedStage:
             plan = first = self.plan(shape, options)
             while True:
                 try:
-                    return Prediction(*stage._run(image, region_index, plan, options), plan, remarks)
+                    return Prediction(*stage._run(image, plan, options), plan, remarks)
                 except RuntimeError as error:  # also "CUDA error: out of memory" of a kernel, which has no class of its own
                     is_last = stage.device.type == "cpu" and (plan.slab_bytes is not None or not stage.allows_slabs)
                     if is_last or not is_out_of_memory(error):
@@ -253,58 +251,49 @@ class TrainedStage:
     @property
     def allows_slabs(self) -> bool:
         """Whether the networks can run in slabs: all of them are our UNet."""
-        return all(
-            isinstance(network, RegionalNetwork) and all(isinstance(one, UNet) for one in network.networks)
-            for network in self.networks
-        )
+        return all(isinstance(network, StageNetwork) and isinstance(network.network, UNet) for network in self.networks)
 
     def _least_slab_bytes(self, shape: tuple[int, int, int]) -> float:
         """Smallest budget for an image of a size, or for a tile of it, in slabs; infinite where the networks cannot."""
         if not self.allows_slabs:
             return math.inf
-        _, height, width = round_up(self.tile_size or shape, self.divisor)
-        networks = cast(tuple[RegionalNetwork, ...], self.networks)
-        return max(least_budget_bytes(cast(UNet, one), height, width) for network in networks for one in network.networks)
+        _, height, width = network_size(self.tile_size or shape, self.divisor)
+        networks = cast(tuple[StageNetwork, ...], self.networks)
+        return max(least_budget_bytes(cast(UNet, network.network), height, width) for network in networks)
 
-    def serve(self, network_index: int, images: Tensor, region_index: int, slab_bytes: float | None = None) -> Tensor:
+    def serve(self, network_index: int, images: Tensor, slab_bytes: float | None = None) -> Tensor:
         """Run one of the networks, as a tile worker, on images (N, C, d, h, w); returns logits."""
-        return self._call(self.networks[network_index], images.to(self.device), region_index, slab_bytes)
+        return self._call(self.networks[network_index], images.to(self.device), slab_bytes)
 
-    def _call(self, network: nn.Module, images: Tensor, region_index: int, slab_bytes: float | None = None) -> Tensor:
+    def _call(self, network: nn.Module, images: Tensor, slab_bytes: float | None = None) -> Tensor:
         """Run a network on images (N, C, d, h, w), in one pass or in slabs; returns logits."""
         if slab_bytes is not None:
             slabs: list[Tensor] = []
-            self._run_in_slabs(images, lambda slab: slabs.append(slab.to(images.device)), network, region_index, slab_bytes)
+            self._run_in_slabs(images, lambda slab: slabs.append(slab.to(images.device)), network, slab_bytes)
             return torch.cat(slabs, dim=2)
-        region = torch.full((len(images),), region_index, device=self.device)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
-            return network.eval()(images, region)
+            return network.eval()(images)
 
-    def _run_in_slabs(
-        self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, region_index: int, slab_bytes: float
-    ) -> None:
+    def _run_in_slabs(self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, slab_bytes: float) -> None:
         """Run a network on one image (1, C, D, H, W) in slabs; see `logits_in_slabs`."""
-        regional = cast(RegionalNetwork, network.eval())
-        prepare = functools.partial(regional.network_input, region=torch.tensor([region_index]))
+        unet = cast(UNet, cast(StageNetwork, network.eval()).network)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
-            logits_in_slabs(cast(UNet, regional.network_of(region_index)), image, slab_bytes, take, prepare)
+            logits_in_slabs(unet, image, slab_bytes, take)
 
     @torch.inference_mode()
-    def _run(self, image: Tensor, region_index: int, plan: TilingPlan, options: InferenceOptions) -> tuple[Tensor, Tensor | None]:
+    def _run(self, image: Tensor, plan: TilingPlan, options: InferenceOptions) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips."""
         slab_bytes = plan.slab_bytes
         if slab_bytes is None:
             image = image.to(self.device)
         total = squares = None
         for index, network in enumerate(self.networks):
-            call = functools.partial(self._call, network, region_index=region_index, slab_bytes=slab_bytes)
+            call = functools.partial(self._call, network, slab_bytes=slab_bytes)
             others: dict[str, Any] = {}
             if slab_bytes is not None and plan.tile_size is None:
-                others["run_in_slabs"] = functools.partial(
-                    self._run_in_slabs, network=network, region_index=region_index, slab_bytes=slab_bytes
-                )
+                others["run_in_slabs"] = functools.partial(self._run_in_slabs, network=network, slab_bytes=slab_bytes)
             if self.tile_workers is not None:
-                run = functools.partial(self.tile_workers.run, (self.name, index, region_index, slab_bytes), call)
+                run = functools.partial(self.tile_workers.run, (self.name, index, slab_bytes), call)
                 others |= {"run_batches": run, "num_parallel": self.tile_workers.size}
             for axes in flips(self.task, options.tta):
                 probs = predict_probs(

@@ -25,7 +25,7 @@ def export(config: ExportConfig) -> int:
         options=InferenceOptions(backend=Backend.torch),
     )
     output = Path(config.output)
-    exported = export_stage(stage, output, config.region)
+    exported = export_stage(stage, output)
     size = (
         f"any size in multiples of {'×'.join(map(str, stage.divisor))} voxels (z, y, x)"
         if exported.fixed_size is None

@@ -67,7 +67,7 @@ def print_case(one: AuditedCase) -> None:
     if one.failure:
         say(with_case_name(one.case.name, one.failure, [one.case.image, one.case.labels]))
     elif one.status == READY and one.audit is not None:
-        print(f"{one.case.name}: {describe(one.audit)}", flush=True)
+        print(f"{one.case.name}: {audit_text(one.audit)}", flush=True)
     if not one.failure:
         print_findings(one.case, one.findings())
 
@@ -80,7 +80,7 @@ def print_findings(case: Case, findings: Sequence[Finding]) -> None:
             say(f"{case.name}: {level} ({finding.code}): {finding}")
 
 
-def describe(audit: CaseAudit) -> str:
+def audit_text(audit: CaseAudit) -> str:
     """Format size, spacing and volumes in one line."""
     shape = "×".join(map(str, audit.grid.shape))
     spacing = "×".join(f"{mm:.3g}" for mm in audit.grid.spacing_mm)
@@ -93,7 +93,7 @@ def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path
     for one, shown in zip(audited, slices, strict=True):
         findings = [("error", one.failure)] if one.failure else []
         findings += [(finding.severity.value, f"{finding.code}: {finding.message}") for finding in one.findings()]
-        cases.append(CaseView(one.case.name, describe(one.audit) if one.audit else "", shown, findings))
+        cases.append(CaseView(one.case.name, audit_text(one.audit) if one.audit else "", shown, findings))
     ranks = ["error", "warning", "note", ""]
     cases.sort(key=lambda case: min((ranks.index(severity) for severity, _ in case.findings if severity != "note"), default=3))
     names = {value: name for name, value in task.labels.items()}

@@ -275,7 +275,7 @@ def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], comp
     if TARGET not in node and (point == "logger" or "terms" in node):
         return node
     shared = POINT_SCHEMAS.get(point)
-    target = node.get(TARGET, getattr(shared, TARGET, None))  # run folders of version 0.1 name no network
+    target = node.get(TARGET, getattr(shared, TARGET, None))
     check_target(point, point, {**node, TARGET: target}, trusted)
     schema = CLASS_SCHEMAS.get(str(target), shared)
     if schema is None:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, cast, get_type_hints
 from hydra.core.config_store import ConfigStore
 
 from medseg.data.options import DataConfig, LabelsConfig, PhantomCountsConfig
-from medseg.knob import Knob, Shape, Text, Triple
+from medseg.geometry.sizes import Shape
+from medseg.knob import Knob, Text, Triple
 from medseg.losses.options import DICE_CE, DiceCeConfig, LossConfig
 from medseg.models.options import UNET, NetworkConfig, UNetConfig
 from medseg.prediction.options import PredictConfig, as_texts, text_clashes
@@ -53,7 +54,8 @@ class TuneLoaderConfig(TrainConfig):
 class ExtentConfig:
     """Extent of the input of each stage without a patch size."""
 
-    coarse: Annotated[Triple, Knob("Extent of a scan.", "(0, inf)", "mm (z, y, x)")]
+    coarse: Annotated[Triple, Knob("Extent of a scan, of the coarse stage.", "(0, inf)", "mm (z, y, x)")]
+    single: Annotated[Triple, Knob("Extent of a scan, of a single stage.", "(0, inf)", "mm (z, y, x)")]
     fine: Annotated[Triple, Knob("Extent of a crop.", "(0, inf)", "mm (z, y, x)")]
 
 
@@ -168,7 +170,6 @@ class ExportConfig:
 
     checkpoint: Annotated[str, Knob("Checkpoint or .safetensors of one stage.")]
     output: Annotated[str, Knob("model.onnx, or model.xml (OpenVINO).")]
-    region: Annotated[Text, Knob("Region that the network is for; with stage.region_mode=separate or side_input only.")]
     trusted_targets: Annotated[
         list[str], Knob("Prefixes of classes beyond the white list that the checkpoint may name ([my_package.]).")
     ]

@@ -11,18 +11,16 @@ def absent_classes(
     task: Task,
     *,
     is_coarse: bool,
-    is_separate: bool = False,
 ) -> list[str]:
     """List the labels that no item of the training has at the spacing of the cache.
 
-    Regions that share one network share its classes: each side teaches it the class of the other.
+    Regions share one network and so its classes: each side teaches it the class of the other.
 
     Args:
         items: Cases with the number of a region that is trained on, see
             `medseg.data.samples.Samples`.
         task: Labels and regions.
         is_coarse: Whether samples are whole scans with all labels; else crops of one region each.
-        is_separate: Whether each region has a network of its own.
 
     Returns:
         Names of labels in the order of the task; those that share a class are joined by "and".
@@ -33,8 +31,6 @@ def absent_classes(
     taught: set[str] = set()
     for case, number in items:
         taught.update(name for name in task.regions[number].labels if name in case.label_boxes)
-    if is_separate:
-        return [name for region in task.regions for name in region.labels if name not in taught]
     absent = []
     for index in range(max(len(region.labels) for region in task.regions)):
         names = [region.labels[index] for region in task.regions if index < len(region.labels)]

@@ -6,16 +6,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from medseg.knob import Knob, Pair, Shape, Text, Triple
+from medseg.geometry.sizes import Shape
+from medseg.knob import Knob, Pair, Text, Triple
 
-StageName = StrEnum("StageName", ["coarse", "fine"])
-RegionMode = StrEnum("RegionMode", ["mirrored", "separate", "side_input"])  # see `medseg.models.regional`
+StageName = StrEnum("StageName", ["coarse", "fine", "single"])
 RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
 
 # Keys that the fine stage needs and the coarse one does not have.
-FINE_KEYS = ("region_mode", "region_margin_mm", "region_from", "box_jitter_mm")
+FINE_KEYS = ("region_margin_mm", "region_from", "box_jitter_mm")
 # Keys that the coarse stage alone has, and what to do instead.
 COARSE_KEYS = {
     "max_voxels": "bound crops with stage.patch_size",
@@ -29,21 +29,24 @@ COARSE_KEYS = {
 class StageConfig:
     """Input, region and validation of a stage."""
 
-    name: Annotated[StageName, Knob("Stage of the cascade.")]
+    name: Annotated[StageName, Knob("Stage of the cascade, or single for a task of one stage.")]
     patch_size: Annotated[Shape | None, Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)")]
     batch_size: Annotated[int, Knob("Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples")]
     max_voxels: Annotated[
-        int | None, Knob("Coarse stage: larger volumes are cut to a random range of slices; null: never.", "[1, inf)", "voxels")
+        int | None,
+        Knob(
+            "Coarse and single stage: larger volumes are cut to a random range of slices; null: never.",
+            "[1, inf)",
+            "voxels",
+        ),
     ]
-    slab_share: Annotated[float | None, Knob("Coarse stage: share of samples cut to a random range of slices.", "[0, 1]")]
+    slab_share: Annotated[
+        float | None, Knob("Coarse and single stage: share of samples cut to a random range of slices.", "[0, 1]")
+    ]
     boundary_share: Annotated[
         float | None, Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]")
     ]
     elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")]
-    region_mode: Annotated[
-        RegionMode | None,
-        Knob("Fine networks. mirrored: one, right crops flipped; separate: one per region; side_input: one, side as channel."),
-    ]
     region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
     region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
     box_jitter_mm: Annotated[
@@ -54,9 +57,8 @@ class StageConfig:
     patience: Annotated[
         int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
     ]
-    # Absent from older run folders.
     side_share: Annotated[
-        float | None, Knob("Coarse stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
+        float | None, Knob("Coarse and single stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
     ] = None
     add_parts_mm: Annotated[
         float | None,
@@ -70,10 +72,10 @@ class StageConfig:
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each key of another stage, and for each one that this stage lacks."""
         yield from missing_file("stage.coarse", self.coarse)
-        if self.name is StageName.coarse:
+        if self.name is not StageName.fine:
             for key in (*FINE_KEYS, "elsewhere_share", "coarse"):
                 if getattr(self, key) is not None:
-                    yield f"stage.{key}: only the fine stage uses it; leave it out with stage=coarse"
+                    yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
             return
         for key, cure in COARSE_KEYS.items():
             if getattr(self, key) is not None:
@@ -94,7 +96,6 @@ class PhantomCountsConfig:
     num_train: Annotated[int, Knob("Training scans; a run uses them only without a case table.", "[1, inf)", "scans")]
     num_val: Annotated[int, Knob("Validation scans.", "[1, inf)", "scans")]
     num_test: Annotated[int, Knob("Test scans.", "[0, inf)", "scans")]
-    # The keys below are absent from older run folders.
     scene: Annotated[
         Scene,
         Knob("chest: CT of the chest; organs: one ellipsoid-like organ for each label of the task, in each of its channels."),
@@ -188,7 +189,7 @@ class AugmentConfig:
 
     enabled: Annotated[bool, Knob("Augment training samples.")]
     flip_axes: Annotated[
-        list[int], Knob("Axes of random flips: 0 = z, 1 = y, 2 = x; none for the coarse stage of a task with sides.")
+        list[int], Knob("Axes of random flips: 0 = z, 1 = y, 2 = x; only with stage=fine if the task has sides.")
     ]
     affine_probability: Annotated[float, Knob("Probability of rotation, scale, shear and shift, in one resampling.", "[0, 1]")]
     rotation_deg: Annotated[Triple, Knob("Largest rotation.", "[0, 180]", "degrees about (z, y, x)")]
@@ -221,7 +222,6 @@ class AugmentConfig:
     circle_radius_range: Annotated[
         Pair, Knob("Range of the radius of the round field of view, as a share of half the longer side.", "(0, inf)")
     ]
-    # Absent from older run folders.
     disease_probability: Annotated[
         float, Knob("Probability of disease painted into a labelled lung, whose outline stays.", "[0, 1]")
     ] = 0.0

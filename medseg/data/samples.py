@@ -26,6 +26,7 @@ from medseg.data.transforms import Transforms
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop
+from medseg.geometry.sizes import network_size
 from medseg.preprocess.crop import body_box, crop_padded, erase_outside, pad_at_end
 from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
@@ -118,7 +119,8 @@ class Samples(Dataset[Sample]):
 
     A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region. Samples 0 … len-1 go once through all items
     (cases, or pairs of a case and a region that it has) in a random order, the next len samples in another random order, and so on
-    without end. The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
+    without end. Regions on the patient's right are mirrored along x, so that all look like left ones.
+    The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
 
     Args:
         cases: Cases with labels.
@@ -133,7 +135,6 @@ class Samples(Dataset[Sample]):
         max_voxels: Coarse stage: bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
         slab_share: Coarse stage: share of samples that are cut to a random range of slices, as if no more had been scanned.
         side_share: Coarse stage: share of samples that are cut to a random range of columns: half chests.
-        is_mirrored: Fine stage: whether regions on the patient's right are mirrored along x, so that all look like left ones.
         boundary_share: Share of patches that contain a voxel at the boundary of the region (fine stage) or of a label of the case
             (coarse stage; each label is chosen equally often).
         elsewhere_share: Fine stage: share of samples that are cut anywhere in the scan, whether the region is there or not.
@@ -160,7 +161,6 @@ class Samples(Dataset[Sample]):
         max_voxels: int | None = None,
         slab_share: float = 0.0,
         side_share: float = 0.0,
-        is_mirrored: bool = False,
         boundary_share: float = 0.0,
         elsewhere_share: float = 0.0,
         train_trust: Collection[str] | None = None,
@@ -188,7 +188,7 @@ class Samples(Dataset[Sample]):
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
         self.task, self.crops, self.seed, self.is_coarse = task, crops, seed, is_coarse
         self.patch_size, self.augmentation, self.jitter = patch_size, augmentation, jitter
-        self.max_voxels, self.slab_share, self.is_mirrored = max_voxels, slab_share, is_mirrored
+        self.max_voxels, self.slab_share = max_voxels, slab_share
         self.boundary_share, self.elsewhere_share, self.side_share = boundary_share, elsewhere_share, side_share
 
     def __len__(self) -> int:
@@ -222,7 +222,7 @@ class Samples(Dataset[Sample]):
                 target = torch.from_numpy(classes[target.numpy()])
             part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
             inside = torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
-            if self.is_mirrored and region is not None and region.side == "right":
+            if region is not None and region.side == "right":
                 image, target = image.flip(3), target.flip(2)
                 inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:
@@ -257,7 +257,7 @@ class Samples(Dataset[Sample]):
             crop = rule.crop(body, lattice, (1, 1, 1), divisor)
             if self.patch_size is not None:
                 return scan, self._cut_patch(case, crop, self._any_label(case, rng), self.patch_size, rng)
-            depth = self._bounded_depth(filled(crop.box.shape, divisor))
+            depth = self._bounded_depth(network_size(crop.box.shape, divisor))
             if depth is None:
                 return scan, crop
             # A range of the body, where it is long enough.
@@ -266,7 +266,7 @@ class Samples(Dataset[Sample]):
             scan, body = self._cut_slab(scan, body, rng)
             return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
         else:
-            shape, step = filled(body.shape, divisor), divisor[0]
+            shape, step = network_size(body.shape, divisor), divisor[0]
             if rng.random() < self.slab_share:
                 num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
                 shape = (max(step, num_slices // step * step), *shape[1:])
@@ -377,15 +377,6 @@ def _is_known(case: CachedCase, task: Task, train_trust: Collection[str]) -> boo
     return all(case.trust.get(name) in {*train_trust, ABSENT} for name in task.parts)
 
 
-def filled(shape: tuple[int, int, int], multiple: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Raise a shape to multiples on each axis, (z, y, x); a shape of exactly one multiple on every axis gets two on every axis.
-
-    Otherwise the deepest level of a network has a single voxel, and the norm of one sample has no variance.
-    """
-    z, y, x = (math.ceil(size / step) * step for size, step in zip(shape, multiple, strict=True))
-    return (2 * z, 2 * y, 2 * x) if (z, y, x) == tuple(multiple) else (z, y, x)
-
-
 def collate(
     samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1), *, is_stacked: bool = True
 ) -> list[dict[str, Any]]:
@@ -405,7 +396,7 @@ def collate(
     """
     if not is_stacked:
         return [part for sample in samples for part in collate([sample], multiple)]
-    shape = filled(samples[0]["target"].shape, multiple)
+    shape = network_size(samples[0]["target"].shape, multiple)
     return [
         {
             "image": torch.stack([pad_at_end(sample["image"], shape, AIR) for sample in samples]),

@@ -132,16 +132,6 @@ class VoxelBox:
         starts = [start - step // 2 for start, step in zip(self.start, growth, strict=True)]
         return VoxelBox.of(starts, map(sum, zip(starts, self.shape, growth, strict=True)))
 
-    def to_multiple(self, divisor: Sequence[int]) -> VoxelBox:
-        """Grow about the centre until each axis is a multiple of its divisor (z, y, x).
-
-        Raises:
-            ValueError: If a divisor is below one.
-        """
-        if min(divisor) < 1:
-            raise ValueError(f"divisors must be 1 or more, got {tuple(divisor)}")
-        return self.at_least([-(-have // step) * step for have, step in zip(self.shape, divisor, strict=True)])
-
 
 def resampled_shape(
     shape: tuple[int, int, int],

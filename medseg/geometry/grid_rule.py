@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.sizes import network_size
 
 
 class Crop(NamedTuple):
@@ -84,9 +85,8 @@ class GridRule:
             box = box.at_least([max(box.shape)] * 3)
         if patch_size is not None:
             return Crop(lattice, box.at_least(patch_size), content)
-        box = box.at_least(least_size).to_multiple(divisor)
-        # The deepest level of a network would have a single voxel, and an instance norm has no variance of one.
-        return Crop(lattice, box.at_least([2 * step for step in divisor]) if box.shape == divisor else box, content)
+        box = box.at_least(least_size)
+        return Crop(lattice, box.at_least(network_size(box.shape, divisor)), content)
 
 
 PLAIN = GridRule()

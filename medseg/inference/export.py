@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from medseg.errors import UserError, first_line, is_out_of_memory
+from medseg.geometry.sizes import Shape
 from medseg.inference.openvino import convert as convert_to_openvino
 from medseg.inference.openvino import core, to_ir
-from medseg.models.regional import Logits
+from medseg.models.stage_network import Logits
 
-Shape = tuple[int, int, int]
 Run = Callable[[Tensor], Tensor]
 # Largest difference of the logits to those of torch, as a share of the largest logit.
 TOLERANCE = 1e-3

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from medseg.errors import UserError, first_line, require
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_bytes, replace_text
 from medseg.io.machine import machine_folder
-from medseg.models.regional import Logits, RegionalNetwork, input_channels
+from medseg.models.stage_network import Logits, StageNetwork
 
-Shape = tuple[int, int, int]
 # Packages whose code a converted network may come from: their versions and files say whether it has changed.
 KNOWN_PACKAGES = ("medseg", "monai", "torch")
 # Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
@@ -68,7 +68,7 @@ def core() -> Any:
     return openvino.Core()
 
 
-def use_openvino(network: RegionalNetwork, precision: str, checksum: str = "") -> None:
+def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> None:
     """Let the forward passes of a network run in OpenVINO, in place; its weights, their names and its slabs stay those of torch.
 
     Args:
@@ -89,10 +89,10 @@ def use_openvino(network: RegionalNetwork, precision: str, checksum: str = "") -
             precision != "bf16" or limit not in LIMITS_WITHOUT_BF16,
             f"inference.backend=openvino: OpenVINO crashes in bf16 under {name}={limit}; give precision=fp32, or unset {name}",
         )
-    channels, size = input_channels(network.in_channels, network.mode), network.traits.small_size
-    for index, one in enumerate(network.networks):
-        kept = _kept_path(one, f"{checksum} {index}") if checksum else None
-        one.forward = _Compiled(one, channels, size, "bf16" if precision == "bf16" else "f32", kept)
+    kept = _kept_path(network.network, checksum) if checksum else None
+    hint = "bf16" if precision == "bf16" else "f32"
+    compiled = _Compiled(network.network, network.in_channels, network.traits.small_size, hint, kept)
+    network.network.forward = compiled
 
 
 def convert(network: Logits, in_channels: int, size: Shape) -> Any:
@@ -203,7 +203,7 @@ class _Compiled:
         return model
 
 
-def quickest_backend(network: RegionalNetwork) -> str:
+def quickest_backend(network: StageNetwork) -> str:
     """Measure a network in torch and in OpenVINO, both in fp32, once per machine; the answer is kept in the user's cache.
 
     Args:
@@ -223,11 +223,11 @@ def quickest_backend(network: RegionalNetwork) -> str:
         known = {}
     if known.get(machine) not in ("torch", "openvino"):
         depth, height, width = (2 * size for size in network.traits.small_size)
-        one, channels = network.networks[0], input_channels(network.in_channels, network.mode)
-        image = torch.zeros(1, channels, depth, height, width)
+        image = torch.zeros(1, network.in_channels, depth, height, width)
         try:
-            compiled = _Compiled(one, channels, network.traits.small_size, "f32")
-            known[machine] = "openvino" if _seconds(compiled, image) < _seconds(one, image) else "torch"
+            compiled = _Compiled(network.network, network.in_channels, network.traits.small_size, "f32")
+            is_quicker = _seconds(compiled, image) < _seconds(network.network, image)
+            known[machine] = "openvino" if is_quicker else "torch"
         except UserError:  # it cannot be converted
             return "torch"
         with suppress(OSError, UserError):

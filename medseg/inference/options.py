@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from medseg.knob import Knob, Shape
+from medseg.geometry.sizes import Shape
+from medseg.knob import Knob
 
 Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
 

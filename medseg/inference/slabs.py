@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medseg.geometry.sizes import Shape
 from medseg.io.scratch import release_pages, scratch_array
 from medseg.models.blocks import (
     POINT,
@@ -24,7 +25,6 @@ from medseg.models.blocks import (
     InstanceNorm,
     ResidualBlock,
     ScaledConv3d,
-    Shape,
     depth_to_space,
     space_to_depth,
 )
@@ -42,7 +42,6 @@ def logits_in_slabs(
     image: Tensor,
     budget_bytes: float,
     take: Callable[[Tensor], None],
-    prepare: Finish = lambda planes: planes,
 ) -> None:
     """Run a network on one image; the caller sets the precision.
 
@@ -51,12 +50,11 @@ def logits_in_slabs(
         image: Normalised image (1, C, D, H, W), each size a multiple of the divisor; may lie on another device than the network.
         budget_bytes: Memory of feature maps and layers, beside the image and the weights.
         take: Receives the logits (1, K, d, H, W) of the next planes, from z = 0 on, on the device of the network.
-        prepare: Makes the network's input of planes of the image.
 
     Raises:
         ValueError: If one plane of a layer exceeds half of the budget.
     """
-    _SlabPass(budget_bytes, next(network.parameters()).device, image.device).run(network, image, take, prepare)
+    _SlabPass(budget_bytes, next(network.parameters()).device, image.device).run(network, image, take)
 
 
 def least_budget_bytes(network: UNet, height: int, width: int) -> float:
@@ -209,9 +207,9 @@ class _SlabPass:
         """Whether another feature map fits beside those in memory."""
         return sum(one.num_bytes for one in self.in_memory) + num_bytes <= self._half
 
-    def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None], prepare: Finish) -> None:
+    def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None]) -> None:
         """See `logits_in_slabs`."""
-        whole = _Features(image.shape[2], self, image[0].transpose(0, 1), prepare)
+        whole = _Features(image.shape[2], self, image[0].transpose(0, 1))
         cell = network.stem.cell
         features = self._unit(network.stem.unit, whole if cell == POINT else _Cells(whole, cell))
         skips: list[_Features] = []

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Stage, index of its network and index of the task's region that a batch of tiles is for, and the bytes that slabs may take (None: one pass).
-Job = tuple[str, int, int, float | None]
+# Stage, index of its network, and the bytes that slabs may take (None: one pass).
+Job = tuple[str, int, float | None]
 # Tile workers wait idle while rank 0 reads, writes or resamples; gloo's own limit of 30 minutes would end them.
 IDLE_LIMIT = timedelta(days=7)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from medseg.geometry.grid import VoxelBox
+from medseg.geometry.sizes import Shape, network_size
 from medseg.io.scratch import new_tensor
 from medseg.preprocess.crop import pad_at_end
 from medseg.preprocess.intensity import AIR
 
-Shape = tuple[int, int, int]
 # Number format of stored probabilities; rounds by 0.00025 at most.
 PROBS_DTYPE = torch.float16
 # Voxels whose logits become float32 probabilities at a time.
@@ -60,13 +60,13 @@ def predict_probs(
     with torch.inference_mode():
         if tile_size is None:
             result = _Probabilities(shape)
-            padded = pad_at_end(image, round_up(shape, divisor), AIR)
+            padded = pad_at_end(image, network_size(shape, divisor), AIR)
             if run_in_slabs is None:
                 result.add(network(padded))
             else:
                 run_in_slabs(padded, result.add)
             return result.probs
-        tile_size = round_up(tile_size, divisor)
+        tile_size = network_size(tile_size, divisor)
         padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_size, strict=True)), AIR)
         run = run_batches or (lambda batches: [network(batch) for batch in batches])
         depth, height, width = shape
@@ -88,15 +88,6 @@ def most_probable(probs: Tensor) -> Tensor:
         labels.masked_fill_(prob > best, value)
         torch.maximum(best, prob, out=best)
     return labels
-
-
-def round_up(shape: tuple[int, ...], divisor: Shape) -> Shape:
-    """Raise a shape to multiples of the divisor; a shape of exactly one multiple on every axis is raised to two on every axis.
-
-    Otherwise the deepest level of a network has a single voxel, and an instance norm has no variance.
-    """
-    z, y, x = (-(-size // step) * step for size, step in zip(shape, divisor, strict=True))
-    return (2 * z, 2 * y, 2 * x) if (z, y, x) == tuple(divisor) else (z, y, x)
 
 
 def _blend_tiles(
@@ -227,7 +218,7 @@ def plan_tiling(
     Raises:
         ValueError: If the budget allows neither; the message names the smallest one that does.
     """
-    size = round_up(tile_size or shape, divisor)
+    size = network_size(tile_size or shape, divisor)
     num_bytes = math.prod(size) * bytes_per_voxel
     if num_bytes > budget_bytes >= least_slab_bytes:
         return TilingPlan(size if tile_size else None, slab_bytes=budget_bytes)

@@ -18,7 +18,7 @@ from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.atomic import replace_path
 from medseg.io.label_table import EXTENSION_CODE, Structure, nifti_extension
-from medseg.io.volume import LazyVolume, check_shape, describe, grid_from_columns, is_gzip, lazy_volume
+from medseg.io.volume import LazyVolume, check_shape, grid_from_columns, is_gzip, lazy_volume, size_text
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
 UNIT_MM = {1: 1000.0, 3: 0.001}
@@ -186,7 +186,7 @@ def grid_of_header(path: Path, header: Nifti1Header, num_volumes: int = 1) -> tu
     if num_volumes > 1:
         require(
             len(sizes) == 4 and sizes[3] == num_volumes,
-            f"{path}: expected {num_volumes} channels, but the file holds {describe(sizes)} values; give a 4D file of {num_volumes} volumes, "
+            f"{path}: expected {num_volumes} channels, but the file holds {size_text(sizes)} values; give a 4D file of {num_volumes} volumes, "
             "or a file for each channel (image_1, image_2, … of a case table, input=[a,b,…]).",
         )
         sizes = sizes[:3]

@@ -108,7 +108,7 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def describe(sizes: Sequence[int]) -> str:
+def size_text(sizes: Sequence[int]) -> str:
     """Write sizes for a message, as in `512 x 512 x 300`."""
     return " x ".join(map(str, sizes))
 
@@ -166,7 +166,7 @@ def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
     """
     require(
         len(sizes) >= 3 and set(sizes[3:]) <= {1} and min(sizes) >= 1,
-        f"{path}: expected one 3D volume, but the file holds {describe(sizes)} values; give one volume per file.",
+        f"{path}: expected one 3D volume, but the file holds {size_text(sizes)} values; give one volume per file.",
     )
     return int(sizes[2]), int(sizes[1]), int(sizes[0])
 
@@ -272,7 +272,7 @@ def lazy_volume(
     )
     share, slice_bytes = depth // len(files), height * width * dtype.itemsize
     share_bytes, ratio = share * slice_bytes, MAX_RATIOS[encoding]
-    expected = f"{path}: expected {share_bytes} bytes of voxels ({describe((width, height, share))} of {dtype.itemsize} bytes)"
+    expected = f"{path}: expected {share_bytes} bytes of voxels ({size_text((width, height, share))} of {dtype.itemsize} bytes)"
     surplus = f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
     # First byte of the voxels in each file, or of their encoded stream.
     starts: dict[Path, int] = {}
@@ -347,7 +347,7 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
     needed_gib, memory_gib = num_voxels * np.dtype(dtypes[0]).itemsize / 2**30, memory_bytes() / 2**30
     require(
         needed_gib <= memory_gib,
-        f"{volume.path}: its {describe(shape[::-1])} voxels need {needed_gib:.1f} GiB, but this machine has {memory_gib:.1f} GiB of "
+        f"{volume.path}: its {size_text(shape[::-1])} voxels need {needed_gib:.1f} GiB, but this machine has {memory_gib:.1f} GiB of "
         "memory; crop or resample the scan first.",
     )
     if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(SURE_BYTES, SURE_RATIO * volume.packed_bytes):
@@ -427,7 +427,7 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
     remarks = {
         f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
         + (f"air, {air} HU" if air else "0"): num_gaps > 0,
-        f"the scan of {describe(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(image_hu.shape) == 1,
+        f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(image_hu.shape) == 1,
     }
     shown_remarks = (remark for remark, applies in remarks.items() if applies)
     return Volume(image_hu, volume.grid, volume.header, (*volume.remarks, *shown_remarks))

@@ -89,7 +89,6 @@ def count_step(
     precision: str = "fp32",
     accumulate: int = 1,
     averages: bool = False,
-    call: Callable[[nn.Module, Tensor], Any] = lambda network, image: network(image),
     compute: bool = False,
     is_gpu: bool = False,
     timeline: Timeline | None = None,
@@ -108,7 +107,6 @@ def count_step(
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
         averages: Whether a moving average of the weights is kept.
-        call: Returns the logits of a network for an image.
         compute: Allocate and compute everything on the CPU: slow, with the same result; used to check the count.
         is_gpu: Count what a GPU keeps; else, a CPU.
         timeline: Gets the operations of the last micro-batch and of the optimiser; None = they are not recorded.
@@ -121,7 +119,7 @@ def count_step(
     """
     with _fake_network(make_network, compute=compute, is_gpu=is_gpu, timeline=timeline) as (network, tracker, order):
         return _count(
-            network.train(), image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, call, order, timeline
+            network.train(), image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, order, timeline
         )
 
 
@@ -201,7 +199,6 @@ def _count(
     precision: str,
     accumulate: int,
     averages: bool,
-    call: Callable[[nn.Module, Tensor], Any],
     order: dict[str, None],
     timeline: Timeline | None,
 ) -> StepMemory:
@@ -228,7 +225,7 @@ def _count(
         tracker.now = Owner(FORWARD, LOSS)
         hooks = saved_tensors_hooks(tracker.save, _unchanged) if timeline is not None else contextlib.nullcontext()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
-            logits = call(network, image)
+            logits = network(image)
             with _RealRanges():
                 value = mean_of_samples(sample_losses(loss, logits, target))
             del logits

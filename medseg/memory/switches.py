@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from medseg.errors import UserError
 from medseg.memory.options import MemoryConfig
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 
 
 def apply_switches(
@@ -38,7 +38,7 @@ def apply_switches(
     what the blocks still save), compilation (of everything).
 
     Args:
-        network: Network with a method `blocks()` that names its blocks, like `RegionalNetwork`.
+        network: Network with a method `blocks()` that names its blocks, like `StageNetwork`.
         checkpointing: `none`, `sqrt`, `all` or names of blocks or levels.
         offload: Keep saved activations in host memory.
         channels_last: Use the channels-last memory layout.
@@ -85,7 +85,7 @@ def apply_switches(
 
 
 def switch_on(
-    network: RegionalNetwork,
+    network: StageNetwork,
     memory: MemoryConfig,
     device_type: str,
     *,

@@ -23,7 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-Shape = tuple[int, int, int]
+from medseg.geometry.sizes import Shape
+
 T = TypeVar("T", bound=nn.Module)
 
 IN_CHANNELS = ("in_channels", "in_chans", "input_channels", "num_input_channels", "n_channels", "in_ch", "img_channels")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medseg.geometry.sizes import Shape
+
 BLOCKS = ("plain", "residual", "bottleneck")
 NORMS = ("instance", "group", "batch", "channel", "affine")
 NEGATIVE_SLOPE = 0.01
-Shape = tuple[int, int, int]
 POINT = (1, 1, 1)
 GROUP_CHANNELS = 8
 # Torch's batch-norm kernel for channels-last tensors on CPU sums voxel by voxel in fp32. Above this number of voxels the error of the

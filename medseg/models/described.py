@@ -8,25 +8,24 @@ from torch import nn
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.models.adapter import Traits, channel_arguments, find_traits
 from medseg.models.options import UNET
-from medseg.models.regional import RegionalNetwork, input_channels
+from medseg.models.stage_network import StageNetwork
 from medseg.targets import TARGET, bind_arguments, import_target
 from medseg.task import Task
 
 
-def make_described_network(node: dict[str, Any], task: Task, region_mode: str, trusted: Sequence[str] = ()) -> RegionalNetwork:
+def make_described_network(node: dict[str, Any], task: Task, stage: str, trusted: Sequence[str] = ()) -> StageNetwork:
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
     Args:
         node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target and mean our UNet.
-        task: Gives the number of classes and regions.
-        region_mode: `whole` for the coarse stage, else a mode of `RegionalNetwork`.
+        task: Gives the number of channels and classes.
+        stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.
 
     Raises:
         UserError: If the class is not trusted, or the arguments contradict each other.
     """
-    is_whole = region_mode == "whole"
-    num_classes = task.num_classes if is_whole else task.num_region_classes
+    num_classes = task.num_region_classes if stage == "fine" else task.num_classes
     node = {TARGET: UNET, **node}
     found = import_target("model", "model", node, trusted)
     stated = {name: node.pop(name, None) for name in ("divisor", "blocks")}
@@ -38,15 +37,12 @@ def make_described_network(node: dict[str, Any], task: Task, region_mode: str, t
         )()
         return network
 
-    in_channels = len(task.channels)
-    channels = input_channels(in_channels, region_mode)
+    channels = len(task.channels)
     try:
         traits = _find_traits(
             lambda: make(channels), repr((found, node, stated)), channels, num_classes, stated, node.get("img_size")
         )
-        return RegionalNetwork(
-            make, in_channels=in_channels, num_regions=1 if is_whole else len(task.regions), mode=region_mode, traits=traits
-        )
+        return StageNetwork(make, in_channels=channels, traits=traits)
     except UserError:
         raise
     except Exception as error:  # of any class that the configuration names

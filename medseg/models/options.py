@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.knob import Knob, Shape
+from medseg.geometry.sizes import Shape
+from medseg.knob import Knob
 from medseg.targets import TARGET
 
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`

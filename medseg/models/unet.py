@@ -8,17 +8,17 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medseg.geometry.sizes import Shape
+from medseg.geometry.strides import Strides, level_strides, total_strides
 from medseg.models.blocks import (
     POINT,
     ConvNormAct,
-    Shape,
     depth_to_space,
     make_activation,
     make_block,
     padding_of,
     space_to_depth,
 )
-from medseg.strides import Strides, level_strides, total_strides
 
 STEMS = ("conv", "strided", "space_to_depth")
 

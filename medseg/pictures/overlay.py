@@ -19,10 +19,12 @@ _FILL_OPACITY = 0.32
 _ERROR_OPACITY = 0.75
 _DPI = 100
 
+PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
+"""Axis of an oriented volume (z, y, x) that each plane is a slice of."""
+
 # Share of the labelled voxels below each slice: every slice shows label, each lung gets a sagittal one.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 _ROWS = (("axial",), ("coronal", "sagittal"))
-_AXIS = {"axial": 0, "coronal": 1, "sagittal": 2}
 _VIEW_MARGIN_MM = 20.0
 _MIN_VIEW_MM = 150.0
 
@@ -182,7 +184,7 @@ def overlay_montage(
     canvas, window_hu = Canvas(_WIDTH_PX, height_px), grey_range(image_hu, window_hu)
     _draw_header(canvas, title, label_names, reference is not None)
     for panel in panels:
-        at = tuple(panel.index if axis == _AXIS[panel.plane] else part for axis, part in enumerate(view.slices()))
+        at = tuple(panel.index if axis == PLANES[panel.plane] else part for axis, part in enumerate(view.slices()))
         axes = canvas.draw_slice(
             panel.box_px,
             image_hu[at],
@@ -193,7 +195,7 @@ def overlay_montage(
             outlined=None if reference is None else reference[at],
             shows_errors=True,
         )
-        caption = f"{panel.plane} {panel.index + 1}/{image_hu.shape[_AXIS[panel.plane]]}"
+        caption = f"{panel.plane} {panel.index + 1}/{image_hu.shape[PLANES[panel.plane]]}"
         draw_marks(axes, panel.plane, caption + ", most errors" * panel.has_most_errors)
     write_png(canvas.figure, path)
     return panels
@@ -212,10 +214,10 @@ def _layout(is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray) -> 
     """
     panels: list[Panel] = []
     top = _HEADER_PX
-    worst = {plane: int(np.argmax(_areas(is_wrong, plane))) if is_wrong.any() else None for plane in _AXIS}
+    worst = {plane: int(np.argmax(_areas(is_wrong, plane))) if is_wrong.any() else None for plane in PLANES}
     for row in _ROWS:
         slices = [
-            (plane, index, *np.delete(view_mm, _AXIS[plane]))
+            (plane, index, *np.delete(view_mm, PLANES[plane]))
             for plane in row
             for index in _slice_indices(is_label, plane, worst[plane])
         ]
@@ -234,7 +236,7 @@ def _layout(is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray) -> 
 
 def _areas(mask: np.ndarray, plane: str) -> np.ndarray:
     """Number of set voxels in each slice of a plane."""
-    return np.count_nonzero(mask, axis=tuple({0, 1, 2} - {_AXIS[plane]}))
+    return np.count_nonzero(mask, axis=tuple({0, 1, 2} - {PLANES[plane]}))
 
 
 def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[int]:

@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from medseg.io.label_table import Structure
-from medseg.pictures.overlay import TEXT, Canvas, draw_marks, grey_range
+from medseg.pictures.overlay import PLANES, TEXT, Canvas, draw_marks, grey_range
 from medseg.pictures.plots import shortened, write_png
 
 MAX_LONG = 6
 """Up to this number of labels, each has its own line; more labels are written three to a line."""
 
-PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
-"""Axis of an oriented volume (z, y, x) that each plane is a slice of."""
 
 _WIDTH_PX, _PANEL_PX, _GAP_PX, _HEADER_PX, _LINE_PX = 1280, 424, 4, 48, 20
 _MAX_TITLE, _MAX_WARNINGS, _LINE_LETTERS = 90, 8, 170

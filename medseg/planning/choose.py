@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from medseg.config.overrides import text_of
 from medseg.config.schema import Allow, PlanConfig
 from medseg.console import say
+from medseg.geometry.sizes import Shape
 from medseg.losses.adapter import is_batch_loss
 from medseg.memory.device import pick_device_type
 from medseg.memory.options import Precision
@@ -17,7 +18,7 @@ from medseg.memory.tracker import Timeline
 from medseg.models.options import UNET, is_batch_norm
 from medseg.planning.blocks import StepModel
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate_beside
-from medseg.planning.step import Shape, count_memory, evaluated_shape, samples_per_rank
+from medseg.planning.step import count_memory, evaluated_shape, samples_per_rank
 from medseg.targets import TARGET
 from medseg.training.extensions import make_loss
 from medseg.training.network import find_divisor, make_network_on_meta

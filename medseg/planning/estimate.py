@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from medseg.config.schema import PlanConfig
+from medseg.geometry.sizes import Shape
 from medseg.io.machine import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.device import pick_device, pick_device_type
@@ -18,7 +19,7 @@ from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.blocks import duration, rise
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
-from medseg.planning.step import Shape, count_evaluation, count_memory, samples_per_rank
+from medseg.planning.step import count_evaluation, count_memory, samples_per_rank
 from medseg.targets import TARGET
 from medseg.training.assemble import propose_workers
 

@@ -11,12 +11,12 @@ from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.data.spacing import find_spacing
 from medseg.errors import EXIT_FAILED, require
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
 from medseg.memory.accounting import StepMemory
 from medseg.planning.estimate import STEP, VALIDATION, Estimate, Machine, estimate
 from medseg.planning.fit import fit
 from medseg.planning.step import (
-    Shape,
     count_memory,
     evaluated_shape,
     evaluation_bytes,
@@ -75,7 +75,7 @@ def plan(config: PlanConfig) -> int:
     case_bytes, pass_bytes = evaluation_bytes(config, case_shape)
     peaks = {STEP: memory.peak, VALIDATION: case_bytes + pass_bytes + memory.optimizer_state}
     peak_of = max(peaks, key=peaks.__getitem__)
-    print("\n".join(describe(config, shape, memory)), flush=True)
+    print("\n".join(plan_lines(config, shape, memory)), flush=True)
     print("\n".join(describe_peaks(config, case_shape, peaks)), flush=True)
     if found is not None:
         print("\n".join(describe_estimate(config, found)), flush=True)
@@ -167,7 +167,7 @@ def describe_estimate(config: PlanConfig, found: Estimate) -> list[str]:
     ]
 
 
-def describe(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str]:
+def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str]:
     """Format the counts as lines of a table, with remarks on what they leave out."""
     switches, trainer = config.memory, config.trainer
 

@@ -16,9 +16,9 @@ import torch
 from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.errors import UserError
+from medseg.geometry.sizes import Shape
 from medseg.memory.calibration import LoadMeter, read_calibration, write_calibration
 from medseg.memory.kernels import processor_name
-from medseg.planning.step import Shape
 from medseg.runs.signature import plain
 
 # A training of the smallest size with two loader workers, two validations, their pictures and checkpoints.

@@ -12,10 +12,11 @@ import torch
 from medseg.config.schema import PlanConfig
 from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
+from medseg.data.options import StageName
 from medseg.data.samples import Samples
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.sizes import Shape
 from medseg.memory.profile import peak_resident_bytes, resident_bytes
-from medseg.planning.step import Shape
 from medseg.preprocess.intensity import intensity_of
 from medseg.task import Task
 from medseg.training.assemble import make_data_module
@@ -84,7 +85,8 @@ def _margins(config: PlanConfig) -> list[int]:
 def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -> CachedCase:
     """Write a cache entry of a scan whose regions are boxes, in which samples of a shape can be cut."""
     margins, spacing_mm = _margins(config), config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
-    size = [length if config.stage.region_mode is None and config.stage.patch_size is None else length + 16 for length in shape]
+    is_whole = config.stage.name is not StageName.fine and config.stage.patch_size is None
+    size = [length if is_whole else length + 16 for length in shape]
     box = VoxelBox.of(
         ((length - inner) // 2 + margin for length, inner, margin in zip(size, shape, margins, strict=True)),
         (max(1, (length + inner) // 2 - margin) for length, inner, margin in zip(size, shape, margins, strict=True)),

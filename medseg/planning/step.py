@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError, first_line
-from medseg.inference.tiles import most_probable, predict_probs, round_up
+from medseg.geometry.sizes import Shape, network_size
+from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.accounting import StepMemory, count_forward, count_step
 from medseg.memory.device import pick_device_type
 from medseg.memory.options import Precision
@@ -21,8 +21,6 @@ from medseg.training.extensions import make_loss
 from medseg.training.network import count_classes, find_divisor, make_network
 from medseg.training.optimisation import make_scheduled_optimizer
 from medseg.training.options import TrainConfig
-
-Shape = tuple[int, int, int]
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
@@ -82,9 +80,7 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
         depth = height = width = max(depth, height, width)
     if max_voxels:
         depth = min(depth, max(1, max_voxels // (height * width)))
-    divisors = zip((depth, height, width), find_divisor(config), strict=True)
-    depth, height, width = (math.ceil(size / divisor) * divisor for size, divisor in divisors)
-    return depth, height, width
+    return network_size((depth, height, width), find_divisor(config))
 
 
 def count_memory(
@@ -110,7 +106,6 @@ def count_memory(
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
     memory, samples = config.memory, samples or samples_per_rank(config)
-    region = torch.zeros(samples, dtype=torch.int64)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
     uncompiled = replace(memory, compile=False)
     # Only GPUs train in fp16.
@@ -131,7 +126,6 @@ def count_memory(
             precision=memory.precision.value,
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,
-            call=lambda network, image: network(image) if make_baseline else network(image, region),
             compute=compute,
             is_gpu=is_gpu and not compute,
             timeline=timeline,
@@ -174,17 +168,17 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     Returns:
         Bytes beside weights, image and operations, and the operations of the case or of one tile.
     """
-    region, tile_size = torch.zeros(1, dtype=torch.int64), config.inference.tile_size
+    tile_size = config.inference.tile_size
     channels, divisor = len(make_task(config.task).channels), find_divisor(config)
 
     def call(network: nn.Module, image: Tensor) -> Tensor:
-        probs = predict_probs(lambda part: network(part, region), image, tile_size=None, overlap=0.0, divisor=divisor)
+        probs = predict_probs(network, image, tile_size=None, overlap=0.0, divisor=divisor)
         return probs if tile_size else most_probable(probs)
 
     def make() -> nn.Module:
         return switch_on(make_network(config), replace(config.memory, compile=False, offload=False), "cpu")
 
-    seen = round_up(tile_size, divisor) if tile_size else shape
+    seen = network_size(tile_size, divisor) if tile_size else shape
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
     target = math.prod(shape)  # uint8

@@ -39,7 +39,7 @@ from medseg.prediction.case import (
     write_case,
 )
 from medseg.prediction.contract import share_memory
-from medseg.prediction.forecast import Forecast, describe, forecast, machine_key, seconds_per_voxel
+from medseg.prediction.forecast import Forecast, forecast, forecast_text, machine_key, seconds_per_voxel
 from medseg.prediction.options import Engine, PredictConfig
 from medseg.prediction.results import check_kinds, result_paths
 from medseg.prediction.scans import (
@@ -130,7 +130,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
     observer = observer or Observer()
-    is_shared, is_on_ray = is_under_torchrun(), config.engine is Engine.ray
+    is_shared, is_on_ray = has_other_ranks(), config.engine is Engine.ray
     if is_shared:
         _refuse_on_several_processes(config)
         if int(os.environ["RANK"]) > 0:
@@ -284,7 +284,7 @@ def _bound_of(label: str, bounds: Mapping[str, StatedBound], task: Task) -> str:
     return " | ".join(sentences)
 
 
-def is_under_torchrun() -> bool:
+def has_other_ranks() -> bool:
     """Whether torchrun started this process together with others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
 
@@ -297,7 +297,7 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    if is_under_torchrun() and torch.cuda.is_available():
+    if has_other_ranks() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value
     loaded = []
@@ -353,7 +353,7 @@ class Batch:
                 found[case.scan.name] = self._forecast(cascade, scan_grid(case.scan, cascade.coarse.task))
                 rates.append(seconds_per_voxel(machine_key(cascade)))
         known = [rate for rate in rates if rate is not None]
-        return describe(found, median(known) if len(known) == len(rates) else None, len(new)) if found else None
+        return forecast_text(found, median(known) if len(known) == len(rates) else None, len(new)) if found else None
 
     def _forecast(self, cascade: Cascade, grid: VoxelGrid) -> Forecast:
         return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)

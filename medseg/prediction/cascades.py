@@ -77,8 +77,7 @@ def load_cascade(
     stages: list[TrainedStage] = []
     measured = ""
     for name, checkpoints in (("coarse", coarse), ("fine", fine)):
-        # A task without regions has one stage.
-        if checkpoints or not stages or stages[0].task.regions:
+        if checkpoints or not stages or stages[0].name == "coarse":
             paths = [Path(path) for path in checkpoints or ()] or [shipped_weights("lungs", name)]
             measured = "" if checkpoints else TILE_CHANGES
             stages.append(load_stages(paths, name, device, precision, trusted, loading))

@@ -1,7 +1,6 @@
 """Case of a batch: reads, segments and writes one scan with its report, and checks whether its result is up to date."""
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -36,6 +35,7 @@ from medseg.prediction.scans import Scan
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.scale import HuScale
 from medseg.task import Task
+from medseg.weights.files import checksum
 
 # Largest size of a voxel of a scan in memory.
 BYTES_PER_VOXEL = 4
@@ -338,9 +338,4 @@ def report_path(output: Path) -> Path:
 
 def checksums(paths: list[Path]) -> dict[str, str]:
     """SHA-256 of result files by name; a volume of two files has one."""
-    return {path.name: fingerprint(path)["sha256"] if volume_suffix(path) else _digest(path) for path in paths}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {path.name: fingerprint(path)["sha256"] if volume_suffix(path) else checksum(path) for path in paths}

@@ -7,81 +7,55 @@ from typing import Any
 
 from medseg import __version__
 from medseg.cascade.stage import TrainedStage
-from medseg.errors import UserError, require
+from medseg.errors import UserError
+from medseg.geometry.sizes import network_size
 from medseg.inference.export import FORMATS, INPUT, OUTPUT, Exported, export_network
 from medseg.inference.options import InferenceOptions
-from medseg.inference.tiles import round_up
 from medseg.io.atomic import check_writable, replace_bytes
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import Logits, StageNetwork
 from medseg.preprocess.crop import BODY_MARGIN_MM
 from medseg.preprocess.intensity import AIR
 
-# Modes of a regional network that compute something else for each region.
-MODES_BY_REGION = ("separate", "side_input")
 
-
-def export_stage(stage: TrainedStage, output: Path, region: str | None) -> Exported:
+def export_stage(stage: TrainedStage, output: Path) -> Exported:
     """Write the network of a stage in the format of a suffix, `.onnx` or `.xml`.
 
     Args:
         stage: The stage, on the CPU in fp32.
         output: File.
-        region: Name of the region, for a network that computes something else for each.
 
     Raises:
-        UserError: If the output is no place for it, the region does not fit, or the network cannot be converted.
+        UserError: If the output is no place for it, or the network cannot be converted.
     """
     suffix = output.suffix.lower()
     if suffix not in FORMATS or output.is_dir():
         raise UserError(f"output={output}: expected a file that ends in .onnx or .xml")
     check_writable(output.parent)
-    network: RegionalNetwork = stage.network  # type: ignore[assignment]
-    describe = partial(describe_stage, stage, region)
+    network: StageNetwork = stage.network  # type: ignore[assignment]
     exported = export_network(
-        network.logits_of(region_index(stage, region)),
+        Logits(network.network),
         network.in_channels,
         stage.divisor,
         network.traits.small_size,
-        round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        network_size(stage.tile_size, stage.divisor) if stage.tile_size else None,
         suffix,
-        describe,
+        partial(describe_stage, stage),
     )
     for part, content in sorted(exported.files.items()):  # weights before the file that needs them
         replace_bytes(output.with_suffix(part), content)
     return exported
 
 
-def region_index(stage: TrainedStage, region: str | None) -> int:
-    """Find the index of the region that a network is exported for; 0 where it computes the same for all.
-
-    Raises:
-        UserError: If the region is missing, unknown or has no effect.
-    """
-    names = [one.name for one in stage.task.regions]
-    if stage.region_mode not in MODES_BY_REGION:
-        require(region is None, f"region={region}: the network of this checkpoint is the same for all regions; leave region out")
-        return 0
-    require(
-        region in names,
-        f"region={region}: the network of this checkpoint (region_mode={stage.region_mode}) differs between regions; give one of "
-        f"{', '.join(names)}",
-    )
-    return names.index(str(region))
-
-
-def describe_stage(stage: TrainedStage, region: str | None, fixed_size: tuple[int, int, int] | None) -> dict[str, Any]:
+def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None) -> dict[str, Any]:
     """Describe what a program must do before and after the network, in plain types.
 
     Args:
         stage: The stage.
-        region: Region that the network is exported for; None = all of them, or none.
         fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of the divisor.
     """
-    task, is_whole = stage.task, stage.region_mode == "whole"
+    task, is_whole = stage.task, stage.name != "fine"
     classes = (
-        {"all": ["background", *task.labels]}
-        if is_whole
-        else {one.name: ["background", *one.labels] for one in task.regions if region in (None, one.name)}
+        {"all": ["background", *task.labels]} if is_whole else {one.name: ["background", *one.labels] for one in task.regions}
     )
     num_classes = task.num_classes if is_whole else task.num_region_classes
     return {
@@ -123,10 +97,10 @@ def describe_stage(stage: TrainedStage, region: str | None, fixed_size: tuple[in
             if is_whole
             else {"of": "region: box of its coarse labels", "margin_mm": stage.region_margin_mm}
         ),
-        "flipped_x": [one.name for one in task.regions if stage.region_mode == "mirrored" and one.side == "right"],
+        "flipped_x": [] if is_whole else [one.name for one in task.regions if one.side == "right"],
         "padding": {"where": "at the end of each axis", "z": "the last slice is repeated", "y, x": AIR},
-        "tile_size": round_up(stage.tile_size, stage.divisor) if stage.tile_size else None,
-        "least_size": None if is_whole else round_up(stage.tile_size or stage.least_size, stage.divisor),
+        "tile_size": network_size(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        "least_size": None if is_whole else network_size(stage.tile_size or stage.least_size, stage.divisor),
         "overlap": InferenceOptions.overlap,
         "add_parts_mm": stage.add_parts_mm,
     }

@@ -13,8 +13,9 @@ from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import TrainedStage, flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.sizes import Shape, network_size
 from medseg.inference.options import InferenceOptions
-from medseg.inference.tiles import TilingPlan, round_up, tile_boxes
+from medseg.inference.tiles import TilingPlan, tile_boxes
 from medseg.io.atomic import replace_text
 from medseg.io.machine import machine_folder
 from medseg.memory.accounting import WORKSPACE
@@ -42,8 +43,6 @@ CLEANED_VOXELS = 2**25
 NETWORK_TIME = 5
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
-
-Shape = tuple[int, int, int]
 
 
 class Forecast(NamedTuple):
@@ -130,7 +129,7 @@ def _pass_bytes(
         return size if size <= array_bytes else 0.0
 
     plan, channels = stage.plan(shape, options), len(stage.task.channels)
-    seen = round_up(plan.tile_size or shape, stage.divisor)
+    seen = network_size(plan.tile_size or shape, stage.divisor)
     padded: Shape = tuple(map(max, shape, seen))  # type: ignore[assignment]
     # One pass gives its probabilities when its features are free.
     probs = 0.0 if plan == TilingPlan(None) else held(PROBABILITY * classes * math.prod(padded))
@@ -148,12 +147,12 @@ def _pass_bytes(
 
 def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -> int:
     """Voxels that go through the networks of a stage for one crop."""
-    seen = round_up(stage.tile_size or shape, stage.divisor)
+    seen = network_size(stage.tile_size or shape, stage.divisor)
     number = len(tile_boxes(tuple(map(max, shape, seen)), seen, options.overlap)) if stage.tile_size else 1  # type: ignore[arg-type]
     return number * math.prod(seen) * len(stage.networks) * len(flips(stage.task, options.tta))
 
 
-def describe(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases: int) -> str:
+def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases: int) -> str:
     """Say what a batch will hold and, where this machine has finished cases before, how long it will take.
 
     Args:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from medseg.knob import Knob, Pair, Shape, Triple
+from medseg.geometry.sizes import Shape
+from medseg.knob import Knob, Pair, Triple
 
 SpacingStrategy = StrEnum(  # see docs/spacing.md
     "SpacingStrategy",
@@ -50,7 +51,6 @@ class SpacingConfig:
             "mm (z, y, x)",
         ),
     ]
-    # The keys below are absent from older run folders.
     strategy: Annotated[SpacingStrategy, Knob("Rule for the grid of each scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
     size: Annotated[
         Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")

@@ -59,7 +59,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
             f"fine={checkpoint}",
             *trust,
         ]
-    elif config.task.regions:
+    elif config.stage.name is StageName.coarse and config.task.regions:
         cases = [f"data.cases={config.data.cases}"] if config.data.cases else []
         arguments = ["train", "stage=fine", *_task_argument(config), *cases]
         arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}", *trust]

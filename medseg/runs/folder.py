@@ -3,13 +3,14 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
+from medseg import __version__
 from medseg.config.check import to_config, to_typed
 from medseg.console import say
 from medseg.data.spacing import find_spacing
@@ -27,8 +28,6 @@ SUMMARY_FILE = "summary.json"
 LOCK_FILE = ".lock"
 # How long the ranks of a killed run may take to end, in s.
 LOCK_WAIT_S = 35.0
-# Keys of run folders of earlier versions that no longer exist.
-REMOVED_KEYS = ("start",)
 # Key with the length of a schedule that ends, by its class.
 LENGTH_KEYS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters", "CosineAnnealingLR": "T_max"}
 
@@ -216,11 +215,23 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
         trusted: `trusted_targets` of the present command; a run folder can trust nothing.
 
     Raises:
-        UserError: If it is damaged or invalid.
+        UserError: If it is damaged or invalid, or of version 0.1.
     """
-    config = to_typed(OmegaConf.create({**read_config(run_dir), "trusted_targets": list(trusted)}), TrainConfig)
+    values = read_config(run_dir)
+    _refuse_version_0_1(run_dir, values)
+    config = to_typed(OmegaConf.create({**values, "trusted_targets": list(trusted)}), TrainConfig)
     _set_run_dir(config, run_dir)
     return config
+
+
+def _refuse_version_0_1(run_dir: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a run of version 0.1 by name; its configuration has no class of a network, which all later ones have."""
+    model = values.get("model")
+    if isinstance(model, dict) and TARGET not in model:
+        raise UserError(
+            f"resume={run_dir}: this is a run of medseg 0.1, which medseg {__version__} does not resume; start a new run from "
+            f"its weights with init_from={run_dir / 'checkpoints/last.ckpt'}, or use version 0.1"
+        )
 
 
 def settle(config: TrainConfig) -> None:
@@ -240,7 +251,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Read the configuration of a run folder, unchecked, without the keys that no longer exist.
+    """Read the configuration of a run folder, unchecked.
 
     Raises:
         UserError: If it is damaged.
@@ -255,7 +266,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(loaded, dict) or not loaded:
         raise UserError(f"{path}: expected a configuration, but the file holds no YAML mapping; copy it again")
-    return {str(key): value for key, value in loaded.items() if key not in REMOVED_KEYS}
+    return {str(key): value for key, value in loaded.items()}
 
 
 def _existing_run(resume: str) -> Path:

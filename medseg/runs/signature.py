@@ -10,32 +10,7 @@ from enum import Enum
 from typing import Any
 
 from medseg.config.schema import POINT_SCHEMAS
-from medseg.losses.options import DICE_CE
-from medseg.models.options import UNET
-from medseg.targets import TARGET
 from medseg.training.options import TrainConfig
-
-# Keys that older run folders lack, with the value that reproduces those runs: it is left out of the signature.
-LATER_KEYS: dict[str, Any] = {
-    "spacing.size": None,
-    "spacing.range_mm": None,
-    "spacing.draw": None,
-    "spacing.resampling": "antialiased",
-    "trainer.sync_batchnorm": False,
-    f"model.{TARGET}": UNET,
-    "model.divisor": None,
-    "task.channels": None,
-    "task.ignore_label": None,
-    "data.train_trust": None,
-    "data.phantoms.scene": "chest",
-    "data.phantoms.own_grids": False,
-    f"loss.{TARGET}": DICE_CE,
-    "loss.output_weights": None,
-    "augment.transforms": ["effects"],
-    "augment.allow_mirroring": False,
-    "callbacks": {},
-    "trainer.clip_by": "norm",
-}
 
 
 @functools.cache
@@ -103,11 +78,7 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     micro_batch = values["stage.batch_size"] / (
         values["trainer.devices"] * values["trainer.num_nodes"] * values["memory.accumulate"]
     )
-    found = {
-        key: value
-        for key, value in values.items()
-        if not is_neutral(key) and not (key in LATER_KEYS and LATER_KEYS[key] == value)
-    }
+    found = {key: value for key, value in values.items() if not is_neutral(key)}
     if values.get("trainer.sync_batchnorm"):
         found["norm_batch"] = values["stage.batch_size"] / values["memory.accumulate"]
     return found | {"micro_batch": micro_batch}

@@ -23,7 +23,7 @@ from medseg.training.options import DebugConfig, Profiler, TrainConfig
 from medseg.training.preemption import STOP
 
 if TYPE_CHECKING:
-    from medseg.models.regional import RegionalNetwork
+    from medseg.models.stage_network import StageNetwork
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -107,8 +107,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     validation_scores = ValidationScores(run_dir / "validation.csv", pictures)
     callbacks: list[Any] = [history, pictures, validation_scores, checkpoints]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
-        is_coarse = config.stage.name is StageName.coarse
-        callbacks.append(Distortions(["whole scan"] if is_coarse else list(config.task.regions or {})))
+        is_fine = config.stage.name is StageName.fine
+        callbacks.append(Distortions(list(config.task.regions or {}) if is_fine else ["whole scan"]))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
     if config.debug.profiler is Profiler.torch and pick_device(config.trainer.accelerator).type == "cuda":
@@ -162,7 +162,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     return summary
 
 
-def describe_run(config: TrainConfig, network: "RegionalNetwork") -> str:
+def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     """Describe the network of a run and the switches that are on, in one line."""
     from medseg.memory.switches import select_blocks
 

@@ -16,11 +16,12 @@ from medseg.data.cases import find_sources
 from medseg.data.spacing import make_grid_rule
 from medseg.errors import EXIT_FAILED, UserError, require
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.sizes import Shape, network_size
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
 from medseg.memory.accounting import StepMemory
 from medseg.pictures.plots import Panel, draw_panels
-from medseg.planning.step import Shape, count_memory
+from medseg.planning.step import count_memory
 from medseg.preprocess.options import SpacingConfig
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
@@ -257,7 +258,7 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
     lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(rule.spacing_mm(grid.spacing_mm))
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
-    depth, height, width = crop.box.to_multiple(divisor).shape
+    depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels:
         depth = min(depth, max(divisor[0], config.stage.max_voxels // (height * width) // divisor[0] * divisor[0]))
     return depth, height, width
@@ -266,8 +267,8 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
     """Network input of the largest crop in the report of a prediction; None if no region was found."""
     divisor = find_divisor(config)
-    boxes = [VoxelBox(**box["voxels"]).to_multiple(divisor) for box in report["boxes"].values()]
-    return max((box.shape for box in boxes), key=math.prod, default=None)
+    boxes = [VoxelBox(**box["voxels"]) for box in report["boxes"].values()]
+    return max((network_size(box.shape, divisor) for box in boxes), key=math.prod, default=None)
 
 
 def read_scores(path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

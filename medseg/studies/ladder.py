@@ -20,13 +20,14 @@ from hydra.core.hydra_config import HydraConfig
 
 from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import check_writable, replace_text
 from medseg.memory.device import pick_device
 from medseg.memory.options import MemoryConfig, Precision
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.pictures.plots import Panel, draw_panels
-from medseg.planning.step import Shape, count_memory, input_shape, samples_per_rank
+from medseg.planning.step import count_memory, input_shape, samples_per_rank
 from medseg.report.tables import print_table, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
@@ -249,14 +250,13 @@ def measure_row(
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
     samples = samples_per_rank(config)
-    inputs = [torch.rand(samples, len(task.channels), *shape, device=device) * 2 - 1]
+    image = torch.rand(samples, len(task.channels), *shape, device=device) * 2 - 1
     if make_other:
         network = make_other().to(device)
     else:
         network = switch_on(
             make_network(config).to(device), config.memory, device.type, sync_batchnorm=config.trainer.sync_batchnorm
         )
-        inputs.append(torch.zeros(samples, dtype=torch.int64, device=device))  # number of the region of each sample
     target = torch.randint(num_classes, (samples, *shape), dtype=torch.uint8, device=device)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     loss, optimizer = make_loss(config), make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(network.parameters())
@@ -265,7 +265,7 @@ def measure_row(
         start_s = time.perf_counter()
         for _ in range(config.memory.accumulate):
             with autocast(precision, device.type):
-                value = loss(network(*inputs), target)
+                value = loss(network(image), target)
             value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -324,20 +324,20 @@ class SearchJournal:
         return {
             "name": self.sweep.name,
             "objectives": {objective.value: DIRECTIONS[objective] for objective in self.sweep.objectives},
-            "space": {key: describe(parameter) for key, parameter in self.sweep.space.items()},
+            "space": {key: range_text(parameter) for key, parameter in self.sweep.space.items()},
             "num_trials": self.sweep.num_trials,
             "best": [trial.number for trial in self.study.best_trials] if trials else [],
             "importances": {key: round(float(share), 4) for key, share in importances.items()},
         }
 
 
-def describe(parameter: ParameterConfig) -> str:
+def range_text(parameter: ParameterConfig) -> str:
     """Describe the values of a searched key for people.
 
     Example:
-        >>> describe(ParameterConfig(ParameterType.float, low=1e-4, high=0.01, log=True))
+        >>> range_text(ParameterConfig(ParameterType.float, low=1e-4, high=0.01, log=True))
         '0.0001 … 0.01, logarithmic'
-        >>> describe(ParameterConfig(ParameterType.choice, choices=["plain", "amp"]))
+        >>> range_text(ParameterConfig(ParameterType.choice, choices=["plain", "amp"]))
         'plain, amp'
     """
     if parameter.choices is not None:

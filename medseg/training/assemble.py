@@ -16,7 +16,7 @@ import torch
 from medseg.cascade.load import load_stage
 from medseg.data.case_table import CaseSource
 from medseg.data.cases import find_sources
-from medseg.data.options import RegionMode, StageName
+from medseg.data.options import StageName
 from medseg.data.spacing import make_grid_rule
 from medseg.errors import UserError, require
 from medseg.memory.accounting import count_step
@@ -24,7 +24,7 @@ from medseg.memory.device import pick_device
 from medseg.memory.device_map import named_parts, plan_device_map, resolve_device_map
 from medseg.memory.precision import lightning_precision, set_tf32
 from medseg.memory.switches import switch_on
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.preprocess.options import SpacingDraw
 from medseg.targets import bind_target
 from medseg.task_options import make_task
@@ -32,7 +32,7 @@ from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule, StageInput
 from medseg.training.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.training.module import SegmentationModule
-from medseg.training.network import count_classes, find_divisor, make_network, make_network_on_meta, network_node, region_mode_of
+from medseg.training.network import count_classes, find_divisor, make_network, make_network_on_meta, network_node
 from medseg.training.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.training.options import Profiler, Strategy, TrainConfig
 from medseg.training.versions import collect_versions
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def make_module(config: TrainConfig, network: RegionalNetwork, metadata: dict[str, Any]) -> SegmentationModule:
+def make_module(config: TrainConfig, network: StageNetwork, metadata: dict[str, Any]) -> SegmentationModule:
     """Join a network with the switches, the loss and the optimisation of a configuration.
 
     Args:
@@ -159,8 +159,7 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
 
         return DeviceMapStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
     if trainer.strategy is Strategy.ddp and (
-        config.stage.region_mode is RegionMode.separate
-        or 0 in (config.loss.get("output_weights") or ())  # an output that no loss sees
+        0 in (config.loss.get("output_weights") or ())  # an output that no loss sees
         or make_network_on_meta(config).traits.has_unused
     ):
         return "ddp_find_unused_parameters_true"
@@ -176,7 +175,7 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
     """
     stage, data = config.stage, config.data
     stage_input = StageInput(
-        is_coarse=stage.name is StageName.coarse,
+        is_coarse=stage.name is not StageName.fine,
         spacing_mm=config.spacing.target_spacing_mm,
         rule=make_grid_rule(config.spacing),
         resampling=config.spacing.resampling.value,
@@ -190,8 +189,6 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
         elsewhere_share=stage.elsewhere_share or 0.0,
         region_margin_mm=stage.region_margin_mm or 0.0,
         box_jitter_mm=stage.box_jitter_mm or 0.0,
-        is_mirrored=stage.region_mode is RegionMode.mirrored,
-        is_separate=stage.region_mode is RegionMode.separate,
         tile_size=config.inference.tile_size,
     )
     task = make_task(config.task)
@@ -226,10 +223,9 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
 def make_views(config: TrainConfig) -> list[View]:
     """Name the classes of each region for validation pictures, and say whether the network sees the region mirrored."""
     task = make_task(config.task)
-    if config.stage.name is StageName.coarse:
+    if config.stage.name is not StageName.fine:
         return [View({value: name for name, value in task.labels.items()}, False)]
-    is_mirrored = config.stage.region_mode is RegionMode.mirrored
-    return [View(dict(enumerate(region.labels, start=1)), is_mirrored and region.side == "right") for region in task.regions]
+    return [View(dict(enumerate(region.labels, start=1)), region.side == "right") for region in task.regions]
 
 
 def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +248,6 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
         "add_parts_mm": stage.add_parts_mm,
-        "region_mode": region_mode_of(config.stage),
         "precision": config.memory.precision.value,
         "model": network_node(config.model, config.spacing),
         "config": plain_config,
@@ -291,18 +286,16 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
             raise UserError(f"model.{error}") from error
     if len(gpus) < 2:
         raise UserError(f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out")
-    region = torch.zeros(1, dtype=torch.int64)
     memory = count_step(
         lambda: make_network(config),
         (1, len(make_task(config.task).channels), *(config.stage.patch_size or config.spacing.size or (128, 128, 128))),
         loss=make_loss(config),
         make_optimizer=bind_target("optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets),
         precision=config.memory.precision.value,
-        call=lambda network, image: network(image, region),
     )
     # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
     held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
     weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
-    in_order = dict.fromkeys((*memory.order, *parts))  # networks of other regions did not run in the counted step
+    in_order = dict.fromkeys((*memory.order, *parts))  # parts that did not run in the counted step come last
     sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in in_order}
     return plan_device_map(sizes, gpus)

@@ -18,7 +18,7 @@ from medseg.io.names import is_utf8
 from medseg.memory.switches import select_blocks
 from medseg.models.blocks import InstanceNorm
 from medseg.models.options import UNET
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.targets import TARGET
 from medseg.training.clashes import divisor_clashes
 from medseg.training.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
@@ -171,7 +171,7 @@ def _refused_by(group: str, node: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
+def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     """Refuse input sizes that the network does not accept; `medseg.training.clashes` checks those of our UNet."""
     if stated_divisor(config.model, config.spacing) is None:
         norms = (InstanceNorm, _InstanceNorm)
@@ -190,7 +190,7 @@ def _check_sizes(config: TrainConfig, network: RegionalNetwork) -> None:
         )
 
 
-def _check_switches(config: TrainConfig, network: RegionalNetwork, has_batch_norm: bool) -> None:
+def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: bool) -> None:
     """Refuse switches that the network does not allow; `medseg.training.clashes` checks those of our UNet."""
     policy = config.memory.checkpointing
     if policy not in ("none", []) and not network.traits.blocks:

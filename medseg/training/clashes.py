@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from medseg.data.options import RegionMode, StageName, missing_file
-from medseg.knob import Shape
+from medseg.data.options import StageName, missing_file
+from medseg.geometry.sizes import Shape
 from medseg.losses.options import loss_clashes
 from medseg.memory.options import Accelerator, Precision
 from medseg.models.options import UNET, is_batch_norm, model_clashes
@@ -91,17 +91,11 @@ def _rank_clashes(config: TrainConfig) -> Iterator[str]:
     if config.model["device_map"] is not None:
         for key, reason in _excluded_by_map(config):
             yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
-    if trainer.sync_batchnorm:
-        if config.model[TARGET] == UNET and not is_batch_norm(config.model):
-            yield (
-                f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.get('norm')}; "
-                "choose trainer.sync_batchnorm=false"
-            )
-        if stage.region_mode is RegionMode.separate:
-            yield (
-                "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate (in one step the ranks "
-                "may run different networks, whose collective operations would not match); change one"
-            )
+    if trainer.sync_batchnorm and config.model[TARGET] == UNET and not is_batch_norm(config.model):
+        yield (
+            f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.get('norm')}; "
+            "choose trainer.sync_batchnorm=false"
+        )
     num_parts = trainer.num_ranks * memory.accumulate
     if stage.batch_size % num_parts:
         yield (
@@ -215,25 +209,27 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
             f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that task={config.task.name} "
             "distinguishes; leave axis 2 out"
         )
-    if config.stage.name is StageName.coarse:
-        yield (f"augment.flip_axes={flip_axes}: with flips the coarse stage cannot distinguish the sides; leave it empty")
+    if config.stage.name is not StageName.fine:
+        yield (
+            f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot distinguish the sides; leave it empty"
+        )
 
 
 def _region_clashes(config: TrainConfig) -> Iterator[str]:
     """Stages and the regions of the task."""
     stage, task = config.stage, config.task
     regions = task.regions or {}
-    if stage.name is StageName.coarse:
+    if stage.name is not StageName.fine:
         if stage.add_parts_mm is not None and not regions:
             yield (f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to add to; leave it out")
         return
     if not regions:
         yield (f"stage=fine: the task {task.name} has no regions, and one stage segments all of its labels; choose stage=single")
     num_labels = {name: len(region.labels) for name, region in regions.items()}
-    if stage.region_mode is not RegionMode.separate and len(set(num_labels.values())) > 1:
+    if len(set(num_labels.values())) > 1:
         yield (
-            f"stage.region_mode={stage.region_mode} shares one network, but the regions have {num_labels} labels; "
-            "choose stage.region_mode=separate"
+            f"stage=fine: one network segments all regions, but they have {num_labels} labels; give each the same "
+            "number of labels, or choose stage=single task.regions=null"
         )
 
 

@@ -60,9 +60,7 @@ class StageInput:
         elsewhere_share: Share of samples cut anywhere in the scan.
         region_margin_mm: Added on every side of a region.
         box_jitter_mm: Standard deviation of each face of a training box.
-        is_mirrored: Whether right crops are mirrored.
         tile_size: Tiles of the validation, voxels (D, H, W); crops grow to at least this size.
-        is_separate: Whether each region has a network of its own.
     """
 
     is_coarse: bool
@@ -78,10 +76,8 @@ class StageInput:
     elsewhere_share: float
     region_margin_mm: float
     box_jitter_mm: float
-    is_mirrored: bool
     tile_size: tuple[int, int, int] | None
     side_share: float = 0.0
-    is_separate: bool = False
 
 
 class CasesDataModule(pl.LightningDataModule):
@@ -196,8 +192,7 @@ class CasesDataModule(pl.LightningDataModule):
     def _note_absent_classes(self) -> None:
         """Name the classes that no training case holds, before the first step."""
         given, items = self.stage_input, self.train_samples().items
-        kind = {"is_coarse": given.is_coarse, "is_separate": given.is_separate}
-        absent = absent_classes(items, self.task, **kind)
+        absent = absent_classes(items, self.task, is_coarse=given.is_coarse)
         num_cases = len({case.name for case, _ in items})
         if note := absence_note(absent, num_cases, self.val_cases, self.train_trust):
             say(note)
@@ -307,9 +302,7 @@ class CasesDataModule(pl.LightningDataModule):
 
     def _samples(self, cases: Sequence[CachedCase], **options: Any) -> Samples:
         given = self.stage_input
-        return Samples(
-            cases, self.task, self.crops, seed=self.seed, is_coarse=given.is_coarse, is_mirrored=given.is_mirrored, **options
-        )
+        return Samples(cases, self.task, self.crops, seed=self.seed, is_coarse=given.is_coarse, **options)
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""

@@ -89,7 +89,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     augment = config.augment
     if not augment.enabled:
         return None
-    task, is_coarse = make_task(config.task), config.stage.name is StageName.coarse
+    task, is_coarse = make_task(config.task), config.stage.name is not StageName.fine
     has_sides = task.has_sides and not augment.allow_mirroring
     made: list[Any] = []
     for n, node in enumerate(augment.transforms):

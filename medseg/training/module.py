@@ -32,7 +32,7 @@ class SegmentationModule(pl.LightningModule):
     """Trains a network on patches or whole crops and scores it on whole cases.
 
     Args:
-        network: Called as `network(image, region)`, returns logits; its `divisor` is the required multiple of the input size.
+        network: From an image to logits; its `divisor` is the required multiple of the input size.
         loss: Called as `loss(logits, target)`.
         make_optimizer: From parameters to an optimiser.
         make_schedule: From an optimiser to a schedule that is stepped once per optimiser step.
@@ -95,7 +95,7 @@ class SegmentationModule(pl.LightningModule):
         for stack in batch:
             # Dropout follows the sample, whichever micro-batch and rank computes it.
             torch.manual_seed(torch_seed(self.seed, self.global_step, stack["number"][0]))
-            losses += sample_losses(self.loss, self.network(stack["image"], stack["region"]), stack["target"])
+            losses += sample_losses(self.loss, self.network(stack["image"]), stack["target"])
         loss = mean_of_samples(losses)
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()
@@ -119,11 +119,11 @@ class SegmentationModule(pl.LightningModule):
         if self.average is not None:
             self.average.exchange()
 
-    def predict_labels(self, image: Tensor, region: Tensor) -> Tensor:
+    def predict_labels(self, image: Tensor) -> Tensor:
         """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
         with uncompiled(self.network):
             probs = predict_probs(
-                lambda tile: self.network(tile, region),
+                self.network,
                 image,
                 tile_size=self.tile_size,
                 overlap=self.overlap,
@@ -136,7 +136,7 @@ class SegmentationModule(pl.LightningModule):
         """Compute the Dice of each label of one whole case, inside the scan; a label absent from both sides scores 1."""
         (batch,) = batches
         release_free_memory()  # of the steps before, or of the case before: memory for this case comes on top of it
-        labels = self.predict_labels(batch["image"], batch["region"])
+        labels = self.predict_labels(batch["image"])
         # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference has none; the picture shows both.
         kept, batch["target"] = (only_inside(one, batch["inside"][0]) for one in (labels, batch["target"]))
         target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])

@@ -4,15 +4,15 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from medseg.data.options import StageConfig, StageName
+from medseg.data.options import StageName
 from medseg.errors import UserError, first_line
+from medseg.geometry.strides import level_strides
 from medseg.models.adapter import build_on_meta
 from medseg.models.described import make_described_network, to_tuples
 from medseg.models.options import UNET
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.options import SpacingConfig
-from medseg.strides import level_strides
 from medseg.targets import TARGET
 from medseg.task_options import make_task
 from medseg.training.options import TrainConfig
@@ -21,7 +21,7 @@ from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
 
-def make_network(config: TrainConfig) -> RegionalNetwork:
+def make_network(config: TrainConfig) -> StageNetwork:
     """Make the network of a configuration, with fresh weights.
 
     Raises:
@@ -33,7 +33,7 @@ def make_network(config: TrainConfig) -> RegionalNetwork:
             check_arguments(node)  # what `predict` would refuse is refused before training
         except ValueError as error:
             raise UserError(f"model: {error}") from error
-    return make_described_network(node, make_task(config.task), region_mode_of(config.stage), config.trusted_targets)
+    return make_described_network(node, make_task(config.task), config.stage.name.value, config.trusted_targets)
 
 
 def network_node(model: dict[str, Any], spacing: SpacingConfig) -> dict[str, Any]:
@@ -55,17 +55,12 @@ def find_divisor(config: TrainConfig) -> tuple[int, int, int]:
     return make_network_on_meta(config).divisor
 
 
-def make_network_on_meta(config: TrainConfig) -> RegionalNetwork:
+def make_network_on_meta(config: TrainConfig) -> StageNetwork:
     """Make the network of a configuration without memory and values."""
     return build_on_meta(lambda: make_network(config))
 
 
-def region_mode_of(stage: StageConfig) -> str:
-    """Name how the regions share the network; the coarse stage predicts all of them at once (`whole`)."""
-    return stage.region_mode.value if stage.region_mode else "whole"
-
-
-def load_initial_weights(network: RegionalNetwork, config: TrainConfig) -> None:
+def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """Copy the weights of `init_from` into a new network; without `init_from` nothing changes.
 
     Raises:
@@ -75,12 +70,10 @@ def load_initial_weights(network: RegionalNetwork, config: TrainConfig) -> None:
         return
     given = f"init_from={config.init_from}"
     metadata, weights = read_weights(Path(config.init_from), config.stage.name.value, "init_from")
-    ours = {"model": _with_defaults(network_node(config.model, config.spacing)), "region_mode": region_mode_of(config.stage)}
-    theirs = {"model": _with_defaults(metadata["model"]), "region_mode": metadata["region_mode"]}
+    ours = _with_defaults(network_node(config.model, config.spacing))
+    theirs = _with_defaults(metadata["model"])
     if ours != theirs:
-        raise UserError(
-            f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model and region_mode"
-        )
+        raise UserError(f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model")
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
@@ -102,4 +95,4 @@ def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
 def count_classes(config: TrainConfig) -> int:
     """Count the classes of the stage's network, with the background."""
     task = make_task(config.task)
-    return task.num_classes if config.stage.name is StageName.coarse else task.num_region_classes
+    return task.num_region_classes if config.stage.name is StageName.fine else task.num_classes

@@ -31,7 +31,6 @@ class TrainerConfig:
     ]
     threads: Annotated[int | None, Knob("Torch threads on a CPU; null: all cores.", "[1, inf)", "threads", neutral=True)]
     gradient_clip: Annotated[float | None, Knob("Bound on the gradient, see clip_by; null: no clipping.", "(0, inf)")]
-    # Absent from older run folders.
     sync_batchnorm: Annotated[bool, Knob("With model.norm=batch: statistics over the samples of all ranks (GPU).")] = False
     clip_by: Annotated[ClipBy, Knob("What gradient_clip bounds: the norm of the whole gradient, or each of its values.")] = (
         ClipBy.norm

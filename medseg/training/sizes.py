@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from medseg.knob import Shape
+from medseg.geometry.sizes import Shape
+from medseg.geometry.strides import level_strides, total_strides
 from medseg.models.options import UNET
 from medseg.preprocess.options import FOUND_IN_DATA, SpacingConfig, SpacingStrategy
-from medseg.strides import level_strides, total_strides
 from medseg.targets import TARGET
 from medseg.training.options import TrainConfig
 

@@ -72,6 +72,11 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
 
 # Raised when the metadata of a checkpoint change their meaning.
 METADATA_FORMAT = 1
+# How the network of a stage treats regions, in metadata written by versions that had a choice: the modes that are left.
+REGION_MODES = (None, "whole", "mirrored")
+# Stages that see the whole scan; older metadata call both `coarse`.
+WHOLE_STAGES = ("coarse", "single")
+STAGES = (*WHOLE_STAGES, "fine")
 # Spacing of a stage that does not resample; a missing value must not mean it.
 NATIVE = "native"
 SUFFIX = ".safetensors"
@@ -115,7 +120,7 @@ def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any
 
     Args:
         path: Checkpoint of a run, or safetensors file.
-        stage: The stage it must be, `coarse` or `fine`; None = either.
+        stage: The stage it must be; `coarse` and `single` stand for each other; None = any.
         key: The key that gave the path, for messages.
 
     Returns:
@@ -135,9 +140,16 @@ def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any
         metadata["format"] == METADATA_FORMAT,
         f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it",
     )
-    found = metadata.get("stage") if metadata.get("stage") in ("coarse", "fine") else "unknown"
-    is_wanted = found == stage or (stage is None and found != "unknown")
-    require(is_wanted, f"{given}: this is a checkpoint of the {found} stage; a {stage or 'coarse or fine'} one is needed")
+    found = metadata.get("stage") if metadata.get("stage") in STAGES else "unknown"
+    wanted = STAGES if stage is None else ("fine",) if stage == "fine" else WHOLE_STAGES
+    if found not in wanted:
+        raise UserError(f"{given}: this is a checkpoint of the {found} stage; a {' or '.join(wanted)} one is needed")
+    mode = metadata.get("region_mode")
+    if mode not in REGION_MODES:
+        raise UserError(
+            f"{given}: its network treats regions in the mode {str(mode)[:40]!r}, but medseg {__version__} reads networks that "
+            "mirror right regions (mirrored); use the version that wrote it, or train the stage again"
+        )
     check_tensors(given, weights, path.stat().st_size)
     return metadata, weights
 

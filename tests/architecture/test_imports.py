@@ -24,7 +24,7 @@ def loaded_modules(statement: str) -> set[str]:
 def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None:
     """Torch would import its compiler by itself, with sympy: a second and a tenth of a gigabyte."""
     load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
-    network = f"import torch; {load}.predict_probs(torch.zeros(1, 32, 32, 32), 0, InferenceOptions())"
+    network = f"import torch; {load}.predict_probs(torch.zeros(1, 32, 32, 32), InferenceOptions())"
     imports = "import medseg.commands.predict, medseg.cascade.cascade, medseg.io.read, medseg.io.write"
     imports += "; from medseg.cascade.load import load_stage; from medseg.weights.files import shipped_weights"
     loaded = loaded_modules(f"{imports}; from medseg.cascade.stage import InferenceOptions; {network}")

@@ -43,7 +43,7 @@ class CoarseOracle(nn.Module):
 
     divisor = (8, 8, 8)
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         assert all(size % 8 == 0 for size in image.shape[2:])
         bright = 10.0 * (image - 0.01)
         is_left = torch.arange(image.shape[-1]) >= image.shape[-1] / 2
@@ -58,19 +58,32 @@ class FineOracle(nn.Module):
 
     divisor = (8, 8, 8)
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         assert all(size % 8 == 0 for size in image.shape[2:])
         return torch.cat([torch.zeros_like(image), 10.0 * (image - 0.01)], 1)
+
+
+class Alternating(FineOracle):
+    """Knows the region by the number of the call: left, right, left, …"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def is_left(self) -> bool:
+        """Whether this call is for the left region; counts it."""
+        self.num_calls += 1
+        return self.num_calls % 2 == 1
 
 
 class MiddleOracle(FineOracle):
     """Foreground is the bright part in the middle alone: what a crop shows of the other region is not."""
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         parts, _ = ndimage.label(image[0, 0].numpy() > 0)
         middle = torch.from_numpy(parts == parts[tuple(size // 2 for size in parts.shape)])
         around = functional.max_pool3d(middle.float()[None, None], 3, 1, 1) > 0  # its slopes too
-        return super().forward(torch.where(around, image, -1.0), region)
+        return super().forward(torch.where(around, image, -1.0))
 
 
 def stage(network: nn.Module, name: str, task: Task = TASK, **changes: object) -> TrainedStage:
@@ -79,7 +92,6 @@ def stage(network: nn.Module, name: str, task: Task = TASK, **changes: object) -
         "spacing_mm": (2.0, 2.0, 2.0) if name == "coarse" else (1.0, 1.0, 1.0),
         "tile_size": None,
         "region_margin_mm": 6.0,
-        "region_mode": "mirrored",
         "precision": "fp32",
         "device": torch.device("cpu"),
     }

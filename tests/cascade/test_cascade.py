@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import GRID, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan, stage
+from oracle import GRID, LEFT, RIGHT, TASK, Alternating, CoarseOracle, FineOracle, dice, scan, stage
 
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade, Segmentation
@@ -28,12 +28,12 @@ STORED = [
 ]
 
 
-class Upper(FineOracle):
+class Upper(Alternating):
     """Sees no more than the upper 60 % of the left block."""
 
-    def forward(self, image, region):  # type: ignore[no-untyped-def]
-        logits = super().forward(image, region)
-        if region.item() == 0:
+    def forward(self, image):  # type: ignore[no-untyped-def]
+        logits = super().forward(image)
+        if self.is_left():
             bright = (image[:, 0] > 0.01).any(dim=(0, 2, 3)).nonzero()
             low, high = int(bright.min()), int(bright.max()) + 1
             logits[:, 1, : low + round(0.4 * (high - low))] = -30.0
@@ -209,12 +209,12 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
 
 
 def test_a_region_of_which_the_fine_stage_finds_nothing_is_absent_and_not_added() -> None:
-    class Blind(FineOracle):
+    class Blind(Alternating):
         """Sees nothing on the left."""
 
-        def forward(self, image, region):  # type: ignore[no-untyped-def]
-            logits = super().forward(image, region)
-            if region.item() == 0:
+        def forward(self, image):  # type: ignore[no-untyped-def]
+            logits = super().forward(image)
+            if self.is_left():
                 logits[:, 1] = -30.0
             return logits
 
@@ -274,12 +274,13 @@ def test_a_region_that_shares_a_label_with_an_addition_has_no_bound_on_dice() ->
 
 
 def test_an_empty_region_has_no_bound_on_dice() -> None:
-    class Nothing(FineOracle):
+    class Nothing(Alternating):
         """Sees nothing on the left."""
 
-        def forward(self, image, region):  # type: ignore[no-untyped-def]
-            logits = super().forward(image, region)
-            logits[:, 1] = torch.where((region == 0).reshape(-1, 1, 1, 1), -30.0, logits[:, 1])
+        def forward(self, image):  # type: ignore[no-untyped-def]
+            logits = super().forward(image)
+            if self.is_left():
+                logits[:, 1] = -30.0
             return logits
 
     volume, _ = scan()
@@ -289,12 +290,12 @@ def test_an_empty_region_has_no_bound_on_dice() -> None:
 
 
 def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
-    class Beside(FineOracle):
+    class Beside(Alternating):
         """Marks what lies above and below the left block, and not the block."""
 
-        def forward(self, image, region):  # type: ignore[no-untyped-def]
-            logits = super().forward(image, region)
-            if region.item() == 0:
+        def forward(self, image):  # type: ignore[no-untyped-def]
+            logits = super().forward(image)
+            if self.is_left():
                 is_block = (image[:, 0] > 0.01).any(dim=(2, 3))[..., None, None]
                 logits[:, 1] = torch.where(is_block, -30.0, 30.0)
             return logits
@@ -314,9 +315,9 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
 
 def test_an_empty_fine_result_is_said_aloud() -> None:
     class Nothing(FineOracle):
-        def forward(self, image, region):  # type: ignore[no-untyped-def]
-            logits = super().forward(image, region)
-            return logits.index_fill(1, region.new_tensor([1]), -30.0)
+        def forward(self, image):  # type: ignore[no-untyped-def]
+            logits = super().forward(image)
+            return logits.index_fill(1, torch.tensor([1]), -30.0)
 
     volume, _ = scan()
     result = Cascade(stage(CoarseOracle(), "coarse"), stage(Nothing(), "fine")).segment(volume)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from oracle import GRID, TASK, FineOracle, scan, stage
 from torch import Tensor
@@ -19,7 +18,7 @@ from medseg.task import Region, Task
 class LowHalf(FineOracle):
     """Foreground is the half of the crop at low x, whatever it shows."""
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         foreground = torch.full_like(image, -20.0)
         foreground[..., : image.shape[-1] // 2] = 20.0
         return torch.cat([torch.zeros_like(image), foreground], 1)
@@ -30,24 +29,21 @@ class Watching(FineOracle):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Tensor, list[int]]] = []
+        self.seen: list[Tensor] = []
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
-        self.seen.append((image.clone(), region.tolist()))
-        return super().forward(image, region)
+    def forward(self, image: Tensor) -> Tensor:
+        self.seen.append(image.clone())
+        return super().forward(image)
 
 
 BOX = VoxelBox((5, -3, 20), (29, 29, 60))
 FINE = GRID.resampled((1.0, 1.0, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_low"), [("mirrored", (True, False)), ("separate", (True, True)), ("side_input", (True, True))]
-)
-def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tuple[bool, bool]) -> None:
+def test_only_the_right_side_is_mirrored() -> None:
     volume, _ = scan()
-    for region, low in zip(TASK.regions, is_low, strict=True):
-        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine", region_mode=mode)).probs
+    for region, low in zip(TASK.regions, (True, False), strict=True):
+        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine")).probs
         assert probs.shape == (1, *BOX.shape)
         halves = probs[0, :, :, :20] > 0.5, probs[0, :, :, 20:] > 0.5
         assert [bool(half.all()) for half in halves] == [low, not low]
@@ -55,7 +51,7 @@ def test_only_the_mirrored_mode_flips_and_only_the_right(mode: str, is_low: tupl
 
 def test_the_disagreement_of_a_mirrored_side_lies_where_its_probabilities_do() -> None:
     class Nothing(FineOracle):
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             return torch.cat([torch.full_like(image, 20.0), torch.zeros_like(image)], 1)
 
     volume, _ = scan()
@@ -72,11 +68,10 @@ def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
     whole = normalise_hu(resample_image(clipped_hu, GRID, FINE, -1000.0), TASK.window_hu)
     inner = VoxelBox((8, 8, 16), (32, 40, 64))
     expected = whole[inner.slices()]
-    for number, region in enumerate(TASK.regions):
+    for region in TASK.regions:
         network = Watching()
         refine([image_hu], GRID, Crop(FINE, inner), region, stage(network, "fine"))
-        ((image, indices),) = network.seen
-        assert indices == [number]
+        (image,) = network.seen
         seen = image[0, 0].flip(-1) if region.side == "right" else image[0, 0]
         torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
 
@@ -84,17 +79,16 @@ def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
 def test_beyond_the_volume_the_network_sees_air() -> None:
     network = Watching()
     refine([np.full(GRID.shape, 0, dtype=np.int16)], GRID, Crop(FINE, BOX), TASK.regions[0], stage(network, "fine"))
-    image = network.seen[0][0][0, 0]
+    image = network.seen[0][0, 0]
     assert (image[:, :3] == -1).all()
     assert (image[:, 3:] == 1).all()
 
 
-@pytest.mark.parametrize("mode", ["mirrored", "separate"])
-def test_only_the_classes_of_the_region_are_kept(mode: str) -> None:
+def test_only_the_classes_of_the_region_are_kept() -> None:
     class Five(FineOracle):
         """Five classes whose logits are 0, 1, … 4 everywhere."""
 
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             return torch.arange(5.0)[None, :, None, None, None].expand(1, 5, *image.shape[2:])
 
     volume, _ = scan()
@@ -102,7 +96,7 @@ def test_only_the_classes_of_the_region_are_kept(mode: str) -> None:
     task = Task("t", {"a": 1, "b": 2, "c": 3, "d": 4}, (two, four), TASK.channels)
     expected = torch.softmax(torch.arange(5.0), 0)
     for region in (two, four):
-        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task, region_mode=mode)).probs
+        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task)).probs
         assert probs.shape == (len(region.labels), *BOX.shape)
         assert probs.untyped_storage().nbytes() == probs.numel() * probs.itemsize, "nothing else is kept alive"
         for prob, value in zip(probs, expected[1:], strict=False):
@@ -117,7 +111,7 @@ def test_a_network_runs_in_the_stages_precision_and_its_probabilities_are_kept_i
             self.norm = torch.nn.BatchNorm3d(2)
             self.dtypes: list[torch.dtype] = []
 
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             assert not self.norm.training
             logits = self.conv(image)
             self.dtypes.append(logits.dtype)

@@ -19,7 +19,7 @@ from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.options import Backend, InferenceOptions
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.prediction.export import describe_stage
 from medseg.runs.signature import plain
 from medseg.task_options import make_task
@@ -37,7 +37,7 @@ def compose(*overrides: str, stage: str = "fine") -> TrainConfig:
         return to_config(hydra.compose("train", [f"stage={stage}", "model.width=4", *overrides, "run_dir=x"]), TrainConfig)
 
 
-def write(path: Path, config: TrainConfig, **changes: Any) -> RegionalNetwork:
+def write(path: Path, config: TrainConfig, **changes: Any) -> StageNetwork:
     """Write the file of a new network, its metadata without the keys that change to None; return the network."""
     network = make_network(config)
     metadata = make_metadata(config, plain(config)) | changes
@@ -56,8 +56,8 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
     ]
     assert all(layouts) is is_last
     image = torch.randn(1, 1, 32, 32, 32)
-    logits = stage.network(image, torch.tensor([0]))
-    torch.testing.assert_close(logits, network(image, torch.tensor([0])), rtol=1e-4, atol=1e-4)
+    logits = stage.network(image)
+    torch.testing.assert_close(logits, network(image), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm", ["instance", "channel", "affine"])
@@ -68,7 +68,7 @@ def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(no
     sizes = [sum(weight.nbytes for weight in stage.network.parameters()) for stage in (full, half)]
     assert sizes[1] < 0.52 * sizes[0]
     with torch.inference_mode():
-        assert torch.equal(full.serve(0, image, 0), half.serve(0, image, 0))
+        assert torch.equal(full.serve(0, image), half.serve(0, image))
     with pytest.raises(UserError, match=r"inference\.half_weights=true: the fine stage runs in fp32; give precision=bf16"):
         load_stage(path, "fine", CPU, "fp32", (), InferenceOptions(half_weights=True))
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_a_coarse_stage_says_how_thick_the_parts_are_that_it_add
     write(path, config)
     write(older, config, add_parts_mm=None)
     stage = load_stage(path, "coarse", CPU)
-    assert (stage.add_parts_mm, describe_stage(stage, None, None)["add_parts_mm"]) == (8.0, 8.0)
+    assert (stage.add_parts_mm, describe_stage(stage, None)["add_parts_mm"]) == (8.0, 8.0)
     assert load_stage(older, "coarse", CPU).add_parts_mm is None
     with pytest.raises(UserError, match="cannot be averaged: add_parts_mm is"):
         load_stages([path, older], "coarse", CPU)
@@ -211,9 +211,9 @@ def test_a_checkpoint_of_another_network_brings_its_class_and_arguments(name: st
         weights = {f"network.{key}": value for key, value in network.state_dict().items()}
         torch.save({"state_dict": weights, "medseg": make_metadata(config, plain(config)), "global_step": 1}, path)
     stage = load_stage(path, "fine", CPU, "fp32")
-    image, region = torch.randn(1, 1, 32, 32, 32), torch.tensor([0])
+    image = torch.randn(1, 1, 32, 32, 32)
     with torch.inference_mode():
-        torch.testing.assert_close(stage.network(image, region), network.eval()(image, region))
+        torch.testing.assert_close(stage.network(image), network.eval()(image))
     assert stage.bytes_per_voxel > 0
     load_initial_weights(make_network(config), replace(config, init_from=str(path)))
 
@@ -238,8 +238,8 @@ def test_half_precision_weights_run_on_a_processor_without_half_precision(
     monkeypatch.setattr("medseg.cascade.stage.inference_precision", lambda *_: "fp32")
     weights = [weight.dtype for weight in half.network.parameters()]
     on_cpu = half._on_cpu()
-    full = load_stage(path, "fine", CPU, "fp32").predict_probs(image, 0, InferenceOptions()).probs
-    torch.testing.assert_close(on_cpu.predict_probs(image, 0, InferenceOptions()).probs, full, rtol=0, atol=0.02)
+    full = load_stage(path, "fine", CPU, "fp32").predict_probs(image, InferenceOptions()).probs
+    torch.testing.assert_close(on_cpu.predict_probs(image, InferenceOptions()).probs, full, rtol=0, atol=0.02)
     assert {weight.dtype for weight in on_cpu.network.parameters()} == {torch.float32}
     assert [weight.dtype for weight in half.network.parameters()] == weights
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_a_pretrained_network_downloads_nothing(monkeypatch: pyt
     monkeypatch.setattr(stages, "read_weights", lambda *_: (make_metadata(config, {}) | {"model": node}, {}))
     seen: list[dict[str, Any]] = []
 
-    def described(model: dict[str, Any], *_: Any) -> RegionalNetwork:
+    def described(model: dict[str, Any], *_: Any) -> StageNetwork:
         seen.append(model)
         raise ValueError
 

@@ -15,7 +15,7 @@ from oracle import TASK, CoarseOracle, stage
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.volume import Volume
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
 class Real(CoarseOracle):
@@ -23,13 +23,13 @@ class Real(CoarseOracle):
     def __init__(self, num_classes):
         super().__init__()
         self.num_classes = num_classes
-        self.network = RegionalNetwork(lambda channels: UNet(channels, num_classes))
+        self.network = StageNetwork(lambda channels: UNet(channels, num_classes))
         self.divisor = self.network.divisor
-    def forward(self, image, region):
-        logits = self.network(image, region)
+    def forward(self, image):
+        logits = self.network(image)
         assert self.num_classes == 3 or image.numel() > 8e6
         del logits
-        answer = super().forward(image, region)
+        answer = super().forward(image)
         return answer if self.num_classes == 3 else torch.cat([torch.zeros_like(image), 10 * image], 1)
 
 torch.set_num_threads(2)

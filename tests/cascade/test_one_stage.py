@@ -28,12 +28,8 @@ def test_one_stage_segments_all_labels_on_the_grid_of_the_scan(tile_size: tuple[
     class Sided(CoarseOracle):
         """Label by the sign of a ramp that the tile keeps, so that tiles agree."""
 
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
-            return (
-                super().forward(image, region)
-                if tile_size is None
-                else torch.cat([image * 0, 10 * (image - 0.01), image - 30], 1)
-            )
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(image) if tile_size is None else torch.cat([image * 0, 10 * (image - 0.01), image - 30], 1)
 
     volume, target = scan(STORED)
     result = Cascade(stage(Sided(), "coarse", WHOLE, spacing_mm=(1.0, 1.0, 1.0), tile_size=tile_size)).segment(volume)
@@ -57,7 +53,7 @@ def test_small_parts_and_enclosed_ones_stay() -> None:
     class Lesions(nn.Module):
         divisor = (8, 8, 8)
 
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             return torch.cat([torch.zeros_like(image), 10.0 * image], 1)
 
     grid = VoxelGrid((40, 48, 56), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))

@@ -36,9 +36,9 @@ class Watching(nn.Module):
         self.divisor = oracle.divisor
         self.seen: list[Tensor] = []
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         self.seen.append(image.clone())
-        return self.oracle(image, region)
+        return self.oracle(image)
 
 
 def written(folder: Path) -> Case:
@@ -73,7 +73,7 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(r
         def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
             return Crop(case.grid, result.boxes[region.name].voxels)
 
-    samples = Samples(entries[1:], TASK, PredictedCrops(), seed=0, is_coarse=False, is_mirrored=True)
+    samples = Samples(entries[1:], TASK, PredictedCrops(), seed=0, is_coarse=False)
     crops = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
     assert np.ptp(crops[0].numpy()) == 2.0
     for number, seen in enumerate(fine.seen):
@@ -95,7 +95,7 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
         given = StageInput(
             is_coarse=one is coarse, spacing_mm=spacing_mm, rule=how, follows_scans=False, resampling=resampling,
             divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=0.0, elsewhere_share=0.0,
-            region_margin_mm=15.0, box_jitter_mm=4.0, is_mirrored=True, tile_size=None,
+            region_margin_mm=15.0, box_jitter_mm=4.0, tile_size=None,
         )  # fmt: skip
         data = CasesDataModule(
             [source], TASK, given, cache_dir=tmp_path, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
@@ -124,8 +124,8 @@ def test_a_second_channel_looks_the_same_in_training_and_in_prediction(normalise
     task = replace(TASK, regions=(), channels=(*TASK.channels, Channel("mr", None, normalise)))
 
     class FirstChannel(CoarseOracle):
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
-            return super().forward(image[:, :1], region)
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(image[:, :1])
 
     watching = Watching(FirstChannel())
     one = stage(watching, "coarse", task)

@@ -20,7 +20,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
 from medseg.inference.tiles import TilingPlan
 from medseg.models.adapter import Traits
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 from medseg.prediction.cascades import load_cascade
 from medseg.preprocess.intensity import HU_LIMITS
@@ -41,10 +41,9 @@ class Sloped(FineOracle):
         self.shapes: list[tuple[int, ...]] = []
         self.devices: list[str] = []
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         self.shapes.append(tuple(image.shape))
         self.devices.append(image.device.type)
-        assert len(region) == len(image)
         ramp = [slope * torch.linspace(-1, 1, size) for slope, size in zip(self.slopes, image.shape[2:], strict=True)]
         logit = self.gain * (image + ramp[0][:, None, None] + ramp[1][:, None] + ramp[2])
         return torch.cat([torch.zeros_like(logit), logit], 1)
@@ -56,9 +55,9 @@ def image() -> Tensor:
 
 def test_a_wanted_tile_gives_the_same_where_the_network_sees_one_voxel_at_a_time() -> None:
     network = Sloped()
-    whole = stage(network, "fine", bytes_per_voxel=100.0).predict_probs(image(), 0, InferenceOptions(budget_gib=1.0))
+    whole = stage(network, "fine", bytes_per_voxel=100.0).predict_probs(image(), InferenceOptions(budget_gib=1.0))
     trained = stage(network, "fine", bytes_per_voxel=100.0, tile_size=(72, 72, 80))
-    tiled = trained.predict_probs(image(), 0, InferenceOptions(budget_gib=0.04))
+    tiled = trained.predict_probs(image(), InferenceOptions(budget_gib=0.04))
     assert str(whole.tiling_plan) == "whole"
     assert str(tiled.tiling_plan) == "tiles of 72×72×80"
     assert {shape[2:] for shape in network.shapes} == {SHAPE, (72, 72, 80)}
@@ -73,7 +72,7 @@ def test_a_budget_that_is_too_small_is_refused_and_cuts_no_tile(tile_size: tuple
     with pytest.raises(
         UserError, match=rf"inference\.budget_gib=0\.5 is too small for the fine stage: {needed} voxels needs \d\.\d\d GiB"
     ):
-        trained.predict_probs(image(), 0, InferenceOptions(budget_gib=0.5))
+        trained.predict_probs(image(), InferenceOptions(budget_gib=0.5))
     assert network.shapes == []
 
 
@@ -118,11 +117,11 @@ class OutOfMemory(Sloped):
         super().__init__()
         self.limit, self.error = limit, error
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         if image.device.type == "meta" and image.numel() > self.limit:
             self.shapes.append(tuple(image.shape))
             raise self.error
-        return super().forward(image.cpu() if image.device.type != "meta" else torch.zeros(image.shape), region)
+        return super().forward(image.cpu() if image.device.type != "meta" else torch.zeros(image.shape))
 
 
 def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -135,18 +134,18 @@ def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")])
 def test_a_full_gpu_is_left_with_tiles_of_the_same_size(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     network, large = OutOfMemory(0, error), torch.rand(1, 160, 128, 96)
-    result = on_meta(network, monkeypatch).predict_probs(large, 0, InferenceOptions())
+    result = on_meta(network, monkeypatch).predict_probs(large, InferenceOptions())
     assert network.shapes == [(1, 1, 160, 128, 96)]
     assert result.remarks == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
     assert str(result.tiling_plan) == "whole"
-    expected = stage(Sloped(), "fine").predict_probs(large, 0, InferenceOptions()).probs
+    expected = stage(Sloped(), "fine").predict_probs(large, InferenceOptions()).probs
     torch.testing.assert_close(result.probs, expected)
 
 
 def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[str] = []
 
-    def run(trained: TrainedStage, image: Tensor, region_index: int, plan: TilingPlan, options: InferenceOptions) -> Any:
+    def run(trained: TrainedStage, image: Tensor, plan: TilingPlan, options: InferenceOptions) -> Any:
         plans.append(f"{trained.device.type}: {plan}")
         if trained.device.type == "meta":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -155,7 +154,7 @@ def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TrainedStage, "_run", run)
     trained = on_meta(OutOfMemory(0), monkeypatch)
     trained.tile_size = (64, 64, 64)
-    result = trained.predict_probs(torch.rand(1, 160, 128, 96), 0, InferenceOptions())
+    result = trained.predict_probs(torch.rand(1, 160, 128, 96), InferenceOptions())
     assert plans == ["meta: tiles of 64×64×64, 8 at a time", "meta: tiles of 64×64×64", "cpu: tiles of 64×64×64"]
     assert [remark.split("went on with ")[1] for remark in result.remarks] == ["one tile at a time", "the CPU"]
 
@@ -163,25 +162,25 @@ def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError()])
 def test_no_other_error_is_taken_for_a_full_gpu(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(OutOfMemory):
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             raise error
 
     with pytest.raises(type(error)):
-        on_meta(Broken(0), monkeypatch).predict_probs(image(), 0, InferenceOptions())
+        on_meta(Broken(0), monkeypatch).predict_probs(image(), InferenceOptions())
 
 
 def test_on_a_cpu_there_is_nowhere_to_go() -> None:
     class Full(Sloped):
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):
-        stage(Full(), "fine").predict_probs(image(), 0, InferenceOptions())
+        stage(Full(), "fine").predict_probs(image(), InferenceOptions())
 
 
 def unet_stage(precision: str = "fp32", **changes: Any) -> TrainedStage:
     torch.manual_seed(0)
-    network = RegionalNetwork(lambda channels: UNet(channels, 2, width=4, depth=1, blocks_per_level=1))
+    network = StageNetwork(lambda channels: UNet(channels, 2, width=4, depth=1, blocks_per_level=1))
     for parameter in network.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -191,23 +190,23 @@ def unet_stage(precision: str = "fp32", **changes: Any) -> TrainedStage:
 @pytest.mark.parametrize(("tile_size", "tta"), [(None, True), ((64, 64, 80), False)])
 def test_a_small_budget_runs_slabs_with_the_same_result(tile_size: tuple[int, int, int] | None, tta: bool) -> None:
     trained = unet_stage(tile_size=tile_size)
-    whole, slabs = (trained.predict_probs(image(), 0, InferenceOptions(budget_gib=gib, tta=tta)) for gib in (4.0, 0.025))
+    whole, slabs = (trained.predict_probs(image(), InferenceOptions(budget_gib=gib, tta=tta)) for gib in (4.0, 0.025))
     assert str(slabs.tiling_plan) == f"{whole.tiling_plan}, in slabs"
     torch.testing.assert_close(slabs.probs, whole.probs, rtol=0, atol=2.0**-11)
     assert whole.probs.std() > 0.01
     with pytest.raises(UserError, match=r"inference\.budget_gib=0\.0002 is too small for the fine stage: .* needs 0\.0\d GiB"):
-        trained.predict_probs(image(), 0, InferenceOptions(budget_gib=0.0002))
+        trained.predict_probs(image(), InferenceOptions(budget_gib=0.0002))
 
 
 def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = unet_stage()
-    expected = trained.predict_probs(image(), 0, InferenceOptions())
+    expected = trained.predict_probs(image(), InferenceOptions())
 
     def full(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(RegionalNetwork, "forward", full)
-    result = trained.predict_probs(image(), 0, InferenceOptions())
+    monkeypatch.setattr(StageNetwork, "forward", full)
+    result = trained.predict_probs(image(), InferenceOptions())
     assert result.remarks == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
     torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
 
@@ -229,9 +228,9 @@ def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_sca
 
 def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_deviation() -> None:
     networks = [Sloped(gain=gain) for gain in (0.0, 1.0, 5.0)]
-    singles = [stage(network, "fine").predict_probs(image(), 0, InferenceOptions()) for network in networks]
+    singles = [stage(network, "fine").predict_probs(image(), InferenceOptions()) for network in networks]
     assert [single.std for single in singles] == [None] * 3
-    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(image(), 0, InferenceOptions())
+    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(image(), InferenceOptions())
     foreground = torch.stack([single.probs[1].float() for single in singles])
     torch.testing.assert_close(result.probs[1].float(), foreground.mean(0), rtol=0, atol=2.0**-11)
     torch.testing.assert_close(result.probs.float().sum(0), torch.ones(SHAPE), rtol=0, atol=2.0**-11)
@@ -246,12 +245,12 @@ def test_flips_leave_the_sides_where_they_count() -> None:
     # A slope along a flipped axis cancels in the logits; one along x stays.
     options = InferenceOptions(tta=True)
     for slopes, is_even in (((3.0, 0.0, 0.0), True), ((0.0, 3.0, 0.0), True), ((0.0, 0.0, 3.0), False)):
-        probs = stage(Sloped(slopes), "fine").predict_probs(torch.zeros(1, *SHAPE), 0, options).probs[1]
+        probs = stage(Sloped(slopes), "fine").predict_probs(torch.zeros(1, *SHAPE), options).probs[1]
         assert bool(torch.allclose(probs.float(), torch.full(SHAPE, 0.5), atol=1e-5)) is is_even
     # The image is turned back: its own detail stays in place.
     bright = torch.zeros(SHAPE)
     bright[10:20, 30:50, 60:70] = 1.0
-    probs = stage(Sloped(gain=5.0), "fine").predict_probs(bright[None], 0, options).probs[1]
+    probs = stage(Sloped(gain=5.0), "fine").predict_probs(bright[None], options).probs[1]
     assert torch.equal(probs > 0.9, bright > 0)
 
 
@@ -261,8 +260,8 @@ STORED = Orientation((2, 0, 1), (False, True, False))
 @pytest.mark.parametrize("tta", [False, True])
 def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
     class Eager(FineOracle):
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
-            return super().forward(image, region).index_fill(1, torch.tensor([1]), 10.0)
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(image).index_fill(1, torch.tensor([1]), 10.0)
 
     volume, target = scan(STORED)
     fine = stage(FineOracle(), "fine", others=(Eager(),))
@@ -279,12 +278,12 @@ def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
 def test_threads_get_their_own_results() -> None:
     trained = stage(Sloped(gain=3.0), "fine", precision="bf16")
     images = [image() * scale for scale in (0.2, 0.5, 1.0, 2.0)]
-    expected = [trained.predict_probs(one, 0, InferenceOptions()).probs for one in images]
+    expected = [trained.predict_probs(one, InferenceOptions()).probs for one in images]
     results: dict[int, Tensor] = {}
 
     def work(number: int) -> None:
         for _ in range(3):
-            results[number] = trained.predict_probs(images[number], 0, InferenceOptions()).probs
+            results[number] = trained.predict_probs(images[number], InferenceOptions()).probs
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -299,16 +298,16 @@ def test_networks_of_two_stages_run_one_after_the_other() -> None:
     running, most = [0], [0]
 
     class Slow(Sloped):
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             running[0] += 1
             most[0] = max(most[0], running[0])
             time.sleep(0.05)
             running[0] -= 1
-            return super().forward(image, region)
+            return super().forward(image)
 
     small = torch.zeros(1, 8, 8, 16)
     threads = [
-        threading.Thread(target=stage(Slow(), name).predict_probs, args=(small, 0, InferenceOptions()))
+        threading.Thread(target=stage(Slow(), name).predict_probs, args=(small, InferenceOptions()))
         for name in ("coarse", "fine", "fine")
     ]
     for thread in threads:
@@ -328,7 +327,7 @@ class Everything(nn.Module):
 
     divisor = (8, 8, 8)
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(image), torch.full_like(image, 20.0)], 1)
 
 
@@ -339,6 +338,6 @@ def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_se
     tiled = stage(Everything(), "fine", replace(TASK, channels=(channel,)), tile_size=(16, 16, 16))
     image = torch.full((1, 16, 16, 48), -1.0)
     image[..., :16] = 0.5
-    probs = tiled.predict_probs(image, 0, InferenceOptions(overlap=0.0)).probs
+    probs = tiled.predict_probs(image, InferenceOptions(overlap=0.0)).probs
     assert (probs[1, ..., :16] > 0.9).all()
     assert (probs[1, ..., 16:] > 0.9).all() == is_seen

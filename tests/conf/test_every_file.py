@@ -30,13 +30,8 @@ ALSO = {
     ("memory", "lean"): ["stage=fine"],
     **{
         ("experiment", name): ["stage.patch_size=[32,48,48]"]
-        for name in ("ct_fine", "ct_fine_affine", "ct_fine_channel", "lctsc_fine", "phantom_fine", "phantom_fine_disease")
+        for name in ("ct_fine", "finetune_fine", "lctsc_fine", "phantom_fine")
     },
-    **{
-        ("experiment", f"finetune_fine{choice}"): ["stage.patch_size=[32,48,48]"]
-        for choice in ("", "_disease", "_ends", "_presence")
-    },
-    ("experiment", "finetune_fine_trusted"): ["stage.patch_size=[32,48,48]", "data.train_trust=null"],  # the tiny cases have none
     ("model", "dynunet"): ["model.filters=[4,8,8,8,8,8]"],
     ("model", "swin_unetr"): ["model.feature_size=12"],
     ("model", "unetr"): [
@@ -88,7 +83,7 @@ def test_a_space_holds_values_that_a_run_could_have(path: Path) -> None:
     from medseg.studies.search import check_space, composer
 
     command = next(line for line in path.read_text().splitlines() if line.startswith("# Run:"))
-    arguments = [argument for argument in command.split("search.py ")[1].split() if not argument.startswith("data.cases=")]
+    arguments = [argument for argument in command.split("medseg search ")[1].split() if not argument.startswith("data.cases=")]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("search", [*arguments, "run_dir=none"]), SearchConfig)
         assert config.sweep.name == path.stem

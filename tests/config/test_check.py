@@ -129,10 +129,6 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["model.device_map=auto", "trainer=ddp", "stage.batch_size=2"], "one rank uses all devices"),
         (["model.norm=batch", "trainer.sync_batchnorm=true", "trainer.accelerator=cpu"], "works on GPUs only"),
         (["trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true"], "works with model.norm=batch only, but model.norm=instance; choose trainer.sync_batchnorm=false"),
-        (
-            ["trainer=ddp", "stage=fine", "stage.batch_size=2", "model.norm=batch", "trainer.sync_batchnorm=true", "stage.region_mode=separate"],
-            "trainer.sync_batchnorm=true cannot be combined with stage.region_mode=separate",
-        ),
         (["memory.precision=fp16", "trainer.accelerator=cpu"], "choose memory.precision=bf16"),
         (["memory.offload=true", "trainer.accelerator=cpu"], "choose memory.offload=false"),
         (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage uses it"),
@@ -142,6 +138,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["stage=fine", "stage.region_from=coarse"], "go together"),
         (["stage=fine", "augment.flip_axes=[2]"], "swaps the sides"),
         (["task=abdomen", "stage=single", "augment.flip_axes=[2]"], "swaps the sides"),
+        (["task=abdomen", "stage=single", "stage.elsewhere_share=0.1"], "leave it out with stage=single"),
         (["stage=coarse", "augment.flip_axes=[0]"], "with flips the coarse stage cannot distinguish the sides"),
         (["data.fold=7", "data.num_folds=3"], "data.fold: expected 0 … 2"),
         (["data.cases=nowhere.csv"], "data.cases=nowhere.csv: there is no such file"),

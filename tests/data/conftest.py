@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
@@ -31,6 +32,11 @@ class GivenCrops(StageCrops):
 
     def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
         return self.of(case, region, rng)
+
+
+def as_stored(values: Tensor, region: Region) -> Tensor:
+    """A sample of a region (D, H, W) as it lies in the scan: right regions are mirrored."""
+    return values.flip(2) if region.side == "right" else values
 
 
 LABEL_VALUES = {1: "left_lung", 2: "right_lung"}

@@ -31,27 +31,23 @@ def items(*cases: Any, number: int = 0) -> list[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize(
-    ("labels", "is_coarse", "is_separate", "absent"),
+    ("labels", "is_coarse", "absent"),
     [
-        (list(LOBES.labels), True, False, []),
-        (["left_upper", "right_lower"], True, False, ["left_lower", "right_upper"]),
+        (list(LOBES.labels), True, []),
+        (["left_upper", "right_lower"], True, ["left_lower", "right_upper"]),
         # A shared network learns the lower lobe from one side.
-        (["left_upper", "right_lower"], False, False, []),
-        (["left_upper", "right_upper"], False, False, ["left_lower and right_lower"]),
-        (["left_upper", "right_upper"], False, True, ["left_lower", "right_lower"]),
+        (["left_upper", "right_lower"], False, []),
+        (["left_upper", "right_upper"], False, ["left_lower and right_lower"]),
     ],
 )
-def test_what_no_item_holds_is_listed(labels: list[str], is_coarse: bool, is_separate: bool, absent: list[str]) -> None:
+def test_what_no_item_holds_is_listed(labels: list[str], is_coarse: bool, absent: list[str]) -> None:
     both = [*items(case("a", *labels)), *([] if is_coarse else items(case("a", *labels), number=1))]
-    assert absent_classes(both, LOBES, is_coarse=is_coarse, is_separate=is_separate) == absent
+    assert absent_classes(both, LOBES, is_coarse=is_coarse) == absent
 
 
 def test_a_region_that_is_not_trained_on_teaches_nothing() -> None:
-    trained_on = items(case("a", *LOBES.labels), number=0)
-    assert absent_classes(trained_on, LOBES, is_coarse=False, is_separate=True) == [
-        "right_upper",
-        "right_lower",
-    ]
+    left_alone = case("a", "left_upper", "right_upper", "right_lower")
+    assert absent_classes(items(left_alone, number=0), LOBES, is_coarse=False) == ["left_lower and right_lower"]
 
 
 def test_a_class_of_the_region_with_more_labels_is_listed() -> None:

@@ -19,11 +19,12 @@ from medseg.data.samples import Sample, Samples, collate, init_worker, one_threa
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import Crop, GridRule
+from medseg.geometry.sizes import network_size
 from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise, normalise_hu, zscore
 from medseg.task import Channel, Region, Task
 
-from .conftest import GivenCrops
+from .conftest import GivenCrops, as_stored
 
 AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
 
@@ -33,7 +34,8 @@ Maker = Callable[..., Samples]
 def wide_box(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
     """The tight box and three voxels, jittered by up to two, at least as large as the patches here."""
     offset = (0, 0, 0) if rng is None else tuple(int(v) for v in rng.integers(-2, 3, size=3))
-    return case.region_boxes[region.name].expanded((3, 3, 3)).shifted(offset).at_least((16, 16, 16)).to_multiple((8, 8, 8))
+    box = case.region_boxes[region.name].expanded((3, 3, 3)).shifted(offset).at_least((16, 16, 16))
+    return box.at_least(network_size(box.shape, (8, 8, 8)))
 
 
 def on_the_cache(box_of: Callable[..., VoxelBox]) -> Callable[..., Crop]:
@@ -81,7 +83,7 @@ def test_data_sets_survive_pickling(cached_cases: list[CachedCase], task: Task) 
     cubes = StageCrops(GridRule(is_cube=True), divisor=(8, 8, 8))
     for samples in (
         coarse(cached_cases, task, crops=cubes, max_voxels=40_000, slab_share=0.5),
-        fine(cached_cases, task, crops=crops, is_mirrored=True, weights=[1.0, 2.0, 1.0]),
+        fine(cached_cases, task, crops=crops, weights=[1.0, 2.0, 1.0]),
     ):
         copied = pickle.loads(pickle.dumps(samples))
         assert all(is_same(samples[n], copied[n]) for n in range(6))
@@ -190,13 +192,17 @@ def test_half_chests_are_ranges_of_columns_of_whole_scans(cached_cases: list[Cac
 def test_a_fine_sample_is_its_box_with_the_region_alone(cached_cases: list[CachedCase], task: Task) -> None:
     by_name = {case.name: case for case in cached_cases}
     samples = fine(cached_cases, task, augmentation=None, patch_size=None, jitter=False)
+    sides = set()
     for n in range(5):
         sample, case = samples[n], by_name[samples[n]["case"]]
         region = task.regions[sample["region"]]
         box = wide_box(case, region, None)
         expected = normalise_hu(crop_padded(case.image_hu, box, -1024), task.window_hu)
-        assert np.array_equal(sample["image"][0], expected)
-        assert np.array_equal(sample["target"], crop_padded(case.labels, box, 0) == task.labels[region.name])
+        labels = crop_padded(case.labels, box, 0) == task.labels[region.name]
+        assert np.array_equal(as_stored(sample["image"][0], region), expected)
+        assert np.array_equal(as_stored(sample["target"], region), labels)
+        sides.add(region.side)
+    assert sides == {"left", "right"}
 
 
 def test_patches_lie_in_their_box_and_meet_the_boundary(cached_cases: list[CachedCase], task: Task) -> None:
@@ -210,7 +216,7 @@ def test_patches_lie_in_their_box_and_meet_the_boundary(cached_cases: list[Cache
         box = wide_box(case, region, None)
         whole = normalise_hu(crop_padded(case.image_hu, box, -1024), task.window_hu)
         windows = np.lib.stride_tricks.sliding_window_view(whole, (4, 6, 4))
-        found = np.argwhere((windows == sample["image"][0].numpy()).all(axis=(3, 4, 5)))
+        found = np.argwhere((windows == as_stored(sample["image"][0], region).numpy()).all(axis=(3, 4, 5)))
         assert len(found) == 1
         assert int(sample["target"].sum()) > 0
         starts.add((n % 5, tuple(found[0])))
@@ -232,20 +238,6 @@ def test_a_patch_larger_than_its_box_is_centred_on_it(cached_cases: list[CachedC
         assert np.abs((place.min(axis=0) + place.max(axis=0)) / 2 - 15.5).max() <= 1
 
 
-def test_right_regions_are_mirrored_and_left_ones_are_not(cached_cases: list[CachedCase], task: Task) -> None:
-    plain = fine(cached_cases, task, augmentation=None)
-    mirrored = fine(cached_cases, task, augmentation=None, is_mirrored=True)
-    sides = set()
-    for n in range(10):
-        one, other = plain[n], mirrored[n]
-        side = task.regions[one["region"]].side
-        sides.add(side)
-        axes = [2] if side == "right" else []
-        assert torch.equal(other["target"], one["target"].flip(axes))
-        assert torch.equal(other["image"][0], one["image"][0].flip(axes))
-    assert sides == {"left", "right"}
-
-
 def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cached_cases: list[CachedCase], task: Task) -> None:
     """Mirroring comes before the augmentation: the network cannot tell a right lung from a left one."""
 
@@ -257,7 +249,6 @@ def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cac
         "seed": 1,
         "patch_size": None,
         "jitter": False,
-        "is_mirrored": True,
         "augmentation": AUGMENTATION,
     }
     body = cached_cases[2]  # has a right lung alone
@@ -329,8 +320,7 @@ def test_bad_weights_are_refused(weights: list[float], cached_cases: list[Cached
         fine(cached_cases, task, weights=weights)
 
 
-@pytest.mark.parametrize("is_mirrored", [False, True])
-def test_inside_marks_where_the_scan_is(is_mirrored: bool, cached_cases: list[CachedCase], task: Task) -> None:
+def test_inside_marks_where_the_scan_is(cached_cases: list[CachedCase], task: Task) -> None:
     def box_beyond(case: CachedCase, region: Region, rng: object) -> VoxelBox:
         return case.region_boxes[region.name].expanded((40, 30, 20))
 
@@ -341,7 +331,6 @@ def test_inside_marks_where_the_scan_is(is_mirrored: bool, cached_cases: list[Ca
         patch_size=None,
         augmentation=None,
         jitter=False,
-        is_mirrored=is_mirrored,
     )
     for n in range(len(samples)):
         sample = samples[n]
@@ -370,11 +359,12 @@ def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[Cach
         case = by_name[sample["case"]]
         whole = normalise_hu(np.asarray(case.image_hu), task.window_hu)
         windows = np.lib.stride_tricks.sliding_window_view(whole, (4, 6, 4))
-        (place,) = np.argwhere((windows == sample["image"][0].numpy()).all(axis=(3, 4, 5)))
+        region = task.regions[sample["region"]]
+        (place,) = np.argwhere((windows == as_stored(sample["image"][0], region).numpy()).all(axis=(3, 4, 5)))
         corners[case.name].append(place)
         box = VoxelBox(tuple(place), tuple(place + np.array((4, 6, 4))))
-        value = task.labels[task.regions[sample["region"]].name]
-        assert np.array_equal(sample["target"], np.asarray(case.labels)[box.slices()] == value)
+        value = task.labels[region.name]
+        assert np.array_equal(as_stored(sample["target"], region), np.asarray(case.labels)[box.slices()] == value)
         empty += not sample["target"].any()
     assert empty > 10
     for name, places in corners.items():

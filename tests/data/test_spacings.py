@@ -23,13 +23,13 @@ from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Task
 from medseg.training.data_module import CasesDataModule, StageInput
 
-from .conftest import LABEL_VALUES, two_blocks
+from .conftest import LABEL_VALUES, as_stored, two_blocks
 
 RANGE_MM = (1.0, 4.0)
 INPUT = StageInput(
     is_coarse=False, spacing_mm=None, rule=GridRule(range_mm=RANGE_MM), follows_scans=False, resampling="antialiased",
     divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=1.0, elsewhere_share=0.0,
-    region_margin_mm=5.0, box_jitter_mm=0.0, is_mirrored=False, tile_size=None,
+    region_margin_mm=5.0, box_jitter_mm=0.0, tile_size=None,
 )  # fmt: skip
 
 
@@ -107,8 +107,13 @@ def test_a_sample_is_its_scan_resampled_to_the_spacing_that_was_drawn(
             grid = region_crop(tight, source.grid, lattice, 5.0, None, (8, 8, 8)).grid
         image = resample_image(source.image_hu, source.grid, grid, -1024.0, slices_go_on=True)
         labels = resample_labels(source.labels, source.grid, grid, 3, slices_go_on=True)
-        assert torch.equal(sample["image"][0], normalise_hu(image, task.window_hu))
-        assert torch.equal(sample["target"], labels if is_coarse else (labels == value).to(torch.uint8))
+        expected = normalise_hu(image, task.window_hu)
+        if is_coarse:
+            assert torch.equal(sample["image"][0], expected)
+            assert torch.equal(sample["target"], labels)
+        else:
+            assert torch.equal(as_stored(sample["image"][0], region), expected)
+            assert torch.equal(as_stored(sample["target"], region), (labels == value).to(torch.uint8))
     assert len(spacings_mm) == 8
 
 

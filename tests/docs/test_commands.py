@@ -55,7 +55,7 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
         match = COMMAND.match(line)
         if match is None or match["name"] == "is":
             continue
-        name = (match["name"] or match["script"] or match["spread"] or "train").replace("import_data", "import")
+        name = match["name"] or match["script"] or match["spread"] or "train"
         arguments = shlex.split(re.sub(r"<[^<>]*>|\$\w+", "given", match["arguments"] or ""))
         kept = [
             one

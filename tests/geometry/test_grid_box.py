@@ -34,15 +34,6 @@ def test_at_least_keeps_the_centre_and_gives_the_odd_voxel_to_the_high_end(min_s
     assert shift == odd
 
 
-def test_to_multiple_grows_least_and_is_stable() -> None:
-    grown = BOX.to_multiple((4, 5, 8))
-    assert grown.shape == (8, 5, 24)
-    assert grown == BOX.at_least((8, 5, 24))
-    assert grown.to_multiple((4, 5, 8)) == grown
-    with pytest.raises(ValueError, match="divisors"):
-        BOX.to_multiple((0, 1, 1))
-
-
 def test_intersect_and_contains_are_the_set_operations() -> None:
     space = (12, 13, 14)
     rng = np.random.default_rng(3)

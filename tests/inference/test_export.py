@@ -14,7 +14,7 @@ from medseg.errors import UserError
 from medseg.inference import export
 from medseg.inference.export import FORMATS, export_network
 from medseg.inference.openvino import core
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import Logits, StageNetwork
 from medseg.models.unet import UNet
 
 
@@ -25,21 +25,19 @@ class OneSize(UNet):
         return super().forward(image) + torch.zeros([1, 1, *(int(size) for size in image.shape[2:])]).cumsum(2)
 
 
-def make(norm: str = "instance", mode: str = "mirrored", kind: type[UNet] = UNet) -> RegionalNetwork:
+def make(norm: str = "instance", kind: type[UNet] = UNet) -> StageNetwork:
     torch.manual_seed(0)
-    network = RegionalNetwork(
-        lambda channels: kind(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm), num_regions=2, mode=mode
-    )
+    network = StageNetwork(lambda channels: kind(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm))
     for parameter in network.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
     return network.eval()
 
 
-def convert(network: RegionalNetwork, suffix: str, region: int = 0, fixed: Any = None) -> export.Exported:
+def convert(network: StageNetwork, suffix: str, fixed: Any = None) -> export.Exported:
     traits = network.traits
     return export_network(
-        network.logits_of(region),
+        Logits(network.network),
         network.in_channels,
         traits.divisor,
         traits.small_size,
@@ -49,20 +47,19 @@ def convert(network: RegionalNetwork, suffix: str, region: int = 0, fixed: Any =
     )
 
 
-@pytest.mark.parametrize(("norm", "mode"), [("instance", "mirrored"), ("affine", "separate"), ("channel", "side_input")])
-def test_a_converted_network_has_the_logits_of_each_region_and_its_metadata(norm: str, mode: str, tmp_path: Path) -> None:
-    network, image = make(norm, mode), torch.randn(1, 1, 24, 8, 16)
-    for region in (0, 1):
-        exported = convert(network, ".xml", region)
-        for part, content in exported.files.items():
-            (tmp_path / f"model{part}").write_bytes(content)
-        model = core().read_model(str(tmp_path / "model.xml"))
-        compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        logits = torch.from_numpy(compiled({"image": image.numpy()})["logits"])
-        with torch.inference_mode():
-            torch.testing.assert_close(logits, network(image, torch.tensor([region])), rtol=1e-3, atol=1e-3)
-        assert exported.fixed_size is None
-        assert json.loads(model.get_rt_info(["medseg"]).astype(str)) == {"size": None}
+@pytest.mark.parametrize("norm", ["instance", "affine", "channel"])
+def test_a_converted_network_has_the_logits_of_torch_and_its_metadata(norm: str, tmp_path: Path) -> None:
+    network, image = make(norm), torch.randn(1, 1, 24, 8, 16)
+    exported = convert(network, ".xml")
+    for part, content in exported.files.items():
+        (tmp_path / f"model{part}").write_bytes(content)
+    model = core().read_model(str(tmp_path / "model.xml"))
+    compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    logits = torch.from_numpy(compiled({"image": image.numpy()})["logits"])
+    with torch.inference_mode():
+        torch.testing.assert_close(logits, network(image), rtol=1e-3, atol=1e-3)
+    assert exported.fixed_size is None
+    assert json.loads(model.get_rt_info(["medseg"]).astype(str)) == {"size": None}
 
 
 def test_a_network_of_one_size_is_converted_for_its_tiles_only() -> None:
@@ -93,8 +90,8 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".onnx", ".xml"])
 def test_other_programs_run_the_files_at_every_size(suffix: str, tmp_path: Any) -> None:
-    network = make(mode="side_input")
-    exported = convert(network, suffix, 1)
+    network = make()
+    exported = convert(network, suffix)
     assert exported.fixed_size is None
     assert exported.difference < 1e-5
     for part, content in exported.files.items():
@@ -115,6 +112,4 @@ def test_other_programs_run_the_files_at_every_size(suffix: str, tmp_path: Any) 
     for shape in ((8, 12, 16), (20, 12, 12)):
         image = torch.randn(1, 1, *shape)
         with torch.inference_mode():
-            torch.testing.assert_close(
-                torch.from_numpy(run(image.numpy())), network(image, torch.tensor([1])), rtol=1e-3, atol=1e-4
-            )
+            torch.testing.assert_close(torch.from_numpy(run(image.numpy())), network(image), rtol=1e-3, atol=1e-4)

@@ -16,17 +16,15 @@ from torch import nn
 from medseg.errors import UserError
 from medseg.inference import openvino as backend
 from medseg.inference.openvino import openvino_bytes, quickest_backend, use_openvino
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
 needs_openvino = pytest.mark.skipif(not backend.has_openvino(), reason="the extra openvino is not installed")
 
 
-def make(norm: str = "instance", mode: str = "mirrored") -> RegionalNetwork:
+def make(norm: str = "instance") -> StageNetwork:
     torch.manual_seed(0)
-    network = RegionalNetwork(
-        lambda channels: UNet(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm), num_regions=2, mode=mode
-    )
+    network = StageNetwork(lambda channels: UNet(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm))
     for parameter in network.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -40,15 +38,15 @@ def test_openvino_holds_the_bytes_of_the_weights_twice() -> None:
 
 
 @needs_openvino
-@pytest.mark.parametrize(("norm", "mode"), [("instance", "side_input"), ("affine", "separate")])
-def test_logits_are_those_of_torch_at_every_size(norm: str, mode: str) -> None:
-    network, region = make(norm, mode), torch.tensor([1])
+@pytest.mark.parametrize("norm", ["instance", "affine"])
+def test_logits_are_those_of_torch_at_every_size(norm: str) -> None:
+    network = make(norm)
     # The second pass of a size must not write into the result of the first.
     images = [torch.randn(1, 1, *shape) for shape in ((16, 24, 32), (32, 16, 16), (16, 24, 32), (16, 24, 32))]
     with torch.inference_mode():
-        expected = [network(image, region) for image in images]
+        expected = [network(image) for image in images]
         use_openvino(network, "fp32")
-        found = [network(image, region) for image in images]
+        found = [network(image) for image in images]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
@@ -66,7 +64,7 @@ def test_a_converted_network_is_kept_for_its_checkpoint_and_code(tmp_path: Path,
     def run(checksum: str) -> float:
         network = make()
         use_openvino(network, "fp32", checksum)
-        return float(network(torch.ones(1, 1, 4, 4, 16), torch.tensor([0])).mean())
+        return float(network(torch.ones(1, 1, 4, 4, 16)).mean())
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(backend, "convert", convert)
@@ -85,16 +83,16 @@ KEPT_AFTER_A_PASS = """
 import torch
 from medseg.inference.openvino import use_openvino
 from medseg.memory.profile import release_free_memory, resident_bytes
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
 torch.set_num_threads(1)
-network = RegionalNetwork(lambda channels: UNet(channels, 2, width=16, depth=1), num_regions=1, mode="mirrored").eval()
+network = StageNetwork(lambda channels: UNet(channels, 2, width=16, depth=1)).eval()
 use_openvino(network, "fp32")
 kept = []
 with torch.inference_mode():
     for size in (16, 96):
-        network(torch.zeros(1, 1, size, size, size), torch.tensor([0]))
+        network(torch.zeros(1, 1, size, size, size))
         release_free_memory()
         kept.append(resident_bytes())
 print(kept[1] - kept[0], 4 * size**3)
@@ -133,7 +131,7 @@ def test_the_memory_of_a_pass_is_released_when_it_ends(monkeypatch: pytest.Monke
     network = make()
     use_openvino(network, "fp32")
     for number in (1, 2):
-        network(torch.zeros(1, 1, 16, 16, 16), torch.tensor([0]))
+        network(torch.zeros(1, 1, 16, 16, 16))
         assert len(released) == number
 
 
@@ -164,12 +162,12 @@ def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
         def forward(self, image: torch.Tensor) -> torch.Tensor:
             return super().forward(torch.special.bessel_j0(image))
 
-    network = RegionalNetwork(lambda channels: Odd(channels, 2, width=4, depth=1, blocks_per_level=1)).eval()
+    network = StageNetwork(lambda channels: Odd(channels, 2, width=4, depth=1, blocks_per_level=1)).eval()
     use_openvino(network, "fp32")
     with pytest.raises(
         UserError, match=r"inference\.backend=openvino: Odd cannot be converted .*; choose inference\.backend=torch"
     ):
-        network(torch.zeros(1, 1, 16, 16, 16), torch.tensor([0]))
+        network(torch.zeros(1, 1, 16, 16, 16))
 
 
 def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,14 +204,14 @@ SIGNAL_AFTER_THE_LAST_NETWORK = """
 import gc, signal, threading
 import torch
 from medseg.inference.openvino import use_openvino
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
 signal.signal(signal.SIGUSR1, lambda *_: None)
-networks = [RegionalNetwork(lambda channels: UNet(channels, 2, width=4, depth=1), num_regions=2, mode="mirrored").eval()]
+networks = [StageNetwork(lambda channels: UNet(channels, 2, width=4, depth=1)).eval()]
 use_openvino(networks[0], "fp32")
 with torch.inference_mode():
-    networks[0](torch.zeros(1, 1, 16, 16, 16), torch.tensor([0]))
+    networks[0](torch.zeros(1, 1, 16, 16, 16))
 thread = threading.Thread(target=lambda: (networks.clear(), gc.collect()))
 thread.start()
 thread.join()

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medseg.data.samples import filled
 from medseg.inference import tiles as tiles_module
-from medseg.inference.tiles import most_probable, predict_probs, round_up
+from medseg.inference.tiles import most_probable, predict_probs
 
 ROUNDING = 2.0**-12  # of float16 below one
 SHAPES = [(9, 20, 31), (16, 24, 8), (1, 5, 40)]
@@ -155,19 +154,6 @@ def test_every_tile_goes_through_the_network_where_air_is_a_value_of_the_body() 
     probs = predict_probs(always_foreground, image, **options, skips_air=False)
     assert sum(num_seen) == 4
     assert (probs[1] > 0.99).all()
-
-
-@pytest.mark.parametrize("divisor", [(8, 8, 8), (4, 16, 8), (1, 1, 1)])
-def test_inputs_of_training_and_prediction_grow_to_the_same_size(divisor: tuple[int, int, int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [tuple(shape) for shape in torch.randint(1, 40, (200, 3), generator=generator).tolist()]
-    for shape in (*shapes, divisor, (1, 1, 1)):
-        rounded = round_up(shape, divisor)
-        assert rounded == filled(shape, divisor)  # type: ignore[arg-type]
-        assert all(size % step == 0 for size, step in zip(rounded, divisor, strict=True))
-        is_single = all(size <= step for size, step in zip(shape, divisor, strict=True))
-        least = tuple(2 * step if is_single else -(-size // step) * step for size, step in zip(shape, divisor, strict=True))
-        assert rounded == least, "a single voxel at the deepest level has no variance"
 
 
 def test_the_number_of_tiles_does_not_change_how_often_values_are_read() -> None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, count_step
 from medseg.memory.switches import apply_switches
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
 SIZE = (16, 24, 32)
@@ -95,19 +95,14 @@ def test_nothing_needs_to_be_computed(network: dict[str, Any], switches: dict[st
     assert fake == real
 
 
-@pytest.mark.parametrize("mode", ["separate", "side_input"])
-def test_regional_networks_are_counted(mode: str) -> None:
-    region = torch.tensor([1])
+def test_the_network_of_a_stage_is_counted() -> None:
+    def stage_network() -> nn.Module:
+        return StageNetwork(lambda channels: UNet(channels, 2, width=4, depth=2))
 
-    def regional() -> nn.Module:
-        return RegionalNetwork(lambda channels: UNet(channels, 2, width=4, depth=2), num_regions=2, mode=mode)
-
-    fake, real = (count(regional, call=lambda network, image: network(image, region), compute=c) for c in (False, True))
+    fake, real = (count(stage_network, compute=c) for c in (False, True))
     assert fake == real
-    weights = [weight.nbytes for weight in regional().parameters()]
-    one = sum(weights) // (2 if mode == "separate" else 1)
-    # Each region's weights lie there with their optimiser state; a step makes gradients for those of its batch only.
-    assert fake.gradients == one
+    weights = [weight.nbytes for weight in stage_network().parameters()]
+    assert fake.gradients == sum(weights)
     assert fake.parameters == sum(weights)
     assert fake.optimizer_state == 2 * sum(weights) + 4 * len(weights)  # two moments, and a counter per tensor
 

@@ -28,7 +28,6 @@ SWITCHES: dict[str, Sequence[str]] = {
     "model.stem": ("space_to_depth", "strided", "conv"),
     "model.norm": ("instance", "group", "batch", "channel", "affine"),
     "model.refine": ("0", "4"),
-    "stage.region_mode": ("mirrored", "separate", "side_input"),
     "memory.precision": ("fp32", "bf16", "tf32", "fp16"),
     "memory.checkpointing": ("none", "sqrt", "all", "[encoder.0]"),
     "memory.accumulate": ("1", "2"),
@@ -57,7 +56,6 @@ REFUSED: list[tuple[Row, str]] = [
     ({"warmup_steps": "1", "schedule": "cyclic"}, "schedule CyclicLR sets the learning rates of all steps itself"),
     ({"lr_scaling": "linear", "optimizer": "adamw"}, "the steps of AdamW do not grow with the gradient"),
     ({"lr_scaling": "linear", "optimizer": "lamb"}, "the steps of Lamb do not grow with the gradient"),
-    ({"stage.region_mode": "separate", "memory.checkpointing": "[encoder.0]"}, "'encoder.0', which is no block"),
     *(
         (
             {"memory.compile": "true", "memory.checkpointing": policy, "model.norm": "batch"},
@@ -169,7 +167,7 @@ def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeyp
     # The first loss is that of the network without any switch of `memory`.
     config = compose({**row, "memory.checkpointing": "none", "memory.compile": "false"})
     plain, first = make_network(config), batches[0]
-    expected = extensions.make_loss(config)(plain(first["image"], first["region"]), first["target"])
+    expected = extensions.make_loss(config)(plain(first["image"]), first["target"])
     assert watcher.losses[0] == pytest.approx(float(expected), rel=2e-2 if row["memory.precision"] == "bf16" else 1e-4)
 
 

@@ -20,7 +20,7 @@ from medseg.memory.device_map import apply_device_map
 from medseg.memory.switches import apply_switches, checkpoint_blocks, select_blocks
 from medseg.memory.tracker import MemoryTracker
 from medseg.models.adapter import build_on_meta
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.task import Channel, Task
 from medseg.training.network import make_described_network
 
@@ -37,12 +37,11 @@ SIZES = {"segresnet": (24, 16, 20), "dynunet": (24, 16, 20), "swin_unetr": (32, 
 # SwinUNETR takes as long as ten of the others.
 EACH = [pytest.param(name, marks=pytest.mark.slow) if name == "swin_unetr" else name for name in NETWORKS]
 TASK = Task("two", {"one": 1, "two": 2}, (), (Channel(window_hu=(-1000.0, 400.0)),))
-REGION = torch.zeros(1, dtype=torch.int64)
 
 
-def make(name: str) -> RegionalNetwork:
+def make(name: str) -> StageNetwork:
     torch.manual_seed(0)
-    return make_described_network(NETWORKS[name], TASK, "whole").train()
+    return make_described_network(NETWORKS[name], TASK, "coarse").train()
 
 
 def loss_of(outputs: Tensor | list[Tensor]) -> Tensor:
@@ -53,7 +52,7 @@ def loss_of(outputs: Tensor | list[Tensor]) -> Tensor:
 
 def step(network: nn.Module, size: tuple[int, ...], seed: int = 1) -> dict[str, Tensor]:
     image = torch.randn(1, 1, *size, generator=torch.Generator().manual_seed(seed))
-    loss_of(network(image, REGION)).backward()
+    loss_of(network(image)).backward()
     return {name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None}
 
 
@@ -74,7 +73,7 @@ def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
     gc.freeze()  # what lives now is no longer among the objects: millions, in a process of many tests
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = loss_of(network(image, REGION))
+            loss = loss_of(network(image))
         after = storages()
     finally:
         gc.unfreeze()
@@ -103,7 +102,6 @@ def count(name: str, size: tuple[int, int, int], **switches: Any) -> StepMemory:
         (1, 1, *size),
         loss=SumLoss(),
         make_optimizer=lambda weights: torch.optim.AdamW(weights),
-        call=lambda network, image: network(image, REGION),
     )
 
 
@@ -122,7 +120,7 @@ def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_by
             # The same kernels on the same numbers: equal but for the order of sums over several uses of a tensor.
             torch.testing.assert_close(grads[policy][key], grad, rtol=1e-5, atol=1e-7 * float(grad.abs().max() + 1))
     with FlopCounterMode(display=False) as forward, torch.no_grad():
-        plain(torch.randn(1, 1, *size), REGION)
+        plain(torch.randn(1, 1, *size))
     assert flops["none"] < flops["sqrt"] < flops["all"] <= flops["none"] + forward.get_total_flops()
     kept = {policy: kept_bytes(copy.deepcopy(make(name) if policy == "none" else apply_switches(make(name), checkpointing=policy)), size)
             for policy in networks}  # fmt: skip
@@ -167,7 +165,7 @@ def test_parts_on_several_devices_meet_on_one(name: str) -> None:
         with patch.object(nn.Module, "to"):  # which cannot move a fake weight
             apply_device_map(network, device_map, torch.device("cuda:0"))
         image = torch.zeros(1, 1, *SIZES[name], device="cuda:0")
-        outputs = network(image, REGION)
+        outputs = network(image)
         assert {output.device for output in (outputs if isinstance(outputs, list) else [outputs])} == {torch.device("cuda:0")}
 
 
@@ -178,7 +176,7 @@ def test_two_devices_compute_what_one_does(name: str) -> None:
     plain, placed = make(name), make(name).cuda()
     apply_device_map(placed, dict.fromkeys(list(placed.blocks())[1::2], "cpu"), torch.device("cuda:0"))
     image = torch.randn(1, 1, *SIZES[name])
-    ours, theirs = (out if isinstance(out, list) else [out] for out in (plain(image, REGION), placed(image.cuda(), REGION)))
+    ours, theirs = (out if isinstance(out, list) else [out] for out in (plain(image), placed(image.cuda())))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.cpu(), rtol=1e-3, atol=1e-3)
 
@@ -212,12 +210,12 @@ def test_nearest_upsampling_on_a_gpu_copies_channels_last_tensors(layout: torch.
 def test_one_step_of_training_on_real_losses(name: str) -> None:
     network = make(name)
     image, target = torch.randn(1, 1, *SIZES[name]), torch.zeros(1, *SIZES[name], dtype=torch.uint8)
-    outputs = network(image, REGION)
+    outputs = network(image)
     for output in outputs if isinstance(outputs, list) else [outputs]:
         assert output.shape == (1, 3, *SIZES[name])
         DiceCrossEntropyLoss()(output, target).backward(retain_graph=True)
     network.eval()
-    assert isinstance(network(image, REGION), Tensor)
+    assert isinstance(network(image), Tensor)
 
 
 @pytest.mark.parametrize("rates", [{"attn_drop": 0.5}, {"drop": 0.5}, {"drop_path": 0.5}], ids=str)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from medseg.memory import switches
 from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
 from medseg.memory.switches import apply_switches, checkpoint_blocks, offload_activations, select_blocks
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
 
@@ -294,12 +294,11 @@ def test_offload_frees_the_gpu() -> None:
     assert held[1] < 0.5 * held[0]
 
 
-def test_switches_work_together_on_a_regional_network() -> None:
+def test_switches_work_together_on_the_network_of_a_stage() -> None:
     torch.manual_seed(0)
-    plain = RegionalNetwork(lambda channels: UNet(channels, 2, width=8, depth=2), num_regions=2, mode="separate")
+    plain = StageNetwork(lambda channels: UNet(channels, 2, width=8, depth=2))
     lean = apply_switches(copy.deepcopy(plain), checkpointing="all", channels_last=True)
-    region = torch.tensor([1, 0])
-    torch.testing.assert_close(plain(image(2), region), lean(image(2), region), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(plain(image(2)), lean(image(2)), rtol=1e-4, atol=1e-5)
     assert list(plain.state_dict()) == list(lean.state_dict())
     lean.load_state_dict(plain.state_dict())
 

@@ -19,21 +19,18 @@ from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.switches import apply_switches
 from medseg.memory.tracker import Timeline
 from medseg.models.adapter import build_on_meta
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 from medseg.planning.blocks import StepModel, without_output
 from tests.memory import test_networks
 
-REGION = torch.zeros(1, dtype=torch.int64)
-
-
 SIZES = {**test_networks.SIZES, "unet": (16, 8, 12)}
 
 
-def make(name: str) -> RegionalNetwork:
+def make(name: str) -> StageNetwork:
     if name != "unet":
         return test_networks.make(name)
-    return RegionalNetwork(lambda channels: UNet(channels, 3, width=8, depth=1, blocks_per_level=(1, 2), refine=4))
+    return StageNetwork(lambda channels: UNet(channels, 3, width=8, depth=1, blocks_per_level=(1, 2), refine=4))
 
 
 class AnyLoss(nn.Module):
@@ -51,7 +48,6 @@ def count(name: str, checkpointing: Any, accumulate: int = 1) -> tuple[int, Time
         loss=AnyLoss(),
         make_optimizer=lambda weights: torch.optim.AdamW(weights),
         accumulate=accumulate,
-        call=lambda network, image: network(image, REGION),
         timeline=timeline,
     )
     return memory.peak, timeline

@@ -156,13 +156,7 @@ def test_an_evaluation_is_counted_as_it_runs(model: list[str], tile_size: tuple[
     with tracker:
         for tensor in (image, target, *network.parameters()):
             tracker.assign(tensor, "given")
-        probs = predict_probs(
-            lambda part: network(part, torch.zeros(1, dtype=torch.int64)),
-            image,
-            tile_size=tile_size,
-            overlap=0.5,
-            divisor=(8, 8, 8),
-        )
+        probs = predict_probs(network, image, tile_size=tile_size, overlap=0.5, divisor=(8, 8, 8))
         most_probable(probs)
     # In tiles the padded copy of the image, which a case of full tiles does without, is counted too.
     assert tracker.peak_bytes <= counted <= (1.4 if tile_size else 1.01) * tracker.peak_bytes

@@ -314,7 +314,7 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
     class Network(nn.Module):
         divisor = (1, 1, 1)
 
-        def forward(self, image: Tensor, region: Tensor) -> Tensor:
+        def forward(self, image: Tensor) -> Tensor:
             seen.extend(flag.allow_tf32 for flag in tf32_flags)
             return torch.cat([image, -image], 1)
 
@@ -322,6 +322,6 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
     stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, "whole", precision, torch.device("cpu"))
     for flag in tf32_flags:
         flag.allow_tf32 = before
-    stage.predict_probs(torch.zeros(1, 2, 3, 4), 0, InferenceOptions())
+    stage.predict_probs(torch.zeros(1, 2, 3, 4), InferenceOptions())
     assert seen == [False, False]
     assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]

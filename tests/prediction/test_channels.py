@@ -42,7 +42,7 @@ class Both(nn.Module):
         super().__init__()
         self.num_channels, self.num_labels = num_channels, num_labels
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         assert image.shape[1] == self.num_channels
         bright = 10.0 * (image.amin(1, keepdim=True) - 0.01)
         if self.num_labels == 1:

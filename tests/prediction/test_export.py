@@ -25,7 +25,7 @@ from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.read import read_image
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
-from medseg.models.regional import RegionalNetwork
+from medseg.models.stage_network import Logits, StageNetwork
 from medseg.models.unet import UNet
 from medseg.prediction.export import describe_stage, export_stage
 from medseg.task import Channel, Region, Task
@@ -38,17 +38,14 @@ LUNGS = Task(
 )
 
 
-def make_stage(task: Task, mode: str = "whole", **changes: Any) -> TrainedStage:
+def make_stage(task: Task, name: str = "coarse", **changes: Any) -> TrainedStage:
     torch.manual_seed(0)
-    classes = task.num_classes if mode == "whole" else task.num_region_classes
-    network = RegionalNetwork(
+    classes = task.num_classes if name == "coarse" else task.num_region_classes
+    network = StageNetwork(
         lambda channels: UNet(channels, classes, width=4, depth=1, blocks_per_level=1),
         in_channels=len(task.channels),
-        num_regions=1 if mode == "whole" else len(task.regions),
-        mode=mode,
     )
-    name = "coarse" if mode == "whole" else "fine"
-    stage = TrainedStage(network.eval(), name, task, (2.0, 1.5, 1.0), None, 10.0, mode, "fp32", CPU)
+    stage = TrainedStage(network.eval(), name, task, (2.0, 1.5, 1.0), None, 10.0, "fp32", CPU)
     stage.count_memory()
     return replace(stage, **changes)
 
@@ -79,7 +76,7 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
         write_image(file, image, grid)
     ours = Cascade(stage, None, InferenceOptions()).segment(Volume(images[0], grid), images[1:]).labels
 
-    described = json.loads(json.dumps(describe_stage(stage, None, None)))
+    described = json.loads(json.dumps(describe_stage(stage, None)))
     case: Any = {"image": [str(file) for file in files]}
     prepared = Prepared(
         "image",
@@ -96,7 +93,7 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
         case = step(case)
     with torch.inference_mode():
         inferer = TileInferer(described["tile_size"], described["overlap"])
-        case["pred"] = inferer(case["image"][None], stage.network.logits_of(0))[0]  # type: ignore[operator]
+        case["pred"] = inferer(case["image"][None], Logits(stage.network.network))[0]  # type: ignore[operator]
     restored = Restored("pred", "image", [1, 2], False)(case)["pred"]
     theirs = np.asarray(restored)[0].transpose(2, 1, 0)
     assert share_equal(ours, theirs) > 0.999
@@ -104,7 +101,7 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
 
 
 def test_the_metadata_say_all_that_another_program_needs() -> None:
-    found = describe_stage(make_stage(LUNGS, "mirrored", tile_size=(20, 18, 16)), None, None)
+    found = describe_stage(make_stage(LUNGS, "fine", tile_size=(20, 18, 16)), None)
     assert found["spacing_mm"] == [2.0, 1.5, 1.0]
     assert found["channels"][0]["window_hu"] == (-1000.0, 400.0)
     assert found["channels"][0]["clip"] == (-1024, 3071)
@@ -118,26 +115,21 @@ def test_the_metadata_say_all_that_another_program_needs() -> None:
     assert found["flipped_x"] == ["right"]
     assert found["tile_size"] == found["least_size"] == (20, 20, 16)
     assert found["crop"]["margin_mm"] == 10.0
-    one = describe_stage(make_stage(LUNGS, "separate"), "right", (8, 8, 8))
-    assert list(one["classes"]) == ["right"]
-    patches = describe_stage(make_stage(LUNGS, "mirrored", least_size=(20, 18, 16)), None, None)
+    fixed = describe_stage(make_stage(LUNGS, "fine"), (8, 8, 8))
+    patches = describe_stage(make_stage(LUNGS, "fine", least_size=(20, 18, 16)), None)
     assert (patches["tile_size"], patches["least_size"]) == (None, (20, 20, 16))
-    assert one["input"]["shape"] == [1, 1, 8, 8, 8]
-    json.dumps([found, one])
+    assert fixed["input"]["shape"] == [1, 1, 8, 8, 8]
+    json.dumps([found, fixed])
 
 
-def test_the_output_and_the_region_must_fit(tmp_path: Path) -> None:
+def test_the_output_must_be_a_file_of_a_known_format(tmp_path: Path) -> None:
     stage = make_stage(LUNGS)
     for output, words in (
         (tmp_path / "model.pt", r"ends in \.onnx or \.xml"),
         (tmp_path, r"ends in \.onnx or \.xml"),
     ):
         with pytest.raises(UserError, match=words):
-            export_stage(stage, output, None)
-    with pytest.raises(UserError, match="region=left: the network of this checkpoint is the same for all regions"):
-        export_stage(stage, tmp_path / "new.onnx", "left")
-    with pytest.raises(UserError, match=r"region=None: .*region_mode=separate.* give one of left, right"):
-        export_stage(make_stage(LUNGS, "separate"), tmp_path / "new.onnx", None)
+            export_stage(stage, output)
 
 
 @pytest.mark.slow
@@ -153,7 +145,7 @@ def test_the_cascade_gives_the_same_labels_with_exported_networks(name: str, sha
     ours = [cascade.segment(scan).labels for scan in scans]
     for stage in stages:
         output = tmp_path / stage.name / name
-        assert export_stage(stage, output, None).fixed_size is None
+        assert export_stage(stage, output).fixed_size is None
         stage.network.networks[0].forward = load_exported(output)  # type: ignore[index, union-attr, assignment]
     for scan, expected in zip(scans, ours, strict=True):
         found = cascade.segment(scan).labels

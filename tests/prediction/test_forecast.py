@@ -13,7 +13,7 @@ from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
 from medseg.prediction import contract
 from medseg.prediction.contract import LIBRARIES_BYTES, share_memory
-from medseg.prediction.forecast import Forecast, describe, forecast, note_duration, seconds_per_voxel
+from medseg.prediction.forecast import Forecast, forecast, forecast_text, note_duration, seconds_per_voxel
 
 MIB = 2**20
 CHEST = VoxelGrid((300, 512, 512), (1.0, 0.8, 0.8))
@@ -105,7 +105,7 @@ def test_the_median_of_finished_cases_gives_the_seconds(tmp_path: Path, monkeypa
 
 def test_a_batch_names_its_largest_case_and_its_time() -> None:
     cases = {"a": Forecast({"read": 2**30}, 1000), "b": Forecast({"read": 2**30, "join": 3 * 2**29}, 3000)}
-    assert describe({"a": cases["a"]}, None, 1) == "expected peak memory 1.00 GiB"
-    assert describe({"a": cases["a"]}, 0.01, 1) == "expected peak memory 1.00 GiB, expected time 10 s"
+    assert forecast_text({"a": cases["a"]}, None, 1) == "expected peak memory 1.00 GiB"
+    assert forecast_text({"a": cases["a"]}, 0.01, 1) == "expected peak memory 1.00 GiB, expected time 10 s"
     # Two of eight cases stand for all.
-    assert describe(cases, 0.02, 8) == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
+    assert forecast_text(cases, 0.02, 8) == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"

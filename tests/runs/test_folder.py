@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import multiprocessing
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import forked
 import hydra
 import pytest
 
+from medseg import __version__
 from medseg.conf_folder import conf_dir
 from medseg.config.check import resolved, to_config
 from medseg.errors import UserError
@@ -33,6 +35,7 @@ from medseg.runs.folder import (
     status_of_run,
     write_end,
 )
+from medseg.runs.results import find_runs, read_run
 from medseg.training.extensions import make_loggers
 from medseg.training.options import TrainConfig
 
@@ -293,11 +296,33 @@ def test_a_damaged_summary_is_that_of_an_interrupted_run(text: str, run_dir: Pat
     resume(run_dir)
 
 
-def test_a_run_that_an_earlier_version_made_with_start_false_is_resumed(run_dir: Path) -> None:
+@pytest.fixture
+def older_run_dir(run_dir: Path) -> Path:
+    """A run folder of version 0.1, whose configuration names no class of a network."""
     path = run_dir / CONFIG_FILE
-    path.write_text(path.read_text(encoding="utf-8") + "start: false\n", encoding="utf-8")
-    resume(run_dir)
-    assert "start:" not in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r" *_target_: medseg\.models\.unet\.UNet\n", "", text), encoding="utf-8")
+    return run_dir
+
+
+def test_a_run_of_version_0_1_is_not_resumed(older_run_dir: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        resume(older_run_dir)
+    last = older_run_dir / "checkpoints/last.ckpt"
+    assert str(refused.value) == (
+        f"resume={older_run_dir}: this is a run of medseg 0.1, which medseg {__version__} does not resume; start a new run "
+        f"from its weights with init_from={last}, or use version 0.1"
+    )
+
+
+def test_a_run_of_version_0_1_is_no_run_to_continue(older_run_dir: Path) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert find_run(compose(f"run_dir={older_run_dir.parent / 'new'}", *GIVEN)) is None
+
+
+def test_a_run_of_version_0_1_is_reported(older_run_dir: Path) -> None:
+    assert find_runs(older_run_dir.parent) == [older_run_dir]
+    assert read_run(older_run_dir, older_run_dir.parent).settings["seed"] == 7
 
 
 def test_a_moved_table_is_given_on_resume(run_dir: Path, tmp_path: Path) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from typing import Any
-
 import hydra
 import pytest
 from omegaconf import OmegaConf
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.runs.signature import LATER_KEYS, flat, neutral_keys, plain, signature
+from medseg.runs.signature import flat, neutral_keys, plain, signature
 from medseg.training.options import TrainConfig
 
 
@@ -60,16 +56,8 @@ def test_it_survives_the_file_of_the_run_folder() -> None:
     assert signature(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(config))))) == signature(config)  # type: ignore[arg-type]
 
 
-def test_a_folder_from_before_a_key_existed_is_the_run_without_it() -> None:
-    config = composed()
-    older: Any = composed()
-    for key, value in LATER_KEYS.items():
-        *groups, name = key.split(".")
-        assert functools.reduce(operator.getitem, groups, older).pop(name) == value, (
-            f"{key}: the default is another run than before"
-        )
-    assert signature(older) == signature(config)
-    assert signature(composed("spacing.resampling=linear")) != signature(older)
+def test_a_filter_of_the_resampling_makes_another_run() -> None:
+    assert signature(composed("spacing.resampling=linear")) != signature(composed())
 
 
 def test_norms_that_look_at_all_ranks_make_the_number_of_ranks_count() -> None:
@@ -80,8 +68,7 @@ def test_norms_that_look_at_all_ranks_make_the_number_of_ranks_count() -> None:
     assert signature(composed(*two_ranks, synchronised)) != signature(composed(*accumulated, synchronised))
 
 
-def test_every_neutral_and_later_key_exists() -> None:
+def test_every_neutral_key_exists() -> None:
     keys = [f"{key}." for key in flat(composed())]
-    assert LATER_KEYS.keys() <= flat(composed()).keys()
     assert {"data.cache", "logger", "memory.accumulate", "trainer.devices"} <= neutral_keys(TrainConfig)
     assert not [key for key in neutral_keys(TrainConfig) if not any(known.startswith(f"{key}.") for known in keys)]

@@ -59,7 +59,7 @@ def train(fit: Callable[..., Any], accumulate: int, *overrides: str) -> tuple[di
 SETTINGS = [
     ["model.norm=instance"],
     ["model.norm=group", "memory.checkpointing=all"],
-    ["model.norm=instance", "stage.region_mode=side_input", "loss.include_background=true", "optimizer.momentum=0.9"],
+    ["model.norm=instance", "loss.include_background=true", "optimizer.momentum=0.9"],
 ]
 
 

@@ -69,7 +69,6 @@ def test_the_kernel_search_is_on_only_where_it_is_asked_for(
     ("overrides", "is_searched"),
     [
         (["stage=fine"], False),
-        (["stage=fine", "stage.region_mode=separate"], True),  # a rank may see one region only
         (["model=dynunet", "loss.output_weights=[1,0.5,0]"], True),
     ],
 )

@@ -44,7 +44,7 @@ TASK = Task(
 INPUT = StageInput(
     is_coarse=True, spacing_mm=(6.0, 6.0, 6.0), rule=PLAIN, follows_scans=False, resampling="antialiased",
     divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=0.0, elsewhere_share=0.0, region_margin_mm=0.0, box_jitter_mm=0.0,
-    is_mirrored=False, tile_size=None,
+    tile_size=None,
 )  # fmt: skip
 
 

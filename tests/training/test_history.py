@@ -92,14 +92,13 @@ class Waits(pl.Callback):
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-@pytest.mark.parametrize("region_mode", ["mirrored", "side_input"])
 def test_no_step_waits_for_a_value(
-    region_mode: str, is_last: bool, fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_last: bool, fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loss, clipping, optimiser, logging, history and progress bar: none of them reads from the device but where a line is written."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     watch, history = Watch(), History(tmp_path / "history.csv", history_every=3, steps=6)
-    settings = [*SMALL, "steps=6", f"stage.region_mode={region_mode}", "memory.checkpointing=all", "trainer.gradient_clip=1"]
+    settings = [*SMALL, "steps=6", "memory.checkpointing=all", "trainer.gradient_clip=1"]
     callbacks = [watch, history, HistoryBar(history)]
     fit(settings, [make_batch(n) for n in range(6)], callbacks if is_last else callbacks[::-1])
     assert set(watch.steps) == {3, 6}

@@ -23,7 +23,7 @@ class Threshold(nn.Module):
 
     divisor = (1, 1, 1)
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         return torch.cat([-image, image], dim=1)
 
 
@@ -102,12 +102,11 @@ def test_whole_cases_of_a_validation_are_not_compiled() -> None:
     torch.compiler.reset()
     module, graphs = make_module(Threshold()), []
     module.network.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
-    region = torch.tensor([0])
-    module.network(torch.zeros(1, 1, 6, 7, 8), region)
+    module.network(torch.zeros(1, 1, 6, 7, 8))
     assert len(graphs) == 1
     for depth in (5, 9):
-        module.predict_labels(torch.zeros(1, 1, depth, 7, 8), region)
-    module.network(torch.zeros(1, 1, 6, 7, 8), region)  # the next training step runs the code of the first
+        module.predict_labels(torch.zeros(1, 1, depth, 7, 8))
+    module.network(torch.zeros(1, 1, 6, 7, 8))  # the next training step runs the code of the first
     assert len(graphs) == 1
 
 
@@ -116,7 +115,7 @@ class Always(nn.Module):
 
     divisor = (1, 1, 1)
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(image[:, :1]), torch.ones_like(image[:, :1])], dim=1)
 
 
@@ -130,7 +129,7 @@ def test_a_validation_skips_tiles_of_air_only_where_all_channels_have_a_window(
     module.metadata["task"] = {"channels": [{"window_hu": [-1000, 400]}, {"window_hu": second_window}]}
     image = torch.full((1, 2, 4, 4, 16), -1.0)
     image[..., :4] = 0.5
-    assert int(module.predict_labels(image, torch.tensor([0])).sum()) == num_foreground
+    assert int(module.predict_labels(image).sum()) == num_foreground
 
 
 def test_a_case_that_is_scored_twice_counts_once() -> None:
@@ -194,7 +193,7 @@ class Dropped(nn.Module):
         super().__init__()
         self.seen: list[tuple[float, ...]] = []
 
-    def forward(self, image: Tensor, region: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         dropped = nn.functional.dropout(image)
         self.seen.append(tuple(dropped.flatten().tolist()))
         return dropped

@@ -179,7 +179,7 @@ def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_p
     assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network of its metadata (")
 
 
-CARD_KEYS = ("stage", "task", "spacing_mm", "tile_size", "region_margin_mm", "region_mode", "precision", "model")
+CARD_KEYS = ("stage", "task", "spacing_mm", "tile_size", "region_margin_mm", "precision", "model")
 
 
 @pytest.mark.parametrize("key", CARD_KEYS)
@@ -196,10 +196,44 @@ def test_damaged_metadata(checkpoint: Checkpoint, tmp_path: Path, key: str, valu
         return  # those mean something
     sentence = told(path)
     if key == "stage":
-        assert sentence.endswith("stage; a coarse one is needed")
+        assert sentence.endswith("stage; a coarse or single one is needed")
     else:
         assert sentence.startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
         assert sentence.endswith("); take another copy")
+
+
+@pytest.mark.parametrize("value", ["missing", None, "whole", "mirrored"])
+def test_region_modes_of_older_checkpoints_that_are_left(checkpoint: Checkpoint, tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "a.ckpt"
+    metadata = {key: item for key, item in checkpoint["medseg"].items() if key != "region_mode"}
+    if value != "missing":
+        metadata["region_mode"] = value
+    torch.save({**checkpoint, "medseg": metadata}, path)
+    assert load(path).name == "coarse"
+
+
+@pytest.mark.parametrize("stage", ["coarse", "single"])
+def test_a_single_stage_is_called_so_also_in_older_checkpoints(stage: str, tmp_path: Path) -> None:
+    """Older metadata call it coarse; a task without regions tells."""
+    small = ["model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", ["stage=single", "task=abdomen", "run_dir=x", *small]), TrainConfig)
+    path = tmp_path / "a.ckpt"
+    weights = {f"network.{name}": value for name, value in make_network(config).state_dict().items()}
+    torch.save({"state_dict": weights, "medseg": {**make_metadata(config, {}), "stage": stage}, "global_step": 1}, path)
+    assert make_metadata(config, {})["stage"] == "single"
+    assert load(path, "coarse").name == "single"
+    assert told(path, "fine") == f"fine=a.ckpt: this is a checkpoint of the {stage} stage; a fine one is needed"
+
+
+@pytest.mark.parametrize("value", ["separate", "side_input", 5, [1], {}])
+def test_another_region_mode_is_refused(checkpoint: Checkpoint, tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({**checkpoint, "medseg": {**checkpoint["medseg"], "region_mode": value}}, path)
+    assert told(path) == (
+        f"coarse=a.ckpt: its network treats regions in the mode {str(value)!r}, but medseg {__version__} reads networks "
+        "that mirror right regions (mirrored); use the version that wrote it, or train the stage again"
+    )
 
 
 @pytest.mark.parametrize("value", ["x", {}, [1]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from medseg.strides import level_strides, total_strides
+from medseg.geometry.strides import level_strides, total_strides
 
 TWO = (2, 2, 2)
 

@@ -1,0 +1,77 @@
+"""Stage network: a network of any class, with what the framework knows of it."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from medseg.models.adapter import Traits, outputs_of
+from medseg.models.blocks import replace_convolutions
+
+
+class StageNetwork(nn.Module):
+    """A network of any class as the framework calls it: from an image to logits.
+
+    One network segments all regions of a fine stage: the caller mirrors right crops, so that both sides look alike.
+
+    Attributes:
+        traits: Divisor of the input size and names of the blocks.
+        in_channels: Channels of the image.
+    """
+
+    def __init__(self, make_network: Callable[[int], nn.Module], *, in_channels: int = 1, traits: Traits | None = None) -> None:
+        """Build the network.
+
+        Args:
+            make_network: Function of the number of input channels that makes a network.
+            in_channels: Channels of the image.
+            traits: What is known of the network; None = what it states itself, as `medseg.models.unet.UNet` does.
+        """
+        super().__init__()
+        self.in_channels = in_channels
+        # A list of one, because checkpoints name the weights `networks.0.…`.
+        self.networks = nn.ModuleList([make_network(in_channels)])
+        replace_convolutions(self.networks)
+        network = self.network
+        self.traits = traits or Traits(network.divisor, tuple(network.blocks()))  # type: ignore[arg-type, operator]
+
+    @property
+    def network(self) -> nn.Module:
+        """The network itself."""
+        return self.networks[0]
+
+    @property
+    def divisor(self) -> tuple[int, int, int]:
+        """Required multiple of the image size, in voxels (z, y, x)."""
+        return self.traits.divisor
+
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        """Predict class logits.
+
+        Args:
+            image: Normalised image (N, C, D, H, W).
+
+        Returns:
+            Logits (N, K, D, H, W); in training with deep supervision a list, the first of which is at full resolution.
+        """
+        return outputs_of(self.network(image), self.training)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Name the blocks that can be recomputed."""
+        return {name: self.network.get_submodule(name) for name in self.traits.blocks}
+
+
+class Logits(nn.Module):
+    """Network from an image (N, C, D, H, W) to logits (N, K, D, H, W) alone, which other programs can represent.
+
+    It calls the forward pass of the network's class, because that of the object may have been replaced by another backend.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        """Wrap the network of a stage."""
+        super().__init__()
+        self.network = network
+        self.eval()
+
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        """Predict logits, without the further outputs of deep supervision."""
+        return outputs_of(type(self.network).forward(self.network, image), is_training=False)
