@@ -149,3 +149,27 @@ def test_another_process_that_the_training_starts_is_no_worker(tmp_path: Path) -
     assert watch.helpers - beside == pytest.approx(64 * MIB, abs=16 * MIB)
     assert watch.worker == pytest.approx(16 * MIB, abs=16 * MIB)
     assert watch.worker < 40 * MIB
+
+
+@pytest.mark.parametrize(
+    ("main_mib", "worker_mib", "seconds", "is_equal"),
+    [
+        (480, 15, 0.030, True),
+        (480, 15, 0.030 / (1 - process.SECONDS_BOUND) - 1e-5, True),
+        (480, 15, 0.030 / (1 - process.SECONDS_BOUND) + 1e-5, False),
+        (480 + int(525 * process.MEMORY_BOUND), 15, 0.030, True),
+        (480, 15 + int(525 * process.MEMORY_BOUND / (1 - process.MEMORY_BOUND)) + 1, 0.030, False),
+    ],
+)
+def test_calibrations_are_equal_where_memory_and_seconds_are(
+    main_mib: int, worker_mib: int, seconds: float, is_equal: bool
+) -> None:
+    first, second = cost(480, 15, 0.030), cost(main_mib, worker_mib, seconds)
+    assert process.agree(first, second) == is_equal
+    assert process.agree(second, first) == is_equal
+
+
+def test_two_calibrations_are_joined_by_the_mean_of_each_memory() -> None:
+    first, second = ProcessCost(10, 20, 30, 40, 0.5), ProcessCost(12, 24, 36, 48, 0.4)
+    assert process.joined(first, second) == ProcessCost(11, 22, 33, 44, 0.4)
+    assert process.joined(second, first) == ProcessCost(11, 22, 33, 44, 0.4)
