@@ -110,3 +110,11 @@ def test_every_value_that_is_offered_is_one(command: str) -> None:
     for group in groups:
         for argument in complete(schema, lambda _: (composed, groups), [f"{group}="]):
             compose(command, [argument])
+
+
+def test_a_key_that_may_be_null_offers_its_choices_and_null() -> None:
+    assert completions("train", "stage.region_mode=") == [
+        f"stage.region_mode={value}" for value in ("mirrored", "null", "separate", "side_input")
+    ]
+    assert completions("train", "data.pin_memory=") == [f"data.pin_memory={value}" for value in ("false", "null", "true")]
+    assert completions("train", "stage.patience=") == ["stage.patience=null"]

@@ -256,3 +256,46 @@ def test_any_value_in_a_description_is_read_or_refused(tmp_path: Path, make: Cal
                 except UserError:
                     refused += 1
     assert refused > 80
+
+
+@pytest.mark.parametrize(
+    ("counts", "modality", "said"),
+    [
+        ([2, 3], None, "expected 3 images of each case, one per channel, got 2"),
+        ([2, 2, 1], None, "expected 2 images of each case, one per channel, got 1"),
+        ([3], {"0": "CT", "1": "PET"}, "expected 2 images of each case, one per channel, got 3"),
+        ([2, 2], {"0": "CT", "1": "PET"}, None),
+        ([1, 1], {"0": "CT"}, None),
+    ],
+)
+def test_the_number_of_images_of_each_case_is_that_of_the_channels(
+    tmp_path: Path, counts: list[int], modality: dict[str, str] | None, said: str | None
+) -> None:
+    listed = [
+        {"image": [f"case{index}_{number}.nii.gz" for number in range(count)], "label": f"labels{index}.nii.gz"}
+        for index, count in enumerate(counts)
+    ]
+    content: dict[str, Any] = {"training": listed, "labels": {"1": "a"}}
+    path = write_json(tmp_path / "list.json", content | ({"modality": modality} if modality else {}))
+    if said is None:
+        assert [len(case.images(max(counts))) for case in import_msd(path).cases] == counts
+        return
+    with pytest.raises(UserError) as error:
+        import_msd(path)
+    assert said in str(error.value)
+
+
+def test_further_values_of_the_background_and_a_label_at_its_value(tmp_path: Path) -> None:
+    data = import_nnunet(make_nnunet(tmp_path, labels={"background": [0, 7], "left_lung": 1, "right_lung": 2}))
+    assert data.labels == {"left_lung": [1], "right_lung": [2]}
+    assert data.background == {"background": [7]}
+    change(tmp_path, labels={"background": 0, "left_lung": 1, "right_lung": 2, "air": 0})
+    data = import_nnunet(tmp_path)
+    assert data.labels == {"left_lung": [1], "right_lung": [2]}
+    assert data.background == {}
+    change(tmp_path, labels={"background": 0, "left_lung": [0, 1], "right_lung": 2})
+    with pytest.raises(UserError, match="the label 'left_lung' has the value 0, which is the background"):
+        import_nnunet(tmp_path)
+    change(tmp_path, labels={"background": 0, "left_lung": 1, "right_lung": 2, "ignore": [3, 4]})
+    with pytest.raises(UserError, match=r"expected one value of the label 'ignore', got \[3, 4\]"):
+        import_nnunet(tmp_path)
