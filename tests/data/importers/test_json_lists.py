@@ -299,3 +299,30 @@ def test_further_values_of_the_background_and_a_label_at_its_value(tmp_path: Pat
     change(tmp_path, labels={"background": 0, "left_lung": 1, "right_lung": 2, "ignore": [3, 4]})
     with pytest.raises(UserError, match=r"expected one value of the label 'ignore', got \[3, 4\]"):
         import_nnunet(tmp_path)
+
+
+def test_a_fold_that_validates_nothing_keeps_its_sides(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path)
+    folds = [
+        {"train": ["chest_001", "chest_002"], "val": ["chest_000"]},
+        {"train": ["chest_000", "chest_001", "chest_002"], "val": []},
+    ]
+    write_json(folder / "splits_final.json", folds)
+    cases = import_nnunet(folder).cases[:3]
+    assert [case.fold_sides for case in cases] == [("val", "train"), ("train", "train"), ("train", "train")]
+    assert {case.fold for case in cases} == {None}
+
+
+def test_the_test_list_of_the_older_description_chooses_the_test_cases(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path)
+    listed = [{"image": f"./imagesTr/chest_{n:03d}.nii.gz", "label": f"./labelsTr/chest_{n:03d}.nii.gz"} for n in range(3)]
+    labels = {"0": "background", "1": "left_lung", "2": "right_lung"}
+    first_version = {"channel_names": None, "modality": {"0": "CT"}, "labels": labels, "training": listed}
+    change(folder, **first_version, test=["./imagesTs/chest_003.nii.gz"])
+    assert [case.name for case in import_nnunet(folder).cases if case.split == "test"] == ["chest_003"]
+    change(folder, test=[])
+    assert not [case for case in import_nnunet(folder).cases if case.split == "test"]
+    change(folder, test=["./imagesTs/chest_003.nii.gz"])
+    shutil.rmtree(folder / "imagesTs")
+    with pytest.raises(UserError, match=r"the list test names cases, but .*imagesTs does not exist"):
+        import_nnunet(folder)
