@@ -25,7 +25,24 @@ from medseg.config.completion import complete, is_completion, line_words
 from medseg.config.help import help_text
 from medseg.config.imported import with_task
 from medseg.config.overrides import OPTIONS, check_arguments, expand_options, options_first, quote_paths
-from medseg.config.schema import CompareSpacingConfig, CrossValidateConfig, DemoConfig, EvaluateConfig, ExportConfig, FindLrConfig, ImportConfig, LadderConfig, MakeWeightsConfig, PhantomsConfig, PlanConfig, PrepareConfig, ReportConfig, TimeToDiceConfig, TuneLoaderConfig, WatchConfig
+from medseg.config.schema import (
+    CompareSpacingConfig,
+    CrossValidateConfig,
+    DemoConfig,
+    EvaluateConfig,
+    ExportConfig,
+    FindLrConfig,
+    ImportConfig,
+    LadderConfig,
+    MakeWeightsConfig,
+    PhantomsConfig,
+    PlanConfig,
+    PrepareConfig,
+    ReportConfig,
+    TimeToDiceConfig,
+    TuneLoaderConfig,
+    WatchConfig,
+)
 from medseg.config.search import SearchConfig
 from medseg.console import drop_output, prepare_streams, say
 from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, UserError

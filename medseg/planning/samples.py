@@ -87,10 +87,10 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
     margins, spacing_mm = _margins(config), config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
     is_whole = config.stage.name is not StageName.fine and config.stage.patch_size is None
     size = [length if is_whole else length + 16 for length in shape]
-    box = VoxelBox.of(
-        ((length - inner) // 2 + margin for length, inner, margin in zip(size, shape, margins, strict=True)),
-        (max(1, (length + inner) // 2 - margin) for length, inner, margin in zip(size, shape, margins, strict=True)),
-    )
+    starts = [(length - inner) // 2 + margin for length, inner, margin in zip(size, shape, margins, strict=True)]
+    stops = [(length + inner) // 2 - margin for length, inner, margin in zip(size, shape, margins, strict=True)]
+    # A sample within its margins has a region of one voxel.
+    box = VoxelBox.of(starts, (max(pair) for pair in zip(stops, (start + 1 for start in starts), strict=True)))
     grid = VoxelGrid((size[0], size[1], size[2]), spacing_mm)
     labels = np.zeros(size, dtype=np.uint8)
     for value, part in enumerate(np.array_split(labels[box.slices()], len(task.labels)), start=1):

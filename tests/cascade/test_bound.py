@@ -93,3 +93,46 @@ def test_a_stated_bound_is_never_rounded_up() -> None:
 def test_a_bound_that_no_calibration_gives_is_refused(numbers: tuple[float, float, int]) -> None:
     with pytest.raises(ValueError, match="expected a value"):
         StatedBound(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("factor", "level", "num_patients", "offset", "is_possible"),
+    [
+        (0.0, 0.9, 1, 0.02, True),
+        (-0.1, 0.9, 1, 0.02, False),
+        (float("inf"), 0.9, 1, 0.02, False),
+        (1.0, 0.0, 1, 0.02, False),
+        (1.0, 1.0, 1, 0.02, False),
+        (1.0, 0.9, 0, 0.02, False),
+        (1.0, 0.9, 1, 0.0, False),
+        (1.0, 0.9, 1, float("inf"), False),
+    ],
+)
+def test_numbers_of_a_bound_lie_in_their_ranges(
+    factor: float, level: float, num_patients: int, offset: float, is_possible: bool
+) -> None:
+    if is_possible:
+        assert DiceBound(factor, level, num_patients, offset).at(0.5) == 1.0
+        return
+    with pytest.raises(ValueError, match="a bound on Dice needs"):
+        DiceBound(factor, level, num_patients, offset)
+
+
+@pytest.mark.parametrize(
+    ("value", "level", "is_possible"), [(0.0, 0.9, True), (1.0, 0.9, True), (-0.1, 0.9, False), (0.5, 0.0, False)]
+)
+def test_a_stated_value_is_a_share(value: float, level: float, is_possible: bool) -> None:
+    if is_possible:
+        assert StatedBound(value, level, 1).value == value
+        return
+    with pytest.raises(ValueError, match="expected a value"):
+        StatedBound(value, level, 1)
+
+
+def test_a_patient_counts_with_the_worst_region_and_a_bound_may_be_reached_exactly() -> None:
+    scores = {str(n): [(1.0, 1.0), (1.0, 0.98)] for n in range(9)}
+    bound = calibrate(scores, 0.9)
+    assert bound is not None
+    assert bound.factor == pytest.approx(1.0)
+    equal = {str(n): [(0.75, 0.5)] for n in range(9)}  # all numbers are exact in binary
+    assert count_covered([equal, {f"other {n}": [(0.75, 0.5)] for n in range(9)}], 0.9) == 18

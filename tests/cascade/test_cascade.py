@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from oracle import GRID, LEFT, RIGHT, TASK, Alternating, CoarseOracle, FineOracle, dice, scan, stage
 
+from medseg.cascade import cascade as cascade_module
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
 from medseg.io import scratch
@@ -342,3 +347,37 @@ def test_the_scan_is_left_as_it_is() -> None:
     run(volume)
     np.testing.assert_array_equal(volume.array, before)
     assert volume.array.shape == GRID.shape
+
+
+def test_the_tiles_of_all_stages_are_shared_and_the_workers_dismissed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Workers:
+        def dismiss(self) -> None:
+            done.append("dismissed")
+
+    @contextmanager
+    def group() -> Iterator[None]:
+        done.append("joined")
+        yield
+        done.append("left")
+
+    monkeypatch.setattr(cascade_module, "process_group", group)
+    monkeypatch.setattr(cascade_module, "TileWorkers", Workers)
+    cascade = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine"))
+
+    def use() -> None:
+        with cascade.shared_tiles():
+            workers = {id(one.tile_workers) for one in cascade.stages}
+            assert len(workers) == 1
+            assert all(isinstance(one.tile_workers, Workers) for one in cascade.stages)
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        use()
+    assert done == ["joined", "dismissed"]
+    served: list[Any] = []
+    monkeypatch.setattr(TrainedStage, "serve", lambda trained, *job: served.append((trained.name, *job)))
+    monkeypatch.setattr(cascade_module, "serve_tiles", lambda run: run(("fine", 1, 0, 5.0), "images"))
+    cascade.serve_tiles()
+    assert served == [("fine", 1, "images", 0, 5.0)]

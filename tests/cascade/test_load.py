@@ -284,3 +284,11 @@ def test_a_bound_on_dice_comes_from_the_file_and_nonsense_is_refused(tmp_path: P
         write(path, compose(), dice_bound=bound | changes)
         with pytest.raises(UserError, match="its metadata are damaged or of another version"):
             load_stage(path, "fine", CPU)
+
+
+@pytest.mark.parametrize("changes", [{"model": None}, {"model": 7}])
+def test_metadata_without_a_network_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    write(path, compose(), **changes)
+    with pytest.raises(UserError, match=r"fine=.*w\.safetensors: (its metadata are damaged or of another version|.*model)"):
+        load_stage(path, "fine", CPU, "fp32")

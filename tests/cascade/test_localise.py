@@ -215,3 +215,22 @@ def test_voxels_beside_the_patient_keep_their_place_on_the_coarse_grid() -> None
     assert not found.beyond.reshape(-1)[is_in_body].any()
     is_foam = (there[:, 1] >= 82) & (there[:, 1] < 88) & (there[:, 2] >= 32) & (there[:, 2] < 48)
     assert found.beyond.reshape(-1)[is_foam].all()
+
+
+@pytest.mark.parametrize(("median_hu", "is_removed"), [(-985.0, True), (-975.0, False)])
+def test_gas_is_removed_by_the_least_value_of_the_task(median_hu: float, is_removed: bool) -> None:
+    image_hu = np.full(COARSE.shape, 40.0)
+    image_hu[LEFT], image_hu[RIGHT] = median_hu, -850.0
+    labels = np.zeros(COARSE.shape, dtype=np.uint8)
+    labels[LEFT], labels[RIGHT] = 1, 2
+    task = replace(TASK, least_hu=-980.0)
+    warnings, _ = remove_impossible(labels, image_hu, COARSE, task)
+    assert labels[LEFT].any() != is_removed
+    assert labels[RIGHT].all()
+    sentence = (
+        "64 ml that the coarse stage called left_lung were removed: the median of such a component is below -980 HU, so it is gas"
+    )
+    assert warnings == [sentence] * is_removed
+    labels[LEFT] = 1
+    assert remove_impossible(labels, image_hu, COARSE, replace(task, least_hu=None))[0] == []
+    assert labels[LEFT].all()

@@ -9,7 +9,15 @@ import pytest
 from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.plausibility import agreement, position_warnings, side_warnings, volume_warnings, voxel_ml
+from medseg.cascade.plausibility import (
+    added_volumes,
+    agreement,
+    most_disputed_xyz_mm,
+    position_warnings,
+    side_warnings,
+    volume_warnings,
+    voxel_ml,
+)
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
@@ -110,3 +118,34 @@ def test_a_region_that_is_partly_the_other_side_has_a_doubtful_side(other: float
     assert [one.split(":")[0] for one in warnings] == ["the side of left_lung is doubtful"] * doubtful
     assert not doubtful or f"{100 * other:.1f}% of it to right_lung" in warnings[0]
     assert side_warnings(probs, np.zeros_like(labels), TASK) == []
+
+
+def test_the_point_of_the_largest_difference_is_in_the_slice_with_most_of_it() -> None:
+    grid = VoxelGrid((6, 8, 10), (4.0, 2.0, 3.0), (3.0, -7.0, 1.0))
+    coarse = np.zeros(grid.shape, dtype=np.uint8)
+    final = coarse.copy()
+    assert most_disputed_xyz_mm(coarse, grid, final, grid) is None
+    final[1, 2, 2:4] = 1
+    final[4, 5:7, 6:9] = 2
+    expected = grid.index_to_world_xyz_mm([4, 5.5, 7.0])
+    assert most_disputed_xyz_mm(coarse, grid, final, grid) == pytest.approx(tuple(expected))
+    added = {"left_lung": np.zeros(grid.shape, dtype=bool)}
+    added["left_lung"][2, 0:4, 0:4] = True
+    expected = grid.index_to_world_xyz_mm([2, 1.5, 1.5])
+    assert most_disputed_xyz_mm(coarse, grid, final, grid, added) == pytest.approx(tuple(expected)), "an addition is a difference"
+
+
+def test_additions_count_where_they_are_left_and_not_in_the_agreement() -> None:
+    grid = VoxelGrid((6, 8, 10), (4.0, 2.0, 3.0))
+    coarse = np.zeros(grid.shape, dtype=np.uint8)
+    coarse[1:5, 2:6, 2:6] = 1
+    final = coarse.copy()
+    final[1, 2, 2:6] = 0  # removed by the clean-up
+    added = {"left_lung": coarse == 1, "right_lung": coarse == 1}
+    added["left_lung"] = added["left_lung"] & (np.arange(6) < 2)[:, None, None]
+    volumes_ml = added_volumes(grid, final, grid, REGIONS, added)
+    assert volumes_ml == {"left_lung": pytest.approx((16 - 4) * 4.0 * 2.0 * 3.0 / 1000)}, "nothing of the right lung is left"
+    assert added_volumes(grid, final, grid, REGIONS, {}) == {}
+    kept = 3 * 16
+    expected = 2 * kept / (4 * 16 + kept)
+    assert agreement(coarse, grid, final, grid, {"left_lung": (1,)}, added)["left_lung"] == pytest.approx(expected)

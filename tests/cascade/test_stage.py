@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -341,3 +342,46 @@ def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_se
     probs = tiled.predict_probs(image, InferenceOptions(overlap=0.0)).probs
     assert (probs[1, ..., :16] > 0.9).all()
     assert (probs[1, ..., 16:] > 0.9).all() == is_seen
+
+
+def test_tile_workers_are_asked_for_the_network_of_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = stage(Sloped(), "fine")
+    trained = replace(trained, others=(Sloped(),), tile_size=(64, 64, 64))
+    jobs: list[Any] = []
+
+    class Workers:
+        size = 3
+
+        def run(self, job: Any, run_here: Any, batches: Sequence[Tensor]) -> list[Tensor]:
+            jobs.append((job, len(batches)))
+            return [run_here(batch) for batch in batches]
+
+    alone = trained.predict_probs(image(), 1, InferenceOptions())
+    trained.tile_workers = Workers()  # type: ignore[assignment]
+    shared = trained.predict_probs(image(), 1, InferenceOptions())
+    assert torch.equal(alone.probs, shared.probs)
+    assert {job for job, _ in jobs} == {("fine", 0, 1, None), ("fine", 1, 1, None)}
+    assert max(count for _, count in jobs) <= 3
+    on_cpu = trained._on_cpu()
+    assert on_cpu.tile_workers is None
+    assert (on_cpu.device.type, len(on_cpu.networks)) == ("cpu", 2)
+
+
+def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+
+    def run(trained: TrainedStage, given: Tensor, region_index: int, plan: TilingPlan, options: InferenceOptions) -> Any:
+        plans.append(plan.slab_bytes)
+        if plan.slab_bytes is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return torch.zeros(2, *given.shape[1:]), None
+
+    monkeypatch.setattr(TrainedStage, "_run", run)
+    trained = unet_stage()
+    result = trained.predict_probs(image(), 0, InferenceOptions(budget_gib=2.0))
+    assert plans == [None, 2.0 * 2**28]
+    assert result.remarks == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
+    plans.clear()
+    monkeypatch.setattr(TrainedStage, "_least_slab_bytes", lambda *_: 7e9)
+    trained.predict_probs(image(), 0, InferenceOptions(budget_gib=8.0))
+    assert plans == [None, 7e9]

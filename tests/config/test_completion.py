@@ -110,3 +110,11 @@ def test_every_value_that_is_offered_is_one(command: str) -> None:
     for group in groups:
         for argument in complete(schema, lambda _: (composed, groups), [f"{group}="]):
             compose(command, [argument])
+
+
+def test_a_key_that_may_be_null_offers_its_choices_and_null() -> None:
+    assert completions("train", "stage.region_from=") == [
+        f"stage.region_from={value}" for value in ("coarse", "null", "reference")
+    ]
+    assert completions("train", "data.pin_memory=") == [f"data.pin_memory={value}" for value in ("false", "null", "true")]
+    assert completions("train", "stage.patience=") == ["stage.patience=null"]

@@ -118,3 +118,13 @@ def test_a_damaged_task_is_told(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "task.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=said):
         with_task([f"data.cases={tmp_path}"], TrainConfig)
+
+
+def test_the_file_of_a_task_replaces_the_argument_of_the_task_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nlabels: {a: 1}\nregions: null\nwindow_hu: [-100, 300]\n", encoding="utf-8")
+    arguments = with_task([f"task={path}", "seed=3", "stage=single"], TrainConfig)
+    assert arguments.count("seed=3") == 1
+    assert arguments.count("stage=single") == 1
+    assert sum(argument.startswith("task=") for argument in arguments) == 1
+    assert not any(str(path) in argument for argument in arguments)

@@ -78,3 +78,96 @@ def test_a_table_with_missing_files_gives_all_its_cases(tiny_table: Path, tmp_pa
     chosen = compose(f"data.cases='{table}'")
     (source,) = cases.find_sources(chosen.data, chosen.task)
     assert [case.name for case in source.split.train] == ["case 0", "case 1", "gone"]
+
+
+class MadePhantoms:
+    """Notes how synthetic scans are asked for, and writes their table."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.table = folder / "made.csv"
+        self.calls: list[Any] = []
+        rows = "case,image,labels,organs\nphantom_0,ct.nii.gz,lungs.nii.gz,organs.nii.gz\n"
+        self.table.write_text(rows)
+        monkeypatch.setattr(cases, "make_phantoms", self.make)
+
+    def make(self, config: Any, task: Any, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
+        self.calls.append((task.name, folder, num_train, with_held_out))
+        return self.table
+
+
+@pytest.mark.parametrize(("task", "column", "values"), [("lungs", "organs", cases.PHANTOM_LABELS), ("abdomen", "labels", None)])
+def test_extra_phantoms_have_labels_and_a_share_of_their_own(
+    task: str, column: str, values: dict[int, str] | None, tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = MadePhantoms(tmp_path, monkeypatch)
+    scene = "chest" if task == "lungs" else "organs"
+    settings = [f"task={task}", f"data.phantoms.scene={scene}", "data.phantoms.num_extra=7", "data.phantom_share=0.25"]
+    chosen = compose(
+        f"data.cases='{tiny_table}'", f"data.phantoms.folder='{tmp_path}'", "data.hu_slope=2", "data.hu_offset=-3", *settings
+    )
+    own, extra = cases.find_sources(chosen.data, chosen.task)
+    folder = tmp_path / "extra" if task == "lungs" else tmp_path / task / "extra"
+    assert made.calls == [(task, folder, 7, False)]
+    assert (own.share, extra.share) == (0.75, 0.25)
+    (phantom,) = extra.split.train
+    assert phantom.labels is not None
+    assert phantom.labels.name == {"organs": "organs.nii.gz", "labels": "lungs.nii.gz"}[column]
+    assert (extra.split.val, extra.split.test) == ((), ())
+    assert extra.label_values == (values or {value: name for name, value in chosen.task.labels.items()})
+    assert {(case.hu.slope, case.hu.offset) for case in own.split.train} == {(2.0, -3.0)}
+    assert (phantom.hu.slope, phantom.hu.offset) == (1.0, 0.0)
+    made.table.write_text("case,image,labels,organs\ncase 0,ct.nii.gz,lungs.nii.gz,organs.nii.gz\n")
+    with pytest.raises(UserError, match=r"the case name case 0 is that of a phantom; rename the case"):
+        cases.find_sources(chosen.data, chosen.task)
+    chosen.data.phantoms.num_extra = 0
+    (alone,) = cases.find_sources(chosen.data, chosen.task)
+    assert alone.share == 1.0
+
+
+def test_without_a_table_the_scans_are_synthetic_with_held_out_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MadePhantoms(tmp_path, monkeypatch)
+    chosen = compose(f"data.phantoms.folder='{tmp_path}'", "data.phantoms.num_train=4")
+    (found, values), extra = cases.find_cases(chosen.data, chosen.task)
+    assert made.calls == [("lungs", tmp_path, 4, True)]
+    assert [case.name for case in found] == ["phantom_0"]
+    assert values == {1: "left_lung", 2: "right_lung"}
+    assert extra == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("detail", "num_train", "with_held_out", "num_workers"),
+    [("small", 5, True, 3), ("small", 30, True, 4), ("full", 3, False, 3), ("full", 9, False, 4), ("small", 3, False, 1)],
+)
+def test_phantoms_are_made_by_as_many_processes_as_pay(
+    detail: str, num_train: int, with_held_out: bool, num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held out are three scans for the validation and five for the test."""
+    from medseg.phantom import dataset
+
+    calls: list[Any] = []
+    monkeypatch.setattr(dataset, "write_phantoms", lambda *arguments, **options: calls.append((arguments, options)))
+    monkeypatch.setattr(cases.os, "cpu_count", lambda: 16)
+    chosen = compose(f"data.phantoms.detail={detail}", "data.phantoms.seed=11")
+    cases.make_phantoms(chosen.data.phantoms, chosen.task, tmp_path, num_train, with_held_out=with_held_out)
+    ((arguments, options),) = calls
+    given = [*arguments, *options.values()]
+    splits = {"train": num_train} | ({"val": 3, "test": 5} if with_held_out else {})
+    assert tmp_path in given
+    assert splits in given
+    assert options["num_workers"] == num_workers
+    assert given[1:4] == [sum(splits.values()), 11, detail]
+
+
+def test_organs_of_a_task_are_painted_with_its_sides_and_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from medseg.phantom import dataset
+
+    calls: list[Any] = []
+    monkeypatch.setattr(dataset, "write_phantoms", lambda *arguments, **options: calls.append([*arguments, *options.values()]))
+    settings = ["data=phantom_organs", "data.phantoms.scene=organs", "data.phantoms.own_grids=true", "task.ignore_label=3"]
+    chosen = compose(*settings, "data.phantoms.seed=5")
+    cases.make_phantoms(chosen.data.phantoms, chosen.task, tmp_path, 2, with_held_out=False)
+    (scene,) = (value for value in calls[0] if type(value).__name__ == "SceneSpec")
+    assert scene.labels == {"left_lung": 1, "right_lung": 2}
+    assert scene.sides == {"left_lung": "left", "right_lung": "right"}
+    assert (scene.seed, scene.modalities, scene.has_own_grids) == (5, ("ct",), True)
+    assert scene.ignore_label == 3

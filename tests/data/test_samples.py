@@ -483,3 +483,22 @@ def test_the_spacing_of_a_validation_case_is_not_drawn(cached_cases: list[Cached
     )
     assert len(drawn) > 1
     assert len(fixed) == 1
+
+
+def test_a_range_of_a_cube_lies_in_the_body_where_that_is_long_enough(cached_cases: list[CachedCase], task: Task) -> None:
+    """The cube of 41 voxels a side, 48 when it is filled, is longer than the scan of 22 slices."""
+    options: dict[str, Any] = {"augmentation": None, "crops": StageCrops(GridRule(is_cube=True), divisor=(8, 8, 8))}
+    assert coarse(cached_cases[:1], task, **options)[0]["target"].shape == (41, 41, 41)
+    samples = coarse(cached_cases[:1], task, **options, max_voxels=16 * 48 * 48)
+    for n in range(25):
+        assert samples[n]["target"].shape == (16, 41, 41)
+        assert samples[n]["inside"][0].tolist() == [0, 16], "slices of the scan alone"
+    longer = coarse(cached_cases[:1], task, **options, max_voxels=24 * 48 * 48)
+    starts = {tuple(longer[n]["inside"][0].tolist()) for n in range(25)}
+    assert len(starts) > 3, "no 24 slices of the scan are there, so any range of the cube is"
+
+
+def test_targets_are_bytes_and_images_floats(cached_cases: list[CachedCase], task: Task) -> None:
+    for samples in (coarse(cached_cases, task), fine(cached_cases, task), fine(cached_cases, task, augmentation=None)):
+        assert samples[0]["target"].dtype == torch.uint8
+        assert samples[0]["image"].dtype == torch.float32

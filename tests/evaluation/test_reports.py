@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from medseg.data.case_table import Case
 from medseg.errors import UserError
-from medseg.evaluation.reports import check_labels
+from medseg.evaluation.matching import Reference
+from medseg.evaluation.reports import check_labels, scan_of
+from medseg.preprocess.scale import HuScale
 from medseg.task import Channel, Task
 
 TASK = Task("thorax", {"heart": 1, "left_lung": 2, "right_lung": 3}, (), (Channel(window_hu=(-1000.0, 400.0)),))
@@ -41,3 +45,21 @@ def test_a_report_of_another_program_says_nothing(tmp_path: Path, text: str) -> 
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     check_labels(tmp_path / "a.nii.gz", TASK)
     check_labels(tmp_path / "no report.nii.gz", TASK)
+
+
+def test_the_scan_of_a_case_is_in_its_report_unless_a_table_or_several_channels_say_it(tmp_path: Path) -> None:
+    scan = tmp_path / "scan.nii.gz"
+    scan.touch()
+    report = {"input": str(scan), "series": "1.2", "hu": {"slope": 2.0, "offset": -1.0}}
+    (tmp_path / "a.json").write_text(json.dumps(report), encoding="utf-8")
+    prediction = tmp_path / "a.nii.gz"
+    alone = Reference("a", tmp_path / "ref.nii.gz")
+    found = scan_of(alone, prediction, TASK)
+    assert found is not None
+    assert (found.name, found.image, found.series, found.hu) == ("a", scan, "1.2", HuScale(2.0, -1.0))
+    two = replace(TASK, channels=TASK.channels * 2)
+    assert scan_of(alone, prediction, two) is None, "the report names one file"
+    row = Case("a", tmp_path / "other.nii.gz", None, "p")
+    assert scan_of(Reference("a", None, row), prediction, TASK) is row
+    scan.unlink()
+    assert scan_of(alone, prediction, TASK) is None

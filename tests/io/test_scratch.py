@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -82,3 +83,21 @@ def test_no_name_is_left_and_a_full_disk_is_one_sentence(folder: Path, monkeypat
 def test_without_tmpdir_the_files_are_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TMPDIR")
     assert scratch.scratch_folder() == Path("/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir())
+
+
+def test_one_thread_releases_the_pages_while_there_are_arrays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(scratch._thread, "start_new_thread", lambda entry, arguments: started.append((entry, arguments)))
+    monkeypatch.setattr(scratch, "_maps", set[Any]())
+    with scratch_above(1000):
+        arrays = [new_array((2000,), np.uint8) for _ in range(2)]
+        assert len(scratch._maps) == 2
+    assert started == [(scratch._release_repeatedly, ())]
+    slept: list[float] = []
+    released: list[int] = []
+    monkeypatch.setattr(scratch.time, "sleep", slept.append)
+    monkeypatch.setattr(scratch, "release_pages", lambda: (released.append(len(scratch._maps)), scratch._maps.pop()))
+    scratch._release_repeatedly()
+    assert released == [2, 1], "it ends with the last array"
+    assert slept == [scratch.RELEASE_INTERVAL_S] * 2
+    assert all(not array.any() for array in arrays)

@@ -129,3 +129,9 @@ def test_the_fullest_device_is_as_little_full_as_can_be(seed: int) -> None:
         if list(chosen) == sorted(chosen, key=order.index)
     )
     assert filling(places) == min(map(filling, every))
+
+
+def test_three_devices_share_neighbouring_parts() -> None:
+    sizes = {"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}
+    places = plan_device_map(sizes, {"cuda:0": 10, "cuda:1": 10, "cuda:2": 20})
+    assert places == {"a": "cuda:0", "b": "cuda:1", "c": "cuda:2", "d": "cuda:2", "e": "cuda:2"}

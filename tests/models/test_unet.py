@@ -16,6 +16,7 @@ from medseg.models.blocks import (
     BLOCKS,
     NORMS,
     ChannelNorm,
+    Conv3d,
     InstanceNorm,
     ScaledConv3d,
     depth_to_space,
@@ -280,3 +281,28 @@ def test_strides_of_two_everywhere_are_the_plain_network() -> None:
 def test_strides_that_do_not_fit_are_refused(strides: object) -> None:
     with pytest.raises(ValueError, match="strides must be 4 times 1 or 2"):
         make(strides=strides)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "dilation", "is_small"),
+    [
+        ((3, 3, 3), 3, 1, False),
+        ((2, 4, 4), 3, 1, True),
+        ((4, 4, 2), 3, 1, True),
+        ((4, 2, 4), 1, 1, True),
+        ((4, 5, 6), 3, 2, True),
+        ((5, 5, 6), 3, 2, False),
+    ],
+)
+def test_small_features_are_computed_in_the_format_of_the_weights(
+    shape: tuple[int, int, int], kernel: int, dilation: int, is_small: bool
+) -> None:
+    """Where an axis has two voxels or fewer, or the kernel is deeper than the image; only on a CPU, and only fp32 weights."""
+    torch.manual_seed(0)
+    convolution = Conv3d(2, 3, kernel, padding=dilation * (kernel // 2), dilation=dilation)
+    features = torch.randn(1, 2, *shape)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = convolution(features.bfloat16())
+    assert found.dtype == (torch.float32 if is_small else torch.bfloat16)
+    half = convolution.bfloat16()(features.bfloat16())
+    assert half.dtype == torch.bfloat16

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -11,8 +14,21 @@ import pytest
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
+from medseg.memory.tracker import Timeline
 from medseg.planning import choose
-from medseg.planning.choose import Option, choose_line, closer_runs, combinations, switches_of
+from medseg.planning.choose import (
+    Candidate,
+    Option,
+    blocks_of,
+    choose_line,
+    closer_runs,
+    combinations,
+    fastest_option,
+    front,
+    reasons,
+    switches_of,
+)
+from medseg.planning.estimate import STEP, Estimate
 
 SMALL = ["stage=fine", "trainer.accelerator=cpu", "stage.patch_size=[32,32,48]"]
 
@@ -72,3 +88,158 @@ def test_the_printed_arguments_give_the_switches() -> None:
     assert config.stage.batch_size == 2
     assert switches_of(config, blocks, blocks)["memory.checkpointing"] == "all"
     assert switches_of(config, [], blocks)["memory.checkpointing"] == "none"
+
+
+BASE, OTHER_S = 100, 0.5
+
+
+class Model:
+    """A step whose blocks save bytes and cost seconds, each by itself."""
+
+    def __init__(self, peak: int, seconds: float, saved: dict[str, int], added_s: dict[str, float]) -> None:
+        self.whole, self.seconds, self.saved, self.added_s = peak, seconds, saved, added_s
+        self.blocks = list(saved)
+        self.budgets: list[int] = []
+
+    def peak(self, recomputed: Collection[str] = ()) -> int:
+        return self.whole - sum(self.saved[block] for block in recomputed)
+
+    def duration(self, recomputed: Collection[str] = ()) -> float:
+        return self.seconds + sum(self.added_s[block] for block in recomputed)
+
+    def sets(self) -> list[list[str]]:
+        return [list(chosen) for number in range(len(self.blocks) + 1) for chosen in itertools.combinations(self.blocks, number)]
+
+    def fastest(self, budget: int) -> list[str] | None:
+        self.budgets.append(budget)
+        fitting = [chosen for chosen in self.sets() if self.peak(chosen) <= budget]
+        return min(fitting, key=self.duration, default=None)
+
+
+def candidate(model: Model, *overrides: str, validation: int = 0) -> Candidate:
+    """A candidate whose processes take `BASE` bytes beside the step, and `OTHER_S` seconds."""
+    beside: Any = Estimate(
+        memory=None,  # type: ignore[arg-type]
+        allocator={STEP: 0},
+        resident={STEP: BASE, "validation": validation},
+        compute_seconds=0.0,
+        other_seconds=OTHER_S,
+        loader_seconds=0.0,
+        num_workers=1,
+        busy_processors=0,
+    )
+    return Candidate(compose(*overrides), model, beside)  # type: ignore[arg-type]
+
+
+def models() -> list[Model]:
+    return [
+        Model(1000, 1.0, {"a": 300, "b": 200, "c": 100}, {"a": 0.3, "b": 0.1, "c": 0.2}),
+        Model(700, 1.5, {"a": 200, "b": 150}, {"a": 0.1, "b": 0.4}),
+    ]
+
+
+def candidates() -> list[Candidate]:
+    plain, half = models()
+    return [candidate(plain), candidate(half, "memory.precision=bf16")]
+
+
+def all_options(found: list[Candidate]) -> list[Option]:
+    return [one.option(chosen) for one in found for chosen in one.model.sets()]  # type: ignore[attr-defined]
+
+
+def test_the_bytes_and_seconds_beside_the_step_count() -> None:
+    model = models()[0]
+    found = candidate(model).fastest(BASE + 800)
+    assert model.budgets == [800]
+    assert found is not None
+    assert (found.peak, found.seconds) == (BASE + 800, 1.0 + 0.1 + OTHER_S)
+    assert found.switches["memory.checkpointing"] == ["b"]
+    assert candidate(model).fastest(BASE + 399) is None
+    assert candidate(model, validation=901).fastest(900) is None, "the validation alone is too large"
+    assert candidate(model, validation=900).fastest(900) is not None
+    assert candidate(model, validation=1900).option(()).peak == 1900
+
+
+@pytest.mark.parametrize("max_seconds", [math.inf, 2.05, 1.85, 0.9])
+def test_the_choice_is_the_fastest_of_all_sets_that_fit(max_seconds: float) -> None:
+    found = candidates()
+    for budget in range(300, 1200, 25):
+        fitting = [option for option in all_options(found) if option.peak <= budget and option.seconds <= max_seconds]
+        expected = min(fitting, key=lambda option: (option.seconds, option.peak), default=None)
+        choice = fastest_option(found, budget, max_seconds)
+        assert (None if choice is None else choice[1][1:]) == (None if expected is None else expected[1:])
+        if choice is not None:
+            assert choice[0].option(blocks_of(choice[1], choice[0].model.blocks)) == choice[1]
+
+
+def test_of_equally_fast_sets_the_smaller_peak_is_chosen() -> None:
+    found = [candidate(Model(peak, 1.0, {}, {})) for peak in (900, 700, 800)]
+    choice = fastest_option(found, 2000, math.inf)
+    assert choice is not None
+    assert choice[1].peak == BASE + 700
+
+
+def test_no_set_beats_a_row_of_the_front_and_the_front_ends_at_the_least_peak() -> None:
+    found = candidates()
+    rows, sets = front(found), all_options(found)
+    assert rows[0].seconds == min(option.seconds for option in sets)
+    assert rows[-1].peak == min(option.peak for option in sets)
+    for row in rows:
+        assert not any(option.peak < row.peak and option.seconds <= row.seconds for option in sets)
+    for faster, smaller in itertools.pairwise(rows):
+        assert smaller.peak < faster.peak
+        assert smaller.seconds >= faster.seconds
+
+
+def test_rows_of_the_front_differ_by_a_hundredth_of_the_peak() -> None:
+    saved = {"a": 9, "b": 11}
+    rows = front([candidate(Model(900, 1.0, saved, {"a": 0.1, "b": 0.2}))])
+    assert [row.peak for row in rows] == [1000, 989, 980][: len(rows)] == [1000, 989]
+
+
+def test_each_switch_of_a_choice_is_undone_by_itself() -> None:
+    plain, half = models()
+    half.saved, half.blocks, half.added_s = plain.saved, plain.blocks, plain.added_s
+    found = [
+        candidate(plain),
+        candidate(half, "memory.precision=bf16"),
+        candidate(plain, "memory.precision=bf16", "memory.channels_last=true"),
+    ]
+    option = found[1].option(["a", "c"])
+    undone = dict(reasons(found[1], option, found))
+    assert {name: other.peak for name, other in undone.items()} == {
+        "recompute a": BASE + 700 - 100,
+        "recompute c": BASE + 700 - 300,
+        "memory.precision=bf16 instead of fp32": BASE + 1000 - 400,
+        "memory.channels_last=false instead of true": BASE + 1000 - 400,
+    }
+
+
+@pytest.mark.parametrize(("policy", "blocks"), [("all", ["a", "b"]), ("none", []), (["b"], ["b"])])
+def test_blocks_of_a_policy(policy: Any, blocks: list[str]) -> None:
+    assert blocks_of(Option({"memory.checkpointing": policy}, 1, 1.0), ["a", "b"]) == blocks
+
+
+def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[Any, Any]] = []
+    measured: list[Any] = []
+    config = compose("stage.batch_size=2", "allow=same_result")
+
+    def count(one: PlanConfig, shape: Any, timeline: Timeline) -> Any:
+        assert shape == (32, 32, 48)
+        counted.append((one.memory, timeline))
+        return f"memory of {one.memory.accumulate}"
+
+    monkeypatch.setattr(choose, "count_memory", count)
+    monkeypatch.setattr(choose, "estimate_beside", lambda *arguments: arguments)
+    machine: Any = SimpleNamespace(measure=lambda *timelines: measured.append(timelines), costs={})
+    made = choose.make_candidates(config, (32, 32, 48), machine)
+    assert len(made) == 4  # two layouts, one and two micro-batches
+    assert [memory.checkpointing for memory, _ in counted] == ["none", "all"] * 4
+    assert [timeline for _, timeline in counted] == list(measured[0])
+    assert len(measured) == 1
+    for one, (memory, timeline) in zip(made, counted[::2], strict=True):
+        evaluated = choose.evaluated_shape(one.config)
+        expected = (one.config, (32, 32, 48), evaluated, machine, f"memory of {memory.accumulate}", timeline)
+        assert one.beside == expected  # type: ignore[comparison-overlap]
+        assert one.config.memory == memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -139,3 +140,132 @@ def test_a_choice_between_two_rows_of_the_front_replaces_those_that_it_beats() -
 def test_the_front_is_thinned_out_but_for_its_ends_and_the_choice() -> None:
     assert fit.shown_rows(FRONT, None) == [FRONT[0], FRONT[2], FRONT[3]]
     assert fit.shown_rows(FRONT, FRONT[1]) == FRONT
+
+
+class Search:
+    """Stands for what `fit` calls, and notes the calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.verified: list[tuple[Any, ...]] = []
+        self.answers: list[Any] = []
+        self.counted = SimpleNamespace(peak_allocator=300 * 2**20, memory=SimpleNamespace(peak=200 * 2**20, saved_per_voxel=47.0))
+        monkeypatch.setattr(fit, "Machine", lambda config: "machine")
+        monkeypatch.setattr(fit, "make_candidates", lambda config, shape, machine: [(config.stage.batch_size, shape)])
+        monkeypatch.setattr(fit, "front", lambda found: FRONT)
+        monkeypatch.setattr(fit, "verified", self.verify)
+        for name in ("print_reasons", "print_room", "keep_plan"):
+            monkeypatch.setattr(fit, name, lambda *_: None)
+
+    def verify(self, *arguments: Any) -> Any:
+        self.verified.append(arguments)
+        return self.answers.pop(0) if self.answers else None
+
+    def choice(self, chosen: Option) -> tuple[Any, Option, Any]:
+        return SimpleNamespace(model=SimpleNamespace(blocks=["a", "b"])), chosen, self.counted
+
+
+def test_the_choice_is_the_last_line_and_lies_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = Search(monkeypatch)
+    search.answers = [search.choice(option(975, 1.1, ["a"]))]
+    monkeypatch.setattr(fit, "make_candidates", lambda *_: [search.answers[0][0]])
+    output = tmp_path / "plan.json"
+    assert fit.fit(compose("fit_gib=2", "max_seconds=3", f"output='{output}'"), SHAPE) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "choose: memory.checkpointing=[a]"
+    assert "chosen: 975.0 MiB, with a margin of 5 % within 2 GiB; 1.100 s per step. Of 4 sets of switches" in said[-2]
+    ((_, budget, max_seconds, shape, machine),) = search.verified
+    assert (budget, max_seconds, shape, machine) == (int(2 * 2**30 / 1.05), 3.0, SHAPE, "machine")
+    facts = json.loads(output.read_text())
+    rows = facts.pop("front")
+    assert facts == {
+        "choose": "memory.checkpointing=[a]",
+        "peak_resident_mib": 975.0,
+        "seconds_per_step": 1.1,
+        "peak_allocator_mib": 300.0,
+        "peak_live_mib": 200.0,
+        "saved_bytes_per_voxel": 47.0,
+    }
+    assert [row["peak_mib"] for row in rows] == [1000, 975, 700, 690]
+    assert rows[1] == {"peak_mib": 975.0, "seconds": 1.1, "arguments": "memory.checkpointing=[a]"}
+    assert output.with_suffix(".png").is_file()
+
+
+@pytest.mark.parametrize("allow", ["same_expectation", "other_run"])
+def test_where_nothing_fits_the_least_demanding_set_is_named(
+    allow: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = Search(monkeypatch)
+    monkeypatch.setattr(fit, "closer_runs", lambda config, shape: [({"stage.batch_size": 1}, config, shape)])
+    monkeypatch.setattr(fit, "fits_at_all", lambda *_: False)
+    assert fit.fit(compose("fit_gib=0.5", f"allow={allow}"), SHAPE) == 1
+    said = capsys.readouterr()
+    assert "choose:" not in said.out
+    assert len(search.verified) == 1, "a run that cannot fit is not searched"
+    assert search.verified[0][2] == math.inf
+    assert f"the smallest needs {690 * 1.05 / 1024:.2f} GiB and takes 1.6 s per step with memory.checkpointing=[c]" in said.err
+    assert ("allow=other_run" in said.err) == (allow != "other_run")
+
+
+def test_another_run_is_only_searched_where_it_is_allowed_and_the_first_that_fits_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = Search(monkeypatch)
+    monkeypatch.setattr(
+        fit, "make_candidates", lambda config, shape, machine: [SimpleNamespace(model=SimpleNamespace(blocks=[]))]
+    )
+    others = [({"stage.batch_size": number}, f"config {number}", (number,) * 3) for number in (4, 3, 2, 1)]
+    asked: list[Any] = []
+    monkeypatch.setattr(fit, "closer_runs", lambda config, shape: iter(others))
+
+    def fits_at_all(config: Any, shape: Any, machine: Any, budget: int) -> bool:
+        asked.append((config, shape, machine, budget))
+        return shape != (4, 4, 4)
+
+    monkeypatch.setattr(fit, "fits_at_all", fits_at_all)
+    search.answers = [None, None, search.choice(option(500, 1.1, ["a"]))]
+    assert fit.fit(compose("fit_gib=2", "allow=other_run"), SHAPE) == 0
+    assert [arguments[3] for arguments in search.verified] == [SHAPE, (3, 3, 3), (2, 2, 2)]
+    budget = int(2 * 2**30 / 1.05)
+    assert asked == [(f"config {number}", (number,) * 3, "machine", budget) for number in (4, 3, 2)]
+    assert capsys.readouterr().out.splitlines()[-1] == "choose: stage.batch_size=2 memory.checkpointing=[a]"
+
+
+@pytest.mark.parametrize(("peak", "fits"), [(1000, True), (1001, False)])
+def test_a_run_fits_at_all_by_its_least_demanding_switches(monkeypatch: pytest.MonkeyPatch, peak: int, fits: bool) -> None:
+    counted: list[Any] = []
+
+    def count(config: Any, shape: Any, evaluated: Any, machine: Any) -> Any:
+        counted.append((config.memory, shape, machine))
+        return SimpleNamespace(peak_resident=peak)
+
+    monkeypatch.setattr(fit, "estimate", count)
+    config = compose("stage.batch_size=4", "allow=same_result")
+    assert fit.fits_at_all(config, SHAPE, "machine", 1000) == fits  # type: ignore[arg-type]
+    ((switches, shape, machine),) = counted
+    assert (switches.checkpointing, switches.accumulate, shape, machine) == ("all", 4, SHAPE, "machine")
+
+
+def test_what_each_switch_saves_is_the_difference_to_the_set_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "reasons", lambda *_: [("recompute a", option(1000, 1.0, [])), ("other", option(900, 2.0, []))])
+    fit.print_reasons(None, option(980, 1.1, ["a"]), [])  # type: ignore[arg-type]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [["recompute", "a", "-20.0", "+0.100"], ["other", "+80.0", "-0.900"]]
+
+
+def test_after_three_tries_no_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, within = compose("fit_gib=8"), []
+
+    def fastest(found: Any, budget: int, max_seconds: float) -> tuple[Any, Option]:
+        within.append(budget)
+        return SimpleNamespace(config=config), Option({"memory.checkpointing": "none"}, budget, 1.0)
+
+    monkeypatch.setattr(fit, "fastest_option", fastest)
+    monkeypatch.setattr(fit, "estimate", lambda *_: SimpleNamespace(peak_resident=2000))
+    assert fit.verified([], 1000, math.inf, SHAPE, None) is None  # type: ignore[arg-type]
+    assert len(within) == 3
+    monkeypatch.setattr(fit, "fastest_option", lambda *_: None)
+    assert fit.verified([], 1000, math.inf, SHAPE, None) is None  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -10,17 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import hydra
+import numpy as np
 import psutil
 import pytest
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelBox
 from medseg.memory import calibration
 from medseg.memory.profile import private_bytes
-from medseg.planning import process, samples
+from medseg.planning import process, rehearsal, samples
 from medseg.planning.process import ProcessCost, process_cost, sample_cost
 from medseg.planning.rehearsal import RehearsalWatch
+from medseg.task_options import make_task
 
 MIB = 2**20
 
@@ -149,3 +154,148 @@ def test_another_process_that_the_training_starts_is_no_worker(tmp_path: Path) -
     assert watch.helpers - beside == pytest.approx(64 * MIB, abs=16 * MIB)
     assert watch.worker == pytest.approx(16 * MIB, abs=16 * MIB)
     assert watch.worker < 40 * MIB
+
+
+@pytest.mark.parametrize(
+    ("main_mib", "worker_mib", "seconds", "is_equal"),
+    [
+        (480, 15, 0.030, True),
+        (480, 15, 0.030 / (1 - process.SECONDS_BOUND) - 1e-5, True),
+        (480, 15, 0.030 / (1 - process.SECONDS_BOUND) + 1e-5, False),
+        (480 + int(525 * process.MEMORY_BOUND), 15, 0.030, True),
+        (480, 15 + int(525 * process.MEMORY_BOUND / (1 - process.MEMORY_BOUND)) + 1, 0.030, False),
+    ],
+)
+def test_calibrations_are_equal_where_memory_and_seconds_are(
+    main_mib: int, worker_mib: int, seconds: float, is_equal: bool
+) -> None:
+    first, second = cost(480, 15, 0.030), cost(main_mib, worker_mib, seconds)
+    assert process.agree(first, second) == is_equal
+    assert process.agree(second, first) == is_equal
+
+
+def test_two_calibrations_are_joined_by_the_mean_of_each_memory() -> None:
+    first, second = ProcessCost(10, 20, 30, 40, 0.5), ProcessCost(12, 24, 36, 48, 0.4)
+    assert process.joined(first, second) == ProcessCost(11, 22, 33, 44, 0.4)
+    assert process.joined(second, first) == ProcessCost(11, 22, 33, 44, 0.4)
+
+
+def test_a_rehearsal_leaves_the_computation_out_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is set by hand: 0.25 s of forward and backward, 0.5 s of the optimiser, and the rest of each step."""
+    watch = RehearsalWatch(str(tmp_path / "watch.json"))
+    now_s = [0.0]
+    sizes = iter([100, 300, 200])
+    monkeypatch.setattr(rehearsal.time, "process_time", lambda: now_s[0])
+    monkeypatch.setattr(rehearsal, "resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(rehearsal, "peak_resident_bytes", lambda: 1000)
+    monkeypatch.setattr(watch, "_read_memory", lambda trainer: None)
+    network: Any = SimpleNamespace(training=True)
+
+    def step(other_s: float) -> None:
+        watch._start_network(network)
+        now_s[0] += 0.25
+        watch.on_after_backward(None, None)  # type: ignore[arg-type]
+        watch._start_computing()
+        now_s[0] += 0.5
+        watch._stop_computing()
+        now_s[0] += other_s
+        watch.on_train_batch_end(None, None, None, None, 0)  # type: ignore[arg-type]
+
+    for other_s in (9.0, 0.125, 0.25, 0.375):
+        step(other_s)
+    assert watch.steps_s == [0.125, 0.25, 0.375], "the first step has no start"
+    watch.on_validation_end(None, None)  # type: ignore[arg-type]
+    step(7.0)
+    assert watch.steps_s == [0.125, 0.25, 0.375]
+    for _ in range(3):
+        watch._start_network(SimpleNamespace(training=False))  # type: ignore[arg-type]
+    watch.helpers, watch.worker, watch.copies = 1, 2, 3
+    watch.on_train_end(None, None)  # type: ignore[arg-type]
+    numbers = json.loads((tmp_path / "watch.json").read_text())
+    assert numbers == {"main": 300, "helpers": 1, "pictures": 700, "worker": 2, "copies": 3, "seconds": 0.25}
+
+
+def test_the_memory_of_workers_and_helpers_is_the_largest_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = RehearsalWatch(str(tmp_path / "watch.json"))
+    sizes = {1: 100, 2: 60, 3: 7}
+    children = [SimpleNamespace(pid=pid) for pid in sizes]
+    monkeypatch.setattr(rehearsal.psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children * recursive))
+    monkeypatch.setattr(rehearsal, "private_bytes", sizes.__getitem__)
+    monkeypatch.setattr(rehearsal, "bytes_beside", lambda pid, workers: 185)
+    loader: Any = SimpleNamespace(_iterator=SimpleNamespace(_workers=children[:2]))
+    trainer: Any = SimpleNamespace(train_dataloader=loader)
+    watch._read_memory(trainer)
+    assert (watch.helpers, watch.worker, watch.copies) == (7, 80, 25)
+    sizes.update({1: 50, 2: 50, 3: 5})
+    watch._read_memory(trainer)
+    assert (watch.helpers, watch.worker, watch.copies) == (7, 80, 85)
+    watch._read_memory(SimpleNamespace(train_dataloader=None))  # type: ignore[arg-type]
+    assert (watch.helpers, watch.worker) == (105, 80)
+
+
+@pytest.mark.parametrize("has_logger", [True, False])
+@pytest.mark.parametrize("has_monai", [True, False])
+def test_the_tiny_training_is_like_the_run(
+    trainings: list[ProcessCost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_logger: bool, has_monai: bool
+) -> None:
+    set_load(monkeypatch, 0.0)
+    calls: list[tuple[list[str], Path]] = []
+
+    def train(arguments: list[str], run_dir: Path) -> ProcessCost:
+        calls.append((arguments, run_dir))
+        return QUIET[1]
+
+    monkeypatch.setattr(process, "_watched_training", train)
+    process_cost(tmp_path, has_logger=has_logger, has_monai=has_monai)
+    assert len(calls) == 3
+    for arguments, run_dir in calls:
+        network = process.SMALL_MONAI if has_monai else process.SMALL_UNET
+        assert arguments[: len(process.REHEARSAL) + len(network)] == [*process.REHEARSAL, *network]
+        assert ("logger=none" in arguments) == (not has_logger)
+        assert arguments[-2:] == [f"data.phantoms.folder={run_dir.parent}/phantoms", f"data.cache={run_dir.parent}/cache"]
+    assert [run_dir.name for _, run_dir in calls] == ["0", "1", "2"]
+    (kept,) = tmp_path.glob("process *.json")
+    assert ("no logger" in kept.name, "MONAI network" in kept.name) == (not has_logger, has_monai)
+
+
+def test_a_watched_training_is_one_of_this_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"main": 100, "helpers": 20, "pictures": 3, "worker": 4, "copies": 5, "seconds": 0.5}
+    commands: list[list[str]] = []
+
+    def run(command: list[str], stdout: Any, stderr: Any, check: bool) -> Any:
+        commands.append(command)
+        (tmp_path / "1.json").write_text(json.dumps(numbers))
+        stdout.write(b"first\nthe reason\n")
+        return SimpleNamespace(returncode=len(commands) - 1)
+
+    monkeypatch.setattr(process.subprocess, "run", run)
+    assert process._watched_training(["steps=2"], tmp_path / "1") == ProcessCost(120, 3, 4, 5, 0.5)
+    watch = f"callbacks.rehearsal.path={tmp_path / '1.json'}"
+    assert commands == [[sys.executable, "-m", "medseg.commands.cli", "steps=2", watch, f"hydra.run.dir={tmp_path / '1'}"]]
+    with pytest.raises(UserError, match=r"measures the memory of a process failed \(the reason\); give measure=false"):
+        process._watched_training(["steps=2"], tmp_path / "1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "start", "stop"),
+    [
+        (["stage=fine"], (64, 48, 80), (18, 18, 18), (46, 30, 62)),
+        (["stage=fine", "stage.region_margin_mm=20"], (64, 48, 80), (28, 28, 28), (36, 29, 52)),
+        (["stage=fine", "stage.patch_size=[32,16,48]"], (64, 48, 80), (8, 8, 8), (56, 40, 72)),
+        (["stage=coarse"], (48, 32, 64), (0, 0, 0), (48, 32, 64)),
+    ],
+)
+def test_the_synthetic_case_has_a_region_in_which_the_sample_can_be_cut(
+    overrides: list[str], size: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The second margin leaves no voxel of the region along y, and one is kept."""
+    config = compose(*overrides)
+    task = make_task(config.task)
+    case = samples.synthetic_case(tmp_path, config, task, (48, 32, 64))
+    assert case.grid.shape == case.labels.shape == case.image_hu.shape == size
+    assert case.grid.spacing_mm == config.spacing.target_spacing_mm
+    box = VoxelBox(start, stop)
+    assert case.region_boxes == dict.fromkeys(("left_lung", "right_lung"), box)
+    assert case.label_boxes == dict.fromkeys(("left_lung", "right_lung"), box)
+    assert VoxelBox.from_mask(np.array(case.labels) > 0) == box
+    assert set(np.unique(case.labels)) - {0} == {1, 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -320,3 +321,163 @@ def test_actors_a_node_and_the_driver_die_and_no_case_is_computed_twice(
     assert cohort.num_different(local, output) == 0
     assert len(list(local.glob("*.nii.gz"))) == NUM_SCANS
     assert len(read_csv(output / "summary.csv")) == len(read_csv(local / "summary.csv"))
+
+
+class Cluster:
+    """Stands for the module `ray`: nodes with resources, and notes of what it is asked for."""
+
+    def __init__(self, nodes: list[dict[str, Any]]) -> None:
+        self.known_nodes = nodes
+        self.calls: dict[str, Any] = {}
+        self.is_down = False
+
+    def init(self, address: str | None, **options: Any) -> None:
+        self.calls["init"] = (address, options)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.known_nodes
+
+    def remote(self, actor: type) -> Any:
+        assert actor is ray_engine.CaseActor
+        return SimpleNamespace(options=lambda **options: self.calls.setdefault("actor", options))
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "own")
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+GIB = 2**30
+
+
+def node(name: str, *, is_alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "Alive": is_alive, "Resources": resources}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpus", "memory_gib", "num_actors", "num_cases", "expected"),
+    [
+        ("auto", None, None, None, 20, (1.0, 3 * GIB, 2)),
+        ("cpu", None, None, None, 20, (0.0, 3 * GIB, 5)),
+        ("auto", 0.5, None, None, 20, (0.5, 3 * GIB, 3)),
+        ("auto", 0.0, 1.5, None, 20, (0.0, 1.5 * GIB, 6)),
+        ("auto", 0.0, None, 4, 20, (0.0, 3 * GIB, 4)),
+        ("auto", 0.0, None, None, 3, (0.0, 3 * GIB, 2)),
+    ],
+)
+def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_need(
+    accelerator: str,
+    gpus: float | None,
+    memory_gib: float | None,
+    num_actors: int | None,
+    num_cases: int,
+    expected: tuple[float, float, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two nodes of 6 processors with 9 and 6 GiB, one of them with two GPUs; one that is dead does not count."""
+    cluster = Cluster(
+        [
+            node("own", CPU=6.0, GPU=2.0, memory=9.0 * GIB),
+            node("other", CPU=6.0, memory=6.0 * GIB),
+            node("dead", is_alive=False, CPU=64.0, GPU=8.0, memory=999.0 * GIB),
+        ]
+    )
+    made: list[Any] = []
+
+    class Cohort:
+        def __init__(self, *arguments: Any) -> None:
+            made.append(arguments)
+
+        def run(self, cases: Any, count: int) -> None:
+            made.append((cases, count))
+
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    monkeypatch.setattr(ray_engine, "has_ray", lambda: True)
+    monkeypatch.setattr(ray_engine, "_Cohort", Cohort)
+    monkeypatch.setattr(ray_engine, "predict_bytes", lambda *_: 3 * GIB)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    begun: list[Any] = []
+    cases: Any = [SimpleNamespace(name=number) for number in range(num_cases)]
+    loading = {"accelerator": accelerator, "threads": 2, "inference": {}}
+    options: Any = SimpleNamespace(address=None, gpus=gpus, memory_gib=memory_gib, num_actors=num_actors, retries=7)
+    ray_engine.predict_on_ray(
+        cases, None, options=options, loading=loading, overwrite=True, wanted="wanted",  # type: ignore[arg-type]
+        on_begin=lambda *given: begun.append(given), on_end="on_end",  # type: ignore[arg-type]
+    )  # fmt: skip
+    expected_gpus, memory, count = expected
+    assert cluster.calls["actor"] == {"num_cpus": 2, "num_gpus": expected_gpus, "memory": memory, "max_concurrency": 2}
+    address, settings = cluster.calls["init"]
+    assert address is None
+    assert settings["runtime_env"] == {"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"}
+    assert (settings["log_to_driver"], settings["include_dashboard"]) == (False, False)
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    (arguments, (given_cases, given_count)) = made
+    assert (given_cases, given_count) == (cases, count)
+    assert arguments[2:4] == ((os.getcwd(), loading, True, "wanted", num_cases), 7)
+    assert arguments[5] == "on_end"
+    arguments[4]("case a")
+    assert begun == [("case a", num_cases)]
+    is_lost = arguments[6]
+    assert not is_lost()
+    cluster.known_nodes[0]["Alive"] = False
+    assert is_lost()
+    assert cluster.is_down
+
+
+def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    steps: list[Any] = []
+
+    class FakeBatch(SimpleNamespace):
+        def read(self, case: BatchCase, is_ahead: bool) -> Any:
+            steps.append(("read", is_ahead, self.overwrite))
+            return None if is_ahead and case.scan.name == "large" else "data"
+
+        def compute(self, case: BatchCase, data: Any) -> Any:
+            assert actor.lock.locked()
+            steps.append(("compute", data))
+            return "computed"
+
+        def finish(self, case: BatchCase, computed: Any) -> None:
+            assert not actor.lock.locked()
+            steps.append(("finish", computed))
+            case.exit_code, case.report, case.is_skipped = 4, {"a": 1}, True
+            case.messages.append("said")
+
+    def batch(*arguments: Any) -> Any:
+        made.append(arguments)
+        return FakeBatch(overwrite=arguments[3])
+
+    ranged = SimpleNamespace(cascade=SimpleNamespace(within=lambda gib: f"within {gib}"))
+    ranged._replace = lambda cascade: cascade
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_engine, "load_cascades", lambda **loading: [ranged] * len(loading["checkpoints"]))
+    shares = SimpleNamespace(network_gib=1.5, array_bytes=77)
+    monkeypatch.setattr(
+        ray_engine, "share_batch_memory", lambda cascades, inference: (made.append((cascades, inference)), shares)[1]
+    )
+    monkeypatch.setattr(ray_engine, "resident_bytes", lambda: 55)
+    monkeypatch.setattr(ray_engine, "Batch", batch)
+    monkeypatch.setattr(ray_engine, "replace", lambda given, **changes: FakeBatch(**{**vars(given), **changes}))
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    actor = ray_engine.CaseActor()
+    folder = tmp_path / "work"
+    folder.mkdir()
+    loading = {"checkpoints": ["a", "b"], "inference": {"x": 1}}
+    assert actor.load(str(folder), loading, True, "wanted", 1) == os.uname().nodename  # type: ignore[arg-type]
+    assert Path.cwd() == folder
+    assert made[0] == ([ranged, ranged], {"x": 1})
+    assert made[1][:6] == (["within 1.5"] * 2, 55, 77, True, "wanted", 2), "at least as many as an actor holds"
+    output = tmp_path / "a.nii.gz"
+    outcome = actor.predict(Scan("small", tmp_path / "a"), output, False)
+    assert outcome == (["said"], 4, {"a": 1}, True)
+    assert steps == [("read", True, True), ("compute", "data"), ("finish", "computed")]
+    steps.clear()
+    actor.predict(Scan("large", tmp_path / "a"), output, True)
+    assert steps == [("read", True, False), ("read", False, False), ("compute", "data"), ("finish", "computed")]
+    assert threads == [torch.get_num_threads()] * 2
+    with pytest.raises(UserError, match=r"has no folder .*gone; the nodes must share their files"):
+        actor.load(str(tmp_path / "gone"), loading, True, "wanted", 1)  # type: ignore[arg-type]

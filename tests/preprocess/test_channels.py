@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid
+from medseg.io.volume import Volume
 from medseg.io.write import write_image, write_labels
-from medseg.preprocess.channels import read_channels, resample_to
+from medseg.preprocess.channels import place_channel, read_channels, resample_to
 from medseg.preprocess.orient import Orientation
 from medseg.preprocess.scale import HuScale
 
@@ -128,3 +130,44 @@ def test_a_4d_file_holds_the_channels_along_its_last_axis(tmp_path: Path, suffix
     path.write_bytes(content[: len(content) - 150])  # the last volume is cut
     with pytest.raises(UserError, match=r"end too early|truncated or damaged"):
         read_channels([path] * 3, [0.0] * 3)
+
+
+@pytest.mark.parametrize(("missing", "is_told"), [(3, False), (4, True)])
+def test_a_channel_that_leaves_more_than_a_hundredth_uncovered_is_told(missing: int, is_told: bool) -> None:
+    """300 planes; the last ones have no voxel of the channel."""
+    target = VoxelGrid((300, 3, 4), (1.0, 2.0, 3.0))
+    source = VoxelGrid((300 - missing, 3, 4), target.spacing_mm)
+    image, remarks = place_channel(np.ones(source.shape, np.float32), source, target, 5.0, "image_2")
+    assert remarks == ["1% of the scan is outside image_2 and counts as 5 there"] * is_told
+    assert (image[-missing:] == 5).all()
+    assert (image[:-missing] == 1).all()
+
+
+def test_series_and_files_belong_to_the_first_channel_and_each_has_its_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def read(*arguments: Any) -> Volume:
+        calls.append(arguments)
+        return Volume(np.full(GRID.shape, 3, np.int16), GRID, remarks=(f"remark {len(calls)}",))
+
+    monkeypatch.setattr("medseg.io.read.read_image", read)
+    first, second = tmp_path / "a", tmp_path / "b.nii.gz"
+    stacked, volume = read_channels(
+        [first, second, second],
+        [-1024, 0, 0],
+        series="1.2",
+        files=[tmp_path / "x"],
+        scales=[HuScale(2.0, 1.0), HuScale(1.0, 4.0)],
+        modalities=["ct", "mr"],
+    )
+    assert calls == [
+        (first, "1.2", "ct", 0, 1, [tmp_path / "x"]),
+        (second, None, "mr", 0, 2, ()),
+        (second, None, "ct", 1, 2, ()),
+    ]
+    assert stacked[:, 0, 0, 0].tolist() == [7, 7, 3]
+    assert volume.remarks == ("image: remark 1", "image_1: remark 2", "image_2: remark 3")
+    calls.clear()
+    assert read_channels([first], [-1024])[1].remarks == ("remark 1",)

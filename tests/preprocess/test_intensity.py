@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.preprocess.intensity import Intensity, foreground, normalise, normalise_hu, percentile, window, zscore
+from medseg.preprocess.intensity import (
+    Intensity,
+    foreground,
+    intensity_of,
+    normalise,
+    normalise_hu,
+    percentile,
+    window,
+    zscore,
+)
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.float32, np.float64])
@@ -88,3 +97,32 @@ def test_maps_are_plain_numbers_and_the_window_is_one_of_them() -> None:
         torch.testing.assert_close(
             normalise(torch.from_numpy(image), intensity), torch.from_numpy(normalise(image, intensity)), rtol=0, atol=0
         )
+
+
+def test_the_foreground_of_a_ct_begins_half_way_between_air_and_soft_tissue() -> None:
+    image = np.array([[-1024, -501, -500], [0, 40, 3000]], np.int16)
+    assert foreground(image, "ct").tolist() == [-500, 0, 40, 3000]
+    assert foreground(np.array([0.0, -3.0, 0.5, 7.0]), "mr").tolist() == [-3.0, 0.5, 7.0]
+    assert foreground(np.array([0.0, -3.0, 0.5, 7.0]), "other").tolist() == [-3.0, 0.5, 7.0]
+
+
+def test_zscore_clips_nothing_and_percentiles_clip_at_both_ends() -> None:
+    image = np.concatenate([np.zeros(50), np.arange(1.0, 1002.0)])
+    mean, deviation = image[50:].mean(), image[50:].std()
+    assert zscore(image, "mr") == pytest.approx((0.0, 1001.0, 1 / deviation, -mean / deviation))
+    assert percentile(image, "mr") == pytest.approx((6.0, 996.0, 2 / 990, -1.0))
+
+
+def test_percentiles_use_every_second_value_where_twice_as_many_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = np.tile([1.0, 1000.0], 500) + np.arange(1000) / 1000
+    monkeypatch.setattr("medseg.preprocess.intensity.MAX_VALUES", 1000)
+    assert percentile(image, "mr").high > 1000
+    monkeypatch.setattr("medseg.preprocess.intensity.MAX_VALUES", 999)
+    assert percentile(image, "mr").high < 3
+
+
+def test_the_kind_of_a_channel_chooses_its_map() -> None:
+    image = scan("mr")
+    assert intensity_of(image, "mr", "zscore", None) == zscore(image, "mr")
+    assert intensity_of(image, "ct", "percentile", None) == percentile(image, "ct") != percentile(image, "mr")
+    assert intensity_of(image, "ct", "window", (-100.0, 300.0)) == window((-100.0, 300.0))

@@ -10,7 +10,7 @@ from statistics import stdev
 import numpy as np
 import pytest
 
-from medseg.report.compare import CaseScore, Run, compare, csv_rows
+from medseg.report.compare import METRICS, CaseScore, Run, compare, csv_rows
 from medseg.report.page import difference_rows, render, run_figures, setting_figures, shown_metrics
 
 
@@ -204,3 +204,44 @@ def test_the_csv_table_has_one_row_per_run() -> None:
     assert [row["run"] for row in rows] == ["a,b", "c", "d"]
     assert [row["setting_val_dice_mean"] for row in rows] == ["0.85", "0.85", None]
     assert [row["is_best"] for row in rows] == [True, True, False]
+
+
+def test_each_metric_reads_the_summary_before_the_history() -> None:
+    lines: list[dict[str, float]] = [
+        {"step": 10, "seconds_per_step": 1.0, "peak_gib": 2.0},
+        {"step": 20, "seconds_per_step": 5.0, "peak_gib": 4.0, "val_dice": 0.7, "val_dice_worst": 0.6},
+        {"step": 30, "seconds_per_step": 2.0, "peak_gib": 3.0, "val_dice": 0.8, "val_dice_worst": 0.5},
+        {"step": 40, "val_dice": 0.75, "val_dice_worst": 0.65},
+    ]
+    bare = Run("0", Path(), "running", history=tuple(lines))
+    expected = {"val_dice": 0.8, "val_dice_worst": 0.5, "steps": 40, "seconds_per_step": 2.0, "peak_gib": 4.0}
+    assert {metric.key: metric.of(bare) for metric in METRICS if metric.of(bare) is not None} == expected
+    summary = {"val_dice_best": 0.9, "steps": 50, "train_s": 60, "peak_gib": 1.5, "num_parameters": 7, "seconds_per_step": 9.0}
+    told = replace(bare, summary=summary)
+    assert {metric.key: metric.of(told) for metric in METRICS} == {
+        "val_dice": 0.9,
+        "val_dice_worst": 0.5,
+        "steps": 50,
+        "seconds_per_step": 2.0,
+        "train_s": 60,
+        "peak_gib": 1.5,
+        "num_parameters": 7,
+    }
+    assert {metric.key: metric.better for metric in METRICS} == {
+        "val_dice": 1,
+        "val_dice_worst": 1,
+        "steps": 0,
+        "seconds_per_step": -1,
+        "train_s": -1,
+        "peak_gib": -1,
+        "num_parameters": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "is_taken"), [(1e30, True), (1.1e30, False), (-1.1e30, False), (True, False), ("0.9", False), (float("inf"), False)]
+)
+def test_a_figure_that_no_run_can_have_is_none(value: object, is_taken: bool) -> None:
+    told = Run("0", Path(), "finished", summary={"peak_gib": value}, history=({"step": 1, "peak_gib": 2.0},))
+    (peak,) = (metric for metric in METRICS if metric.key == "peak_gib")
+    assert peak.of(told) == (value if is_taken else 2.0)

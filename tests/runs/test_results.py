@@ -9,8 +9,9 @@ import pytest
 from medseg.commands.report import report
 from medseg.config.schema import ReportConfig
 from medseg.errors import UserError
+from medseg.report.compare import CaseScore
 from medseg.report.tables import read_csv
-from medseg.runs.results import MAX_KEYS, find_runs, read_run
+from medseg.runs.results import MAX_KEYS, find_runs, read_run, read_scores
 from tests.report.made_runs import make_run
 
 
@@ -136,3 +137,13 @@ def test_a_configuration_of_very_many_keys_is_left_out(tmp_path: Path, capsys: p
     (tmp_path / "0" / "config.yaml").write_text("\n".join(f"key{number}: {number}" for number in range(MAX_KEYS + 1)))
     assert not read_run(tmp_path / "0", tmp_path).has_config
     assert "expected at most 1000 keys" in capsys.readouterr().err
+
+
+def test_scores_of_older_runs_have_no_patient_and_others_are_shares(tmp_path: Path) -> None:
+    path = tmp_path / "validation.csv"
+    path.write_text(
+        "step,case,label,dice,picture\n5,a,lung,0.5,x.png\n5,b,lung,1.01,\n5,c,lung,-0.01,\n5,,lung,0.5,\n5,d,,0.5,\n"
+    )
+    assert read_scores(path) == [CaseScore(5, "a", "lung", 0.5, "x.png", "")]
+    path.write_text("step,case,label,dice,picture,patient\n5,a,lung,1,,p\n5,b,lung,0,,\nnone,c,lung,0,,\n")
+    assert read_scores(path) == [CaseScore(5, "a", "lung", 1.0, "", "p"), CaseScore(5, "b", "lung", 0.0, "", "")]

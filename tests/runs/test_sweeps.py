@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 import sys
@@ -16,10 +17,10 @@ from omegaconf import OmegaConf
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.errors import EXIT_RESUME
+from medseg.errors import EXIT_RESUME, UserError
 from medseg.runs import sweeps
 from medseg.runs.folder import write_end
-from medseg.runs.status import Status
+from medseg.runs.status import Status, exit_code_of, status_of
 from medseg.runs.sweeps import SWEEP_FILE, Job, SweepFolder, compare, find_job, read_jobs
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS, STOP
@@ -121,3 +122,84 @@ def test_a_request_to_stop_that_comes_as_a_job_ends_begins_no_other(
         sweeps.run_job(to_config(own_keys, TrainConfig))
     assert end.value.code == EXIT_RESUME
     assert [job.status for job in read_jobs(folder).values()] == [Status.finished]
+
+
+class SweepJob:
+    """A job of a multirun whose training is replaced by an exit code."""
+
+    def __init__(self, folder: Path, table: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, number: int = 0) -> None:
+        self.folder, self.code, self.message = folder, 0, ""
+        self.resumed: list[str | None] = []
+        given = [f"data.cases='{table}'", *overrides]
+        own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir='{folder}'", f"hydra.runtime.output_dir='{folder / str(number)}'"]
+        own.append(f"hydra.job.num={number}")
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = hydra.compose("train", [*given, *own, f"run_dir='{folder / str(number)}'"], return_hydra_config=True)
+        monkeypatch.setattr(HydraConfig, "get", lambda: composed.hydra)
+        monkeypatch.setattr(STOP, "is_asked", False)
+        monkeypatch.setattr(sweeps, "run_in_process", self.train)
+        open_run = sweeps.open_run
+        monkeypatch.setattr(sweeps, "open_run", lambda config: (self.resumed.append(config.resume), open_run(config)))
+        self.composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+
+    def train(self, config: TrainConfig, _: Callable[[], bool]) -> int:
+        write_end(Path(config.run_dir), status_of(self.code), self.message)
+        return self.code
+
+    def run(self) -> int:
+        return sweeps.run_job(to_config(self.composed, TrainConfig))
+
+
+def test_a_job_that_has_ended_is_skipped_with_its_code_and_an_interrupted_one_goes_on(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=1")
+    job.code, job.message = EXIT_RESUME, "asked to stop"
+    assert job.run() == EXIT_RESUME
+    assert read_jobs(tmp_path)[tmp_path / "0"].message == "asked to stop"
+    job.code, job.message = 4, "the loss is nan"
+    assert job.run() == 4
+    assert job.resumed == [None, str(tmp_path / "0")]
+    assert job.run() == 4, "a failure is not tried again"
+    assert "job 0 has already ended (not finite)" in capsys.readouterr().err
+    job.composed.retry_failed = True
+    job.code, job.message = 0, ""
+    assert job.run() == 0
+    assert job.run() == 0
+    assert len(job.resumed) == 3, "a finished job is skipped"
+    with (tmp_path / "comparison.csv").open() as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["finished"]
+
+
+def test_a_refused_job_is_recorded_and_another_job_in_its_folder_gets_one_of_its_own(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert SweepJob(tmp_path, tiny_table, monkeypatch, "seed=1").run() == 0
+    other = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=2")
+    assert other.run() == 0
+    folders = {job.overrides["seed"]: folder.name for folder, job in read_jobs(tmp_path).items()}
+    assert folders["1"] == "0"
+    assert folders["2"].startswith("0_")
+    third = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=3", number=3)
+
+    def refuse(config: TrainConfig) -> None:
+        raise UserError("no room")
+
+    monkeypatch.setattr(sweeps, "open_run", refuse)
+    assert third.run() == 2
+    (refused,) = [job for job in read_jobs(tmp_path).values() if job.overrides["seed"] == "3"]
+    assert (refused.number, refused.status, refused.message) == (3, Status.refused, "no room")
+    sweeps.note_refusal("no such key")
+    assert read_jobs(tmp_path)[tmp_path / "3"].message == "no such key"
+    third.composed.resume = str(tmp_path)
+    with pytest.raises(UserError, match=r"to resume a multirun, leave resume out and give hydra\.sweep\.dir"):
+        third.run()
+
+
+def test_a_job_that_runs_elsewhere_is_left_alone(tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=1")
+    job.code = EXIT_RESUME
+    job.run()
+    monkeypatch.setattr(sweeps, "is_busy", lambda folder: folder == tmp_path / "0")
+    assert job.run() == exit_code_of(Status.running)
+    assert len(job.resumed) == 1

@@ -106,3 +106,106 @@ def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(tmp_path: Pa
     snapshot.on_train_start(trainer, None)  # type: ignore[arg-type]
     snapshot.on_exception(trainer, None, MemoryError())  # type: ignore[arg-type]
     assert called == ["record", str(tmp_path / "memory_snapshot_2.pickle")]
+
+
+def case_batch(name: str, region: int = 0) -> list[dict[str, Any]]:
+    """A validation batch of one case with different values along each axis."""
+    image = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(1, 1, 2, 3, 4)
+    target = (torch.arange(24).reshape(1, 2, 3, 4) % 3).to(torch.uint8)
+    spacing_mm = [(2.0, 1.0, 1.5)]
+    return [{"image": image, "target": target, "region": torch.tensor([region]), "case": [name], "spacing_mm": spacing_mm}]
+
+
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_a_picture_gets_the_arrays_of_the_case_and_its_names(
+    is_mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(callbacks, "overlay_montage", lambda *arrays, **options: drawn.append((arrays, options)))
+    views = [View({1: "left_lung"}, False), View({2: "right_lung"}, is_mirrored)]
+    pictures = ValidationPictures(tmp_path / "pictures", views)
+    labels = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4)
+    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=70, loggers=[])
+    batch = case_batch("b", region=1)
+    pictures.on_validation_batch_end(trainer, None, labels, batch, 1)  # type: ignore[arg-type]
+    ((image, pred, target, spacing_mm, path), options) = drawn[0]
+    way = -1 if is_mirrored else 1
+    assert (image == batch[0]["image"][0, 0].numpy()[..., ::way]).all()
+    assert (pred == labels.numpy()[..., ::way]).all()
+    assert (target == batch[0]["target"][0].numpy()[..., ::way]).all()
+    assert spacing_mm == (2.0, 1.0, 1.5)
+    assert path == tmp_path / "pictures" / "step_000070_1.png"
+    assert options == {"title": "b, step 70", "label_names": {2: "right_lung"}, "window_hu": (-1.0, 1.0)}
+    assert pictures.drawn == {("b", 1): "step_000070_1.png"}
+
+
+def test_pictures_are_drawn_of_the_first_cases_by_one_rank_and_not_in_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(callbacks, "overlay_montage", lambda *_, title, **__: titles.append(title))
+    pictures = ValidationPictures(tmp_path, [View({1: "lung"}, False)])
+    labels = torch.zeros(2, 3, 4, dtype=torch.uint8)
+    for is_trial, is_first_rank in ((True, True), (False, False), (False, True)):
+        trainer: Any = SimpleNamespace(sanity_checking=is_trial, is_global_zero=is_first_rank, global_step=5, loggers=[])
+        for index, name in enumerate("abc"):
+            pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)  # type: ignore[arg-type]
+    assert titles == ["a, step 5", "b, step 5"]
+
+
+def test_a_case_whose_picture_failed_keeps_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "overlay_montage", lambda *_, **__: None)
+    pictures = ValidationPictures(tmp_path, [View({1: "lung"}, False)])
+    labels = torch.zeros(2, 3, 4, dtype=torch.uint8)
+    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=5, loggers=[])
+    for name, index in (("a", 0), ("b", 1)):
+        pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)  # type: ignore[arg-type]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(callbacks, "overlay_montage", fail)
+    pictures.on_validation_batch_end(trainer, None, labels, case_batch("a"), 0)  # type: ignore[arg-type]
+    assert pictures.drawn == {("b", 0): "step_000005_1.png"}
+
+
+def test_a_picture_goes_to_tensorboard_in_colour(tmp_path: Path) -> None:
+    added: list[tuple[Any, ...]] = []
+
+    class Board(callbacks.TensorBoardLogger):
+        def __init__(self) -> None:
+            """Without a folder of its own."""
+
+        @property
+        def experiment(self) -> Any:
+            return SimpleNamespace(add_image=lambda *args, **options: added.append((*args, options)))
+
+    pictures = ValidationPictures(tmp_path, [View({1: "lung"}, False)])
+    labels = torch.zeros(6, 7, 8, dtype=torch.uint8)
+    batch = [{"image": torch.zeros(1, 1, 6, 7, 8), "target": labels[None], "region": torch.tensor([0]), "case": ["a"]}]
+    batch[0]["spacing_mm"] = [(2.0, 1.0, 1.5)]
+    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=5, loggers=[Board(), object()])
+    pictures.on_validation_batch_end(trainer, None, labels, batch, 0)  # type: ignore[arg-type]
+    ((name, pixels, step, options),) = added
+    assert (name, step, options) == ("validation/0", 5, {"dataformats": "HWC"})
+    assert pixels.ndim == 3
+    assert pixels.shape[2] == 3
+
+
+def test_scores_are_written_by_one_rank_and_not_in_a_trial(tmp_path: Path) -> None:
+    path = tmp_path / "validation.csv"
+    scores = ValidationScores(path, ValidationPictures(tmp_path, [View({1: "lung"}, False)]))
+    module: Any = SimpleNamespace(case_scores={("a", 0, 1): 0.12345678})
+    for is_trial, is_first_rank in ((True, True), (False, False)):
+        trainer: Any = SimpleNamespace(sanity_checking=is_trial, is_global_zero=is_first_rank, global_step=5)
+        scores.on_validation_end(trainer, module)
+        assert not path.exists()
+    trainer = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=5)
+    scores.on_validation_end(trainer, module)
+    assert list(read_csv(path)[0]) == list(callbacks.SCORE_COLUMNS)
+    assert [row["dice"] for row in read_csv(path)] == ["0.123457"]
+    resumed = ValidationScores(path, scores.pictures)
+    for is_first_rank, step, num_rows in ((False, 5, 0), (True, 4, 0), (True, 5, 1)):
+        trainer = SimpleNamespace(is_global_zero=is_first_rank, global_step=step)
+        resumed.on_train_start(trainer, None)  # type: ignore[arg-type]
+        assert len(resumed.rows) == num_rows

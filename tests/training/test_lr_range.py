@@ -109,3 +109,15 @@ def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
     assert found is not None
     assert given == pytest.approx(found / 2, rel=0.05)  # two digits of what lr_scaling doubles again
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["f", "find_lr.csv", "find_lr.png"]
+
+
+def test_the_ends_of_a_smoothed_loss_are_continued_by_their_last_value() -> None:
+    losses = [5.0] * 50 + [1.0] * 50
+    found = smoothed(losses)
+    assert found[:20] == pytest.approx([5.0] * 20)
+    assert found[-20:] == pytest.approx([1.0] * 20)
+    ramp = smoothed(np.arange(10.0).tolist())
+    assert ramp[0] == pytest.approx(0.0 + ramp[0])
+    kernel = np.exp(-0.5 * np.arange(-4, 5) ** 2)
+    expected = sum(weight * max(0, step) for weight, step in zip(kernel, range(-4, 5), strict=True)) / kernel.sum()
+    assert ramp[0] == pytest.approx(expected), "a standard deviation of one, and the first value beyond the end"

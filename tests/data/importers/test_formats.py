@@ -49,3 +49,12 @@ def test_an_empty_file_is_no_data_set(tmp_path: Path) -> None:
     (tmp_path / "scan.nii.gz").touch()
     with pytest.raises(UserError, match="expected a data set in one of these layouts"):
         import_dataset(tmp_path / "scan.nii.gz")
+
+
+def test_a_folder_of_folders_without_a_data_set_has_none(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(UserError, match="expected a data set in one of these layouts, but found none"):
+        import_dataset(tmp_path)
+    make_nnunet(tmp_path / "Dataset001_A")
+    with pytest.raises(UserError, match=r"it holds a data set: Dataset001_A; give one of them, such as .*Dataset001_A"):
+        import_dataset(tmp_path)

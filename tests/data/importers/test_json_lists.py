@@ -256,3 +256,73 @@ def test_any_value_in_a_description_is_read_or_refused(tmp_path: Path, make: Cal
                 except UserError:
                     refused += 1
     assert refused > 80
+
+
+@pytest.mark.parametrize(
+    ("counts", "modality", "said"),
+    [
+        ([2, 3], None, "expected 3 images of each case, one per channel, got 2"),
+        ([2, 2, 1], None, "expected 2 images of each case, one per channel, got 1"),
+        ([3], {"0": "CT", "1": "PET"}, "expected 2 images of each case, one per channel, got 3"),
+        ([2, 2], {"0": "CT", "1": "PET"}, None),
+        ([1, 1], {"0": "CT"}, None),
+    ],
+)
+def test_the_number_of_images_of_each_case_is_that_of_the_channels(
+    tmp_path: Path, counts: list[int], modality: dict[str, str] | None, said: str | None
+) -> None:
+    listed = [
+        {"image": [f"case{index}_{number}.nii.gz" for number in range(count)], "label": f"labels{index}.nii.gz"}
+        for index, count in enumerate(counts)
+    ]
+    content: dict[str, Any] = {"training": listed, "labels": {"1": "a"}}
+    path = write_json(tmp_path / "list.json", content | ({"modality": modality} if modality else {}))
+    if said is None:
+        assert [len(case.images(max(counts))) for case in import_msd(path).cases] == counts
+        return
+    with pytest.raises(UserError) as error:
+        import_msd(path)
+    assert said in str(error.value)
+
+
+def test_further_values_of_the_background_and_a_label_at_its_value(tmp_path: Path) -> None:
+    data = import_nnunet(make_nnunet(tmp_path, labels={"background": [0, 7], "left_lung": 1, "right_lung": 2}))
+    assert data.labels == {"left_lung": [1], "right_lung": [2]}
+    assert data.background == {"background": [7]}
+    change(tmp_path, labels={"background": 0, "left_lung": 1, "right_lung": 2, "air": 0})
+    data = import_nnunet(tmp_path)
+    assert data.labels == {"left_lung": [1], "right_lung": [2]}
+    assert data.background == {}
+    change(tmp_path, labels={"background": 0, "left_lung": [0, 1], "right_lung": 2})
+    with pytest.raises(UserError, match="the label 'left_lung' has the value 0, which is the background"):
+        import_nnunet(tmp_path)
+    change(tmp_path, labels={"background": 0, "left_lung": 1, "right_lung": 2, "ignore": [3, 4]})
+    with pytest.raises(UserError, match=r"expected one value of the label 'ignore', got \[3, 4\]"):
+        import_nnunet(tmp_path)
+
+
+def test_a_fold_that_validates_nothing_keeps_its_sides(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path)
+    folds = [
+        {"train": ["chest_001", "chest_002"], "val": ["chest_000"]},
+        {"train": ["chest_000", "chest_001", "chest_002"], "val": []},
+    ]
+    write_json(folder / "splits_final.json", folds)
+    cases = import_nnunet(folder).cases[:3]
+    assert [case.fold_sides for case in cases] == [("val", "train"), ("train", "train"), ("train", "train")]
+    assert {case.fold for case in cases} == {None}
+
+
+def test_the_test_list_of_the_older_description_chooses_the_test_cases(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path)
+    listed = [{"image": f"./imagesTr/chest_{n:03d}.nii.gz", "label": f"./labelsTr/chest_{n:03d}.nii.gz"} for n in range(3)]
+    labels = {"0": "background", "1": "left_lung", "2": "right_lung"}
+    first_version = {"channel_names": None, "modality": {"0": "CT"}, "labels": labels, "training": listed}
+    change(folder, **first_version, test=["./imagesTs/chest_003.nii.gz"])
+    assert [case.name for case in import_nnunet(folder).cases if case.split == "test"] == ["chest_003"]
+    change(folder, test=[])
+    assert not [case for case in import_nnunet(folder).cases if case.split == "test"]
+    change(folder, test=["./imagesTs/chest_003.nii.gz"])
+    shutil.rmtree(folder / "imagesTs")
+    with pytest.raises(UserError, match=r"the list test names cases, but .*imagesTs does not exist"):
+        import_nnunet(folder)

@@ -1,0 +1,317 @@
+"""Commands with what they call replaced: which run is opened, what is printed, and the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import hydra
+import numpy as np
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from medseg import __version__
+from medseg.commands import cli, entry, export, find_lr, train
+from medseg.conf_folder import conf_dir
+from medseg.config.check import to_config
+from medseg.config.schema import ExportConfig, FindLrConfig
+from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
+from medseg.report.tables import read_csv
+from medseg.runs.folder import CONFIG_FILE
+from medseg.runs.status import Status
+from medseg.training.options import TrainConfig
+
+
+def compose(command: str, schema: type, *overrides: str) -> Any:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose(command, list(overrides)), schema)
+
+
+class Command:
+    """What `train` sees of Hydra and of the processes of a run."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.started, self.code = folder, list[Any](), 0
+        self.hydra = SimpleNamespace(
+            mode=RunMode.RUN,
+            overrides=SimpleNamespace(hydra=["hydra.x=1"], task=["seed=3"]),
+            runtime=SimpleNamespace(output_dir=str(folder / "empty")),
+        )
+        monkeypatch.setattr(HydraConfig, "get", lambda: self.hydra)
+        monkeypatch.setattr(train, "start_ranks", self.start)
+        monkeypatch.setattr(train, "rank", lambda: 0)
+        monkeypatch.setattr(train, "is_under_torchrun", lambda: False)
+        monkeypatch.setattr(train, "num_restarts", lambda: 0)
+        self.config = compose("train", TrainConfig, f"run_dir='{folder / 'run'}'", "logger=none", "seed=3")
+
+    def start(self, config: TrainConfig) -> int:
+        self.started.append((config.run_dir, config.resume))
+        return self.code
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    return Command(tmp_path, monkeypatch)
+
+
+def test_a_run_is_opened_and_its_empty_folder_removed(command: Command) -> None:
+    (command.folder / "empty").mkdir()
+    assert train.train(command.config) == 0
+    assert command.started == [(str(command.folder / "run"), None)]
+    assert (command.folder / "run" / CONFIG_FILE).is_file()
+    assert not (command.folder / "empty").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "own_rank", "is_told"), [(EXIT_OUT_OF_MEMORY, 0, True), (EXIT_OUT_OF_MEMORY, 1, False), (1, 0, False)]
+)
+def test_the_first_rank_without_memory_names_the_plan(
+    code: int, own_rank: int, is_told: bool, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.code = code
+    planned: list[Any] = []
+    monkeypatch.setattr(train, "rank", lambda: own_rank)
+    monkeypatch.setattr(train, "open_or_leave", lambda config, is_named: config)
+    monkeypatch.setattr(train, "is_under_torchrun", lambda: own_rank > 0)
+    monkeypatch.setattr(train, "from_first_rank", lambda opened: opened or command.config)
+    monkeypatch.setattr(train, "plan_command", lambda config, arguments: planned.append(arguments) or "medseg plan")
+    assert train.train(command.config) == code
+    assert planned == [["hydra.x=1", "seed=3"]] * is_told
+    assert ("find switches that fit into this machine: medseg plan" in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize(
+    ("hydra_keys", "keys", "is_named"),
+    [([], ["seed=1"], False), (["hydra.run.dir=x"], [], True), ([], ["run_dir=x"], True), ([], ["stage.run_dir=x"], False)],
+)
+def test_a_folder_that_the_user_names_is_told_from_the_default(
+    hydra_keys: list[str], keys: list[str], is_named: bool, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    command.hydra.overrides = SimpleNamespace(hydra=hydra_keys, task=keys)
+    monkeypatch.setattr(train, "open_or_leave", lambda config, is_named: asked.append(is_named))
+    assert train.train(command.config) == 0
+    assert asked == [is_named]
+    assert command.started == [], "a finished run is not started"
+
+
+def test_a_multirun_is_a_job_of_its_sweep_and_not_of_torchrun(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    command.hydra.mode = RunMode.MULTIRUN
+    monkeypatch.setattr(train.sweeps, "run_job", lambda config: 17)
+    assert train.train(command.config) == 17
+    monkeypatch.setattr(train, "is_under_torchrun", lambda: True)
+    with pytest.raises(UserError, match="a multirun cannot run under torchrun"):
+        train.train(command.config)
+
+
+@pytest.mark.parametrize(
+    ("resume", "restarts", "found", "is_over", "opened", "said"),
+    [
+        (None, 0, None, False, None, ""),
+        ("old", 0, None, False, "old", "resuming old"),
+        ("old", 0, None, True, None, "already finished: "),
+        ("auto", 0, None, False, None, ""),
+        ("auto", 0, ("other", Status.interrupted), False, "other", "resuming other"),
+        ("auto", 0, ("other", Status.finished), False, None, "already finished: other"),
+        (None, 2, ("other", Status.failed), False, "other", "resuming other"),
+    ],
+)
+def test_a_run_is_resumed_unless_it_has_finished(
+    resume: str | None,
+    restarts: int,
+    found: tuple[str, Status] | None,
+    is_over: bool,
+    opened: str | None,
+    said: str,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(train, "num_restarts", lambda: restarts)
+    monkeypatch.setattr(train, "find_run", lambda config: found)
+    monkeypatch.setattr(train, "is_finished", lambda config: is_over)
+    monkeypatch.setattr(train, "open_run", lambda config, is_named: calls.append((config.resume, is_named)))
+    result = train.open_or_leave(replace(command.config, resume=resume), True)
+    has_ended = said.startswith("already")
+    assert (result is None) == has_ended
+    assert said in capsys.readouterr().err
+    if found is not None and found[1] is Status.finished:
+        assert calls == []
+    else:
+        assert calls == [("old" if is_over else opened, True)]
+
+
+def test_the_process_of_a_training_imports_nothing_from_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(train.STOP, "install", lambda: calls.append("install"))
+    monkeypatch.setattr(entry, "run", lambda *arguments: calls.append(arguments))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    train.main()
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+    assert calls == ["install", ("train", train.train, train.sweeps.note_refusal, train.sweeps.exit_codes, train.read)]
+
+
+class Climb:
+    """A range test whose losses are given."""
+
+    losses: ClassVar[list[float]] = []
+
+    def __init__(self, lowest: float, highest: float, steps: int) -> None:
+        self.arguments = (lowest, highest, steps)
+        self.lrs = [1e-4 * 10**n for n in range(len(self.losses))]
+        Climb.made = self.arguments  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("found", "code"), [(0.004, 0), (None, 1)])
+def test_a_rate_is_printed_as_the_argument_of_a_training(
+    found: float | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [
+        f"output='{tmp_path / 'out'}'",
+        "lowest_lr=1e-5",
+        "highest_lr=2",
+        "steps=33",
+        "stage.batch_size=4",
+        "lr_scaling=sqrt",
+    ]
+    config = compose("find_lr", FindLrConfig, *settings, "seed=9", "run_dir=none")
+    fitted: list[Any] = []
+    trainer = SimpleNamespace(limit_val_batches=1, fit=lambda module, datamodule: fitted.append((module, datamodule)))
+    built: dict[str, Any] = {}
+    seeds: list[int] = []
+    Climb.losses = [3.0, 2.0, 1.0, 5.0]
+    monkeypatch.setattr(find_lr.torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(find_lr, "LrRange", Climb)
+    monkeypatch.setattr(find_lr, "make_network", lambda given: built.update(config=given) or "network")
+    monkeypatch.setattr(find_lr, "load_initial_weights", lambda network, given: built.update(initial=network))
+    monkeypatch.setattr(find_lr, "make_trainer", lambda given, callbacks: built.update(callbacks=callbacks) or trainer)
+    monkeypatch.setattr(find_lr, "make_module", lambda given, network, metadata: (network, metadata))
+    monkeypatch.setattr(find_lr, "make_data_module", lambda given: "data")
+    monkeypatch.setattr(find_lr, "find_spacing", lambda *_: None)
+    monkeypatch.setattr(find_lr, "suggest_lr", lambda lrs, losses: found)
+    monkeypatch.setattr(find_lr, "smoothed", np.array)
+    drawn: list[Any] = []
+    monkeypatch.setattr(find_lr, "draw_lr_range", lambda *arguments: drawn.append(arguments))
+    assert find_lr.find_lr(config) == code
+    assert Climb.made == (1e-5, 2.0, 33)  # type: ignore[attr-defined]
+    assert seeds == [9]
+    assert trainer.limit_val_batches == 0
+    assert fitted == [(("network", {}), "data")]
+    used = built["config"]
+    assert (used.schedule, used.warmup_steps, used.logger) == (find_lr.CONSTANT, 0, {})
+    assert built["initial"] == "network"
+    rows = read_csv(tmp_path / "out" / "find_lr.csv")
+    assert [float(row["loss"]) for row in rows] == Climb.losses
+    assert drawn[0][4:] == ("coarse, AdamW, stage.batch_size=4", tmp_path / "out" / "find_lr.png")
+    said = capsys.readouterr()
+    if found is None:
+        assert "the loss never falls" in said.err
+        assert "optimizer.lr" not in said.out
+    else:
+        assert said.out.splitlines()[0] == "optimizer.lr=0.002", "the scaling multiplies it by the root of the batch"
+        assert "suggested: 0.004, where the loss falls steepest but at most a tenth of 0.01" in said.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["lowest_lr=0.1", "highest_lr=0.1"], "expected lowest_lr < highest_lr"),
+        (["trainer=ddp", "stage.batch_size=2"], "find_lr runs on one rank"),
+    ],
+)
+def test_rates_that_do_not_rise_and_several_ranks_are_refused(settings: list[str], said: str) -> None:
+    config = compose("find_lr", FindLrConfig, *settings, "run_dir=none")
+    with pytest.raises(UserError, match=said):
+        find_lr.find_lr(config)
+
+
+@pytest.mark.parametrize(
+    ("fixed_size", "words"), [(None, "any size in multiples of 8×16×32 voxels"), ((16, 32, 64), "16×32×64 voxels (z, y, x) only")]
+)
+def test_an_export_says_which_sizes_the_file_takes(
+    fixed_size: tuple[int, int, int] | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+    stage = SimpleNamespace(divisor=(8, 16, 32))
+    exported = SimpleNamespace(fixed_size=fixed_size, form="ONNX, opset 18", difference=1.5e-6)
+    monkeypatch.setattr(export, "load_stage", lambda *arguments, **options: calls.append((arguments, options)) or stage)
+    monkeypatch.setattr(export, "export_stage", lambda *arguments: calls.append(arguments) or exported)
+    config = compose("export", ExportConfig, "checkpoint=a.ckpt", "output=model.onnx", "region=left_lung")
+    assert export.export(config) == 0
+    ((path, name, device, precision, trusted), options), given = calls
+    assert (path, name, device.type, precision, list(trusted), options) == (
+        Path("a.ckpt"),
+        None,
+        "cpu",
+        "fp32",
+        [],
+        {"backend": "torch"},
+    )
+    assert given == (stage, Path("model.onnx"), "left_lung")
+    said = capsys.readouterr().out
+    assert words in said
+    assert "logits within 1.5e-06 of torch" in said
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_program_says_its_version_and_lists_its_commands(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["medseg", option])
+    cli.main()
+    assert capsys.readouterr().out == f"{__version__}\n"
+    for arguments in ([], ["--help"], ["-h"]):
+        monkeypatch.setattr(sys, "argv", ["medseg", *arguments])
+        cli.main()
+        said = capsys.readouterr().out
+        assert all(f"  {name}" in said for name in entry.COMMANDS)
+    monkeypatch.setattr(sys, "argv", ["medseg", "--completion"])
+    cli.main()
+    assert "complete -o nospace" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["medseg", "fit", "x=1"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "there is no command fit; did you mean train?" in capsys.readouterr().err
+    ran: list[Any] = []
+    monkeypatch.setattr(cli, "run_command", lambda name: ran.append((name, list(sys.argv))))
+    monkeypatch.setattr(sys, "argv", ["medseg", "plan", "seed=1"])
+    cli.main()
+    assert ran == [("plan", ["medseg plan", "seed=1"])]
+
+
+@pytest.mark.parametrize(("name", "is_ours"), [("optuna", True), ("somewhere", False)])
+def test_a_command_without_its_package_names_the_extra(name: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str) -> Any:
+        raise ModuleNotFoundError("missing", name=name)
+
+    jobs: list[Any] = []
+    monkeypatch.setattr(entry, "import_module", missing)
+    monkeypatch.setattr(entry, "run", lambda command, job: jobs.append((command, job)))
+    entry.run_command("search")
+    ((command, job),) = jobs
+    assert command == "search"
+    if is_ours:
+        with pytest.raises(UserError, match=r"search needs optuna, which is not installed; .*medseg\[search\]"):
+            job(None)
+    else:
+        with pytest.raises(ModuleNotFoundError):
+            job(None)
+
+
+def test_the_command_named_like_a_word_of_python_calls_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(import_data=lambda config: 3, plan=lambda config: 4, main=lambda: mains.append(1))
+    mains: list[int] = []
+    jobs: dict[str, Any] = {}
+    monkeypatch.setattr(entry, "import_module", lambda name: module)
+    monkeypatch.setattr(entry, "run", lambda command, job: jobs.update({command: job}))
+    for name in ("import", "plan", "train"):
+        entry.run_command(name)
+    assert {name: job(None) for name, job in jobs.items()} == {"import": 3, "plan": 4}
+    assert mains == [1]

@@ -1,0 +1,57 @@
+"""Number formats of written label maps, and sizes that are one volume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import SimpleITK
+
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.volume import check_shape
+from medseg.io.write import write_labels
+
+GRID = VoxelGrid((3, 4, 5), (1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "expected"),
+    [
+        ([0, 255], np.int64, np.uint8),
+        ([0, 256], np.int64, (np.int16, np.uint16)),
+        ([-1, 255], np.int64, np.int16),
+        ([0, 40_000], np.int64, np.uint16),
+        ([-1, 40_000], np.int64, np.int32),
+        ([0, 70_000], np.uint64, (np.int32, np.uint32)),
+        ([False, True], bool, np.uint8),
+        ([0, 7], np.int16, np.int16),
+    ],
+)
+def test_labels_are_narrowed_to_a_format_that_holds_all_of_them(
+    tmp_path: Path, values: list[int], dtype: type, expected: type | tuple[type, ...]
+) -> None:
+    labels = np.zeros(GRID.shape, dtype)
+    labels[0, 0, :2] = values
+    write_labels(tmp_path / "labels.nrrd", labels, GRID)
+    found = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(tmp_path / "labels.nrrd")))
+    assert np.array_equal(found, labels)
+    formats = expected if isinstance(expected, tuple) else (expected,)
+    assert found.dtype in [np.dtype(one) for one in formats]
+
+
+def test_labels_that_fit_no_format_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"labels must fit into 32 bits, got 0 to 1099511627776"):
+        write_labels(tmp_path / "labels.nrrd", np.full(GRID.shape, 2**40) * (np.arange(5) > 0), GRID)
+    with pytest.raises(ValueError, match="labels must be whole numbers, got float32"):
+        write_labels(tmp_path / "labels.nrrd", np.zeros(GRID.shape, np.float32), GRID)
+
+
+def test_one_volume_has_three_sizes_and_no_frames() -> None:
+    assert check_shape(Path("a"), [5, 4, 3]) == (3, 4, 5)
+    assert check_shape(Path("a"), [5, 4, 3, 1, 1]) == (3, 4, 5)
+    assert check_shape(Path("a"), [1, 1, 1]) == (1, 1, 1)
+    for sizes in ([5, 4], [5, 4, 3, 2], [5, 0, 3], [5, 4, 3, 1, 2]):
+        with pytest.raises(UserError, match="expected one 3D volume"):
+            check_shape(Path("a"), sizes)

@@ -1,0 +1,40 @@
+"""A request to stop is recorded, and ends the process at once where nothing would be lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from medseg.training.preemption import SIGNALS, Preempted, StopRequest
+
+
+def test_a_request_is_recorded_and_ends_a_safe_process_once() -> None:
+    stop = StopRequest()
+    assert (stop.is_asked, stop.is_safe) == (False, False)
+    stop.end_at_once()
+    with pytest.raises(Preempted):
+        stop._note(signal.SIGTERM, None)
+    assert stop.is_asked
+    stop._note(signal.SIGTERM, None)  # while it ends, a second signal changes nothing
+
+
+def test_a_request_that_came_before_ends_a_process_when_it_becomes_safe() -> None:
+    stop = StopRequest()
+    stop._note(signal.SIGTERM, None)
+    assert (stop.is_asked, stop.is_safe) == (True, False)
+    with pytest.raises(Preempted):
+        stop.end_at_once()
+
+
+def test_all_signals_of_clusters_are_handled_in_the_main_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(number))
+    stop = StopRequest()
+    thread = threading.Thread(target=stop.install)
+    thread.start()
+    thread.join()
+    assert handled == []
+    stop.install()
+    assert handled == list(SIGNALS) == [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
