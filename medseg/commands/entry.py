@@ -16,11 +16,12 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from medseg.conf_folder import conf_dir
-from medseg.config.check import explain, to_config
+from medseg.config.check import explain, resolved, to_config
 from medseg.config.completion import complete, is_completion, line_words
 from medseg.config.help import help_text
 from medseg.config.imported import with_task
@@ -49,7 +50,7 @@ from medseg.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_
 from medseg.memory.heap import map_large_blocks
 from medseg.memory.instructions import train_without_amx
 from medseg.prediction.options import PredictConfig
-from medseg.runs.folder import remove_if_empty
+from medseg.runs.folder import Config, changed_config, remove_if_empty
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
@@ -108,6 +109,8 @@ def run_command(command: str) -> None:
 
     if command == "train":  # it prepares the process first
         import_module(module).main()
+    elif command == "plan":
+        run(command, job, read=partial(read_resumed, command, PlanConfig))
     else:
         run(command, job)
 
@@ -205,6 +208,22 @@ def run(
         say(f"{sum(code != 0 for code in codes)} of {len(codes)} jobs failed")
         sys.exit(EXIT_FAILED)
     sys.exit(max(codes, default=0))
+
+
+def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Config:
+    """Check the composed configuration, or that of `resume=<run folder>` with the keys that the command line changes.
+
+    Args:
+        command: Name of the command and of its root file under `conf/`.
+        schema: Keys of the command.
+        composed: What the command line composes.
+    """
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode is RunMode.MULTIRUN or composed.resume in (None, "auto"):
+        return to_config(composed, schema)
+    default = resolved(hydra.compose(command))
+    overrides = hydra_config.overrides.task
+    return changed_config(composed.resume, resolved(composed), default, overrides, schema)
 
 
 def _is_unread(stream: TextIO) -> bool:

@@ -3,18 +3,16 @@
 import os
 from pathlib import Path
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from medseg.commands import entry
-from medseg.config.check import resolved, to_config
 from medseg.console import say
 from medseg.errors import EXIT_OUT_OF_MEMORY, require
 from medseg.runs import sweeps
 from medseg.runs.advice import plan_command
-from medseg.runs.folder import changed_config, find_run, is_finished, open_run, remove_if_empty
+from medseg.runs.folder import find_run, is_finished, open_run, remove_if_empty
 from medseg.runs.processes import check_start, start_ranks
 from medseg.runs.ranks import choose_gpus, from_first_rank, is_under_torchrun, num_restarts, rank
 from medseg.runs.status import Status
@@ -38,11 +36,7 @@ def main() -> None:
 def read(composed: DictConfig) -> TrainConfig:
     """Check the composed configuration, or that of the run to resume with the keys that the command line changes."""
     hydra_config = HydraConfig.get()
-    if hydra_config.mode is RunMode.MULTIRUN or composed.resume in (None, "auto"):
-        config = to_config(composed, TrainConfig)
-    else:
-        default = resolved(hydra.compose("train"))
-        config = changed_config(composed.resume, resolved(composed), default, hydra_config.overrides.task)
+    config = entry.read_resumed("train", TrainConfig, composed)
     choose_gpus(config.trainer.gpus)
     if rank() == 0:
         from medseg.training.check import check_objects  # loads torch, which takes seconds; the checks above do without it

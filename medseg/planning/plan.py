@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from medseg.planning.step import (
     num_shares,
     samples_per_rank,
 )
-from medseg.runs.folder import load_config
 from medseg.runs.plans import past_errors, write_plan
 from medseg.training.optimisation import propose_lr
 
@@ -61,7 +60,6 @@ def plan(config: PlanConfig) -> int:
     require(
         config.max_seconds is None or config.fit_gib is not None, "max_seconds needs fit_gib: give the memory that a run may use"
     )
-    config = with_run(config)
     find_spacing(config.spacing, config.data, config.task)
     shape = input_shape(config)
     if config.fit_gib is not None:
@@ -106,14 +104,6 @@ def plan(config: PlanConfig) -> int:
             cure = "choose smaller tiles, inference.tile_size=[D,H,W]"
         say(f"the {peak_of} needs {peaks[peak_of] / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit; {cure}")
     return 0 if fits else EXIT_FAILED
-
-
-def with_run(config: PlanConfig) -> PlanConfig:
-    """The configuration to plan: with `resume=<run folder>` that of the run."""
-    if config.resume in (None, "auto"):
-        return config
-    saved = load_config(Path(str(config.resume)).absolute(), config.trusted_targets)
-    return replace(config, **vars(saved))
 
 
 def describe_peaks(config: PlanConfig, case_shape: Shape, peaks: dict[str, int]) -> list[str]:

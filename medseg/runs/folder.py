@@ -32,6 +32,7 @@ LOCK_WAIT_S = 35.0
 LENGTH_KEYS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters", "CosineAnnealingLR": "T_max"}
 
 T = TypeVar("T")
+Config = TypeVar("Config", bound=TrainConfig)
 
 
 def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
@@ -89,7 +90,13 @@ def _text(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
-def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any], overrides: Iterable[str]) -> TrainConfig:
+def changed_config(
+    resume: str,
+    composed: dict[str, Any],
+    default: dict[str, Any],
+    overrides: Iterable[str],
+    schema: type[Config],
+) -> Config:
     """The configuration of a run to resume, changed by what the command line says beside `resume`.
 
     Args:
@@ -97,12 +104,13 @@ def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any
         composed: What the command line composes, in plain values.
         default: What an empty command line composes.
         overrides: The arguments. Keys and groups that they name are changed even to a default value.
+        schema: Keys of the command; those that `train` lacks are as they are composed.
 
     Raises:
         UserError: If the folder holds no run, or the changed configuration is invalid.
     """
     run_dir = _existing_run(resume)
-    values = plain(load_config(run_dir, composed["trusted_targets"]))
+    values = {**composed, **plain(load_config(run_dir, composed["trusted_targets"]))}
     unchanged, changed = flat(default), OmegaConf.create(values)
     names = [override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in overrides]
     # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of another class than that of the run.
@@ -116,7 +124,7 @@ def changed_config(resume: str, composed: dict[str, Any], default: dict[str, Any
     if any(name.partition(".")[0] == "logger" for name in names):
         changed.logger, changed.run_dir = composed["logger"], composed["run_dir"]
     changed.resume = resume
-    return to_config(changed, TrainConfig)
+    return to_config(changed, schema)
 
 
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:

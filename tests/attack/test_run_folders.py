@@ -147,7 +147,7 @@ def damage(path: Path, content: bytes | Callable[[Path], None]) -> None:
 
 def resume(run_dir: Path, *overrides: str) -> TrainConfig:
     """The configuration of `train resume=<run_dir> …`, its folder opened."""
-    config = changed_config(str(run_dir), composed(*overrides), composed(), overrides)
+    config = changed_config(str(run_dir), composed(*overrides), composed(), overrides, TrainConfig)
     open_run(config)
     return config
 

@@ -147,7 +147,7 @@ def test_each_resumed_run_of_a_page_takes_what_is_changed(monkeypatch: pytest.Mo
             changes = [argument for argument in arguments if not argument.startswith("resume=")]
             resumed, overrides = composed("train", [*changes, f"resume={run_dir}"], table, run_dir)
             default, _ = composed("train", [], table, run_dir)
-            changed = changed_config(str(run_dir), resolved(resumed), resolved(default), overrides)
+            changed = changed_config(str(run_dir), resolved(resumed), resolved(default), overrides, TrainConfig)
             open_run(changed)
             num_resumed += 1
     assert num_resumed

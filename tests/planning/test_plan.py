@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from medseg.commands import entry
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
@@ -96,13 +98,33 @@ def test_one_stage_is_validated_in_tiles_of_its_training_patch(patch: tuple[int,
     assert named.inference.tile_size == (80, 80, 80)
 
 
-def test_a_run_to_resume_is_planned_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "samples", "optimizer_copies"),
+    [([], 1, 2), (["stage.batch_size=3"], 3, 2), (["optimizer=sgd"], 1, 1)],
+)
+def test_a_run_to_resume_is_planned_with_the_changes_of_the_command_line(
+    changes: list[str], samples: int, optimizer_copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = [*SMALL[:-1], "stage.patch_size=[16,24,32]", "memory=lean", "logger=none"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        settings = [*SMALL[:-1], "stage.patch_size=[16,24,32]", "memory=lean", f"run_dir='{tmp_path / 'run'}'", "logger=none"]
-        run = to_config(hydra.compose("train", settings), TrainConfig)
+        run = to_config(hydra.compose("train", [*settings, f"run_dir='{run_dir}'"]), TrainConfig)
     open_run(run)
-    config = plan_app.with_run(compose(f"resume='{tmp_path / 'run'}'", "fit_gib=3"))
-    assert (config.fit_gib, config.stage, config.memory, config.model) == (3.0, run.stage, run.memory, run.model)
+    arguments = ["plan", f"resume={run_dir}", "measure=false", "output=plan.json", *changes]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
+        monkeypatch.setenv(name, "1")
+    # They change this process.
+    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)
+    monkeypatch.setattr(entry, "train_without_amx", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        entry.run_command("plan")
+    assert ended.value.code == 0
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    assert (facts["stage"], facts["shape"]) == ("fine", [16, 24, 32])
+    assert facts["voxels"] == samples * 16 * 24 * 32
+    assert round(facts["optimizer_state"] / facts["parameters"]) == optimizer_copies
 
 
 @pytest.fixture

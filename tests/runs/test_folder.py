@@ -67,7 +67,7 @@ def resume(run_dir: Path, *overrides: str) -> TrainConfig:
     place = f"run_dir={run_dir.parent / 'later'}"  # which Hydra gives to the command
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed, default = (resolved(hydra.compose("train", list(given))) for given in ([place, *overrides], [place]))
-    assert open_run(changed_config(str(run_dir), composed, default, overrides)) == run_dir
+    assert open_run(changed_config(str(run_dir), composed, default, overrides, TrainConfig)) == run_dir
     return load_config(run_dir)
 
 
