@@ -101,7 +101,7 @@ def validated_shape(config: PlanConfig) -> Shape:
     data.prepare_data()
     data.setup("fit")
     samples = data.val_samples()
-    shapes = [collate([samples[n]], data.stage_input.divisor)[0]["target"].shape[1:] for n in range(len(samples))]
+    shapes = [collate([samples[n]], data.divisor)[0]["target"].shape[1:] for n in range(len(samples))]
     return max(map(tuple, shapes), key=math.prod)
 
 

@@ -25,13 +25,15 @@ COARSE_KEYS = {
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StageConfig:
     """Input, region and validation of a stage."""
 
     name: Annotated[StageName, Knob("Stage of the cascade, or single for a task of one stage.")]
-    patch_size: Annotated[Shape | None, Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)")]
-    batch_size: Annotated[int, Knob("Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples")]
+    patch_size: Annotated[
+        Shape | None, Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)")
+    ] = None
+    batch_size: Annotated[int, Knob("Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples")] = 1
     max_voxels: Annotated[
         int | None,
         Knob(
@@ -39,40 +41,52 @@ class StageConfig:
             "[1, inf)",
             "voxels",
         ),
-    ]
+    ] = None
     slab_share: Annotated[
         float | None, Knob("Coarse and single stage: share of samples cut to a random range of slices.", "[0, 1]")
-    ]
+    ] = None
+    side_share: Annotated[
+        float | None,
+        Knob("Coarse and single stage: share of samples cut to a random range of columns: half chests.", "[0, 1]"),
+    ] = None
     boundary_share: Annotated[
         float | None, Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]")
-    ]
-    elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")]
-    region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")]
-    region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")]
+    ] = None
+    elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")] = None
+    region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")] = None
+    region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")] = None
     box_jitter_mm: Annotated[
         float | None, Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm")
-    ]
-    coarse: Annotated[Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")]
-    validate_every: Annotated[int, Knob("Interval of validations.", "[1, inf)", "optimiser steps")]
-    patience: Annotated[
-        int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
-    ]
-    side_share: Annotated[
-        float | None, Knob("Coarse and single stage: share of samples cut to a random range of columns: half chests.", "[0, 1]")
     ] = None
+    coarse: Annotated[Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")] = None
     add_parts_mm: Annotated[
         float | None,
         Knob(
-            "Coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it; null: never.",
+            "Coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into "
+            "it; null: never.",
             "(0, 50]",
             "mm",
         ),
     ] = None
+    validate_every: Annotated[int, Knob("Interval of validations.", "[1, inf)", "optimiser steps")] = 250
+    patience: Annotated[
+        int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
+    ] = None
+
+    @property
+    def sees_whole_scans(self) -> bool:
+        """Whether a sample comes from a whole scan; else it is a region."""
+        return self.name is not StageName.fine
+
+    @property
+    def for_validation(self) -> "StageConfig":
+        """The same stage with whole volumes, or the crops that prediction would cut: no key of the sampling is set."""
+        return StageConfig(name=self.name)
 
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each key of another stage, and for each one that this stage lacks."""
         yield from missing_file("stage.coarse", self.coarse)
-        if self.name is not StageName.fine:
+        if self.sees_whole_scans:
             for key in (*FINE_KEYS, "elsewhere_share", "coarse"):
                 if getattr(self, key) is not None:
                     yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"

@@ -21,6 +21,7 @@ from medseg.console import say
 from medseg.data.audit.labels import ABSENT
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
+from medseg.data.options import StageConfig
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.transforms import Transforms
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
@@ -126,18 +127,11 @@ class Samples(Dataset[Sample]):
         cases: Cases with labels.
         task: Labels, regions and channels.
         crops: Chooses the spacing and the crop of a region as prediction does, jittered when it gets a generator.
+        stage: How samples are drawn.
         seed: Seed of the run.
-        is_coarse: Whether samples come from whole scans; else each is a region.
-        patch_size: Shape of a sample, (D, H, W); None takes the whole volume or crop.
         augmentation: None for validation.
         jitter: Whether `crops` gets the generator of the sample.
         weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
-        max_voxels: Coarse stage: bound on the voxels of a padded sample; a longer volume is cut to a random range of slices.
-        slab_share: Coarse stage: share of samples that are cut to a random range of slices, as if no more had been scanned.
-        side_share: Coarse stage: share of samples that are cut to a random range of columns: half chests.
-        boundary_share: Share of patches that contain a voxel at the boundary of the region (fine stage) or of a label of the case
-            (coarse stage; each label is chosen equally often).
-        elsewhere_share: Fine stage: share of samples that are cut anywhere in the scan, whether the region is there or not.
         train_trust: Take only regions whose reference has one of these trusts; in the coarse stage only cases whose regions all have one or
             are absent. None takes all.
 
@@ -151,20 +145,15 @@ class Samples(Dataset[Sample]):
         cases: Sequence[CachedCase],
         task: Task,
         crops: StageCrops,
+        stage: StageConfig,
         *,
         seed: int,
-        is_coarse: bool,
-        patch_size: tuple[int, int, int] | None = None,
         augmentation: Transforms | None = None,
         jitter: bool = True,
         weights: Sequence[float] | None = None,
-        max_voxels: int | None = None,
-        slab_share: float = 0.0,
-        side_share: float = 0.0,
-        boundary_share: float = 0.0,
-        elsewhere_share: float = 0.0,
         train_trust: Collection[str] | None = None,
     ) -> None:
+        is_coarse = stage.sees_whole_scans
         found = [
             ((case, number), weight)
             for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
@@ -186,10 +175,8 @@ class Samples(Dataset[Sample]):
             )
         self.items = [item for item, _ in found]
         self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
-        self.task, self.crops, self.seed, self.is_coarse = task, crops, seed, is_coarse
-        self.patch_size, self.augmentation, self.jitter = patch_size, augmentation, jitter
-        self.max_voxels, self.slab_share = max_voxels, slab_share
-        self.boundary_share, self.elsewhere_share, self.side_share = boundary_share, elsewhere_share, side_share
+        self.task, self.crops, self.stage, self.seed = task, crops, stage, seed
+        self.augmentation, self.jitter = augmentation, jitter
 
     def __len__(self) -> int:
         """Items of one pass."""
@@ -198,19 +185,21 @@ class Samples(Dataset[Sample]):
     def size(self, n: int) -> int:
         """Estimate the voxels of sample n from its case (coarse stage) or region alone: without jitter, patches or slabs."""
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
-        shape = case.grid.shape if self.is_coarse else self.crops.crop(case, self.task.regions[number], None).box.shape
+        shape = (
+            case.grid.shape if self.stage.sees_whole_scans else self.crops.crop(case, self.task.regions[number], None).box.shape
+        )
         return math.prod(shape)
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
-        region, rng = None if self.is_coarse else self.task.regions[number], sample_rng(self.seed, n)
+        region, rng = None if self.stage.sees_whole_scans else self.task.regions[number], sample_rng(self.seed, n)
         with one_thread():
             scan, crop = self._choose_scan(case, rng) if region is None else self._choose_region(case, region, rng)
             intensities = self._draw_intensities(case, rng)
             spacing_mm, shape, source = crop.lattice.spacing_mm, crop.box.shape, crop
             warp = None if self.augmentation is None else self.augmentation.draw_warp(rng, spacing_mm)
-            if warp is not None and (region is not None or self.patch_size is not None):
+            if warp is not None and (region is not None or self.stage.patch_size is not None):
                 # A warp samples beyond the crop. The scan is read there too, so that no false air comes in at the corners.
                 source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
             image, target = scan.read(source, intensities)
@@ -247,7 +236,9 @@ class Samples(Dataset[Sample]):
         """Choose a whole case or a slab of it, and the crop about its body."""
         scan, rule, divisor = self._scan(case), self.crops.rule, self.crops.divisor
         body = scan.body()
-        if self.side_share and rng.random() < self.side_share:  # without it nothing is drawn: the samples of older runs stay
+        if (
+            self.stage.side_share and rng.random() < self.stage.side_share
+        ):  # without it nothing is drawn: the samples of older runs stay
             scan, body = _cut(scan, body, 2, LEAST_SIDE, rng)
         if rule != PLAIN:
             spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
@@ -255,19 +246,19 @@ class Samples(Dataset[Sample]):
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
             crop = rule.crop(body, lattice, (1, 1, 1), divisor)
-            if self.patch_size is not None:
-                return scan, self._cut_patch(case, crop, self._any_label(case, rng), self.patch_size, rng)
+            if self.stage.patch_size is not None:
+                return scan, self._cut_patch(case, crop, self._any_label(case, rng), self.stage.patch_size, rng)
             depth = self._bounded_depth(network_size(crop.box.shape, divisor))
             if depth is None:
                 return scan, crop
             # A range of the body, where it is long enough.
             whole = body if body.shape[0] >= depth else crop.box
-        elif self.patch_size is not None:
+        elif self.stage.patch_size is not None:
             scan, body = self._cut_slab(scan, body, rng)
-            return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.patch_size, rng)
+            return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.stage.patch_size, rng)
         else:
             shape, step = network_size(body.shape, divisor), divisor[0]
-            if rng.random() < self.slab_share:
+            if rng.random() < (self.stage.slab_share or 0.0):
                 num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
                 shape = (max(step, num_slices // step * step), *shape[1:])
             depth, whole = self._bounded_depth(shape) or shape[0], body
@@ -280,29 +271,29 @@ class Samples(Dataset[Sample]):
 
     def _cut_slab(self, scan: _Scan, body: VoxelBox, rng: np.random.Generator) -> tuple[_Scan, VoxelBox]:
         """Cut `slab_share` of the scans to a random range of the body's slices; return the scan and its body."""
-        if rng.random() >= self.slab_share:
+        if rng.random() >= (self.stage.slab_share or 0.0):
             return scan, body
         return _cut(scan, body, 0, LEAST_SLAB, rng)
 
     def _bounded_depth(self, shape: tuple[int, int, int]) -> int | None:
         """Count the slices, a multiple of the divisor, that a filled shape keeps under `max_voxels`; None if it is under it."""
-        if self.max_voxels is None or math.prod(shape) <= self.max_voxels:
+        if self.stage.max_voxels is None or math.prod(shape) <= self.stage.max_voxels:
             return None
         step = self.crops.divisor[0]
-        return max(step, self.max_voxels // math.prod(shape[1:]) // step * step)
+        return max(step, self.stage.max_voxels // math.prod(shape[1:]) // step * step)
 
     def _choose_region(self, case: CachedCase, region: Region, rng: np.random.Generator) -> tuple[_Scan, Crop]:
         """Choose the crop of the region, a patch of it, or one from elsewhere."""
         crop = self.crops.crop(case, region, rng if self.jitter else None)
-        if rng.random() < self.elsewhere_share:
-            size, within = self.patch_size or crop.box.shape, crop.lattice.centres_within(case.grid)
+        if rng.random() < (self.stage.elsewhere_share or 0.0):
+            size, within = self.stage.patch_size or crop.box.shape, crop.lattice.centres_within(case.grid)
             rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
             # About the centre of an axis that is shorter.
             place = [int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2 for rest in rests]
             crop = Crop(crop.lattice, VoxelBox.full(size).shifted(within.start).shifted(place))
-        elif self.patch_size is not None:
+        elif self.stage.patch_size is not None:
             found = case.region_boxes[region.name], self.task.region_values(region)
-            crop = self._cut_patch(case, crop, found, self.patch_size, rng)
+            crop = self._cut_patch(case, crop, found, self.stage.patch_size, rng)
         return self._scan(case), crop
 
     def _scan(self, case: CachedCase) -> _Scan:
@@ -322,7 +313,7 @@ class Samples(Dataset[Sample]):
         """Place a patch in the crop, in voxels of its lattice; about the centre of an axis that is shorter than the patch."""
         # Both are drawn in any case, so that the place does not depend on whether a boundary is found.
         place = rng.random(3)
-        wants_boundary = rng.random() < self.boundary_share
+        wants_boundary = rng.random() < (self.stage.boundary_share or 0.0)
         voxel = self._boundary_voxel(case, crop, *found, rng) if wants_boundary and found is not None else None
         start: list[int] = []
         for axis, (low, stop, size) in enumerate(zip(crop.box.start, crop.box.stop, patch_size, strict=True)):

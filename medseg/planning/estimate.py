@@ -21,7 +21,7 @@ from medseg.planning.blocks import duration, rise
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
 from medseg.planning.step import count_evaluation, count_memory, samples_per_rank
 from medseg.targets import TARGET
-from medseg.training.assemble import propose_workers
+from medseg.training.data_module import propose_workers
 
 # Phases of a run.
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"

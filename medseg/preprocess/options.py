@@ -50,7 +50,7 @@ class SpacingConfig:
             "(0, inf)",
             "mm (z, y, x)",
         ),
-    ]
+    ] = None
     strategy: Annotated[SpacingStrategy, Knob("Rule for the grid of each scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
     size: Annotated[
         Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -25,11 +24,10 @@ from medseg.memory.device_map import named_parts, plan_device_map, resolve_devic
 from medseg.memory.precision import lightning_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.models.stage_network import StageNetwork
-from medseg.preprocess.options import SpacingDraw
 from medseg.targets import bind_target
 from medseg.task_options import make_task
 from medseg.training.callbacks import View
-from medseg.training.data_module import CasesDataModule, StageInput
+from medseg.training.data_module import CasesDataModule
 from medseg.training.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.training.module import SegmentationModule
 from medseg.training.network import count_classes, find_divisor, make_network, make_network_on_meta, network_node
@@ -173,49 +171,24 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
         config: Checked configuration.
         sources: Cases; None = those of the configuration.
     """
-    stage, data = config.stage, config.data
-    stage_input = StageInput(
-        is_coarse=stage.name is not StageName.fine,
-        spacing_mm=config.spacing.target_spacing_mm,
-        rule=make_grid_rule(config.spacing),
-        resampling=config.spacing.resampling.value,
-        follows_scans=config.spacing.draw is SpacingDraw.tail,
-        divisor=find_divisor(config),
-        max_voxels=stage.max_voxels,
-        slab_share=stage.slab_share or 0.0,
-        side_share=stage.side_share or 0.0,
-        patch_size=stage.patch_size,
-        boundary_share=stage.boundary_share or 0.0,
-        elsewhere_share=stage.elsewhere_share or 0.0,
-        region_margin_mm=stage.region_margin_mm or 0.0,
-        box_jitter_mm=stage.box_jitter_mm or 0.0,
-        tile_size=config.inference.tile_size,
-    )
     task = make_task(config.task)
     device = pick_device(config.trainer.accelerator)
-    coarse = load_stage(Path(stage.coarse), "coarse", device, trusted=config.trusted_targets) if stage.coarse else None
+    coarse = (
+        load_stage(Path(config.stage.coarse), "coarse", device, trusted=config.trusted_targets) if config.stage.coarse else None
+    )
     if coarse is not None:
         ours, theirs = ((one.labels, one.regions, [channel.modality for channel in one.channels]) for one in (task, coarse.task))
         require(
             ours == theirs,
-            f"stage.coarse={stage.coarse}: it was trained for the task {coarse.task.name} with the labels {coarse.task.labels} and the "
+            f"stage.coarse={config.stage.coarse}: it was trained for the task {coarse.task.name} with the labels {coarse.task.labels} and the "
             f"channels {theirs[2]}, but the task {task.name} has {task.labels} and {ours[2]}; give a checkpoint of the same task",
         )
     return CasesDataModule(
-        find_sources(data, config.task) if sources is None else sources,
+        config,
+        find_sources(config.data, config.task) if sources is None else sources,
         task,
-        stage_input,
-        cache_dir=Path(data.cache),
+        divisor=find_divisor(config),
         augmentation=make_transforms(config),
-        seed=config.seed,
-        steps=config.steps,
-        batch_size=stage.batch_size,
-        accumulate=config.memory.accumulate,
-        num_workers=propose_workers(config) if data.num_workers is None else data.num_workers,
-        prefetch=data.prefetch,
-        pin_memory=data.pin_memory,
-        overfit=config.debug.overfit,
-        train_trust=[data.train_trust] if isinstance(data.train_trust, str) else data.train_trust,
         coarse=coarse,
     )
 
@@ -253,18 +226,6 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "config": plain_config,
         "versions": collect_versions(),
     }
-
-
-def propose_workers(config: TrainConfig) -> int:
-    """Choose the default number of loader processes of a rank; `tune_loader` measures a better one.
-
-    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank in the processors, less one for the
-    rank itself, at most eight.
-    """
-    if pick_device(config.trainer.accelerator).type == "cpu":
-        return 1
-    num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, num_processors // config.trainer.devices - 1))
 
 
 def make_device_map(config: TrainConfig) -> dict[str, str]:

@@ -3,10 +3,10 @@
 import functools
 import gc
 import math
+import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -29,117 +29,66 @@ from medseg.data.case_table import Case, CaseSource
 from medseg.data.crops import ScanSpacings, StageCrops
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import Samples, collate, init_worker
+from medseg.data.spacing import make_grid_rule
 from medseg.data.transforms import Transforms
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
-from medseg.geometry.grid_rule import GridRule
+from medseg.geometry.sizes import Shape
 from medseg.inference.options import InferenceOptions
+from medseg.memory.device import pick_device
 from medseg.preprocess.intensity import intensity_of
+from medseg.preprocess.options import SpacingDraw
 from medseg.task import Task
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StageInput:
-    """Input of a stage: grid, crops and patches; see the `stage` group of the configuration.
-
-    Attributes:
-        is_coarse: Whole volume (True) or one crop per region (False).
-        spacing_mm: Voxel spacing of the cache, (z, y, x); None takes each scan as it is.
-        rule: Rule that lays the network's grid on the cache's.
-        resampling: Filter that resamples a scan to `spacing_mm`, see `medseg.preprocess.resample`.
-        follows_scans: Whether random spacings follow those of the training scans; else they are even in the rule's range.
-        divisor: Required multiple of the input size, (z, y, x).
-        patch_size: Patch in voxels (D, H, W); None = the whole volume or crop.
-        max_voxels: Coarse stage: a longer volume is cut to a random range of slices.
-        slab_share: Coarse stage: share of samples cut to a random range of slices.
-        side_share: Coarse stage: share of samples cut to a random range of columns.
-        boundary_share: Share of patches that must hold a voxel of the region's boundary.
-        elsewhere_share: Share of samples cut anywhere in the scan.
-        region_margin_mm: Added on every side of a region.
-        box_jitter_mm: Standard deviation of each face of a training box.
-        tile_size: Tiles of the validation, voxels (D, H, W); crops grow to at least this size.
-    """
-
-    is_coarse: bool
-    spacing_mm: tuple[float, float, float] | None
-    rule: GridRule
-    resampling: str
-    follows_scans: bool
-    divisor: tuple[int, int, int]
-    patch_size: tuple[int, int, int] | None
-    max_voxels: int | None
-    slab_share: float
-    boundary_share: float
-    elsewhere_share: float
-    region_margin_mm: float
-    box_jitter_mm: float
-    tile_size: tuple[int, int, int] | None
-    side_share: float = 0.0
 
 
 class CasesDataModule(pl.LightningDataModule):
     """Batches of one stage.
 
     Args:
+        config: Checked configuration.
         sources: Cases with their label conventions.
         task: Labels and regions.
-        stage_input: Input of the stage.
-        cache_dir: Folder of the cache.
+        divisor: Required multiple of the network's input size, (z, y, x).
         augmentation: Applied to training samples; None = none.
-        seed: Seed of the run.
-        steps: Optimiser steps of the run.
-        batch_size: Samples per optimiser step over all ranks and micro-batches.
-        accumulate: Micro-batches per optimiser step and rank.
+        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
+
+    Attributes:
         num_workers: Loader processes; samples do not depend on it.
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
-        overfit: Whether every step gets the samples of the first one.
-        train_trust: Trusts in the reference with which a region is trained on; None = any.
-        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
     """
 
     def __init__(
         self,
+        config: TrainConfig,
         sources: Sequence[CaseSource],
         task: Task,
-        stage_input: StageInput,
         *,
-        cache_dir: Path,
-        augmentation: Transforms | None,
-        seed: int,
-        steps: int,
-        batch_size: int,
-        accumulate: int,
-        num_workers: int,
-        prefetch: int = 2,
-        pin_memory: bool | None = None,
-        overfit: bool,
+        divisor: Shape,
+        augmentation: Transforms | None = None,
         coarse: TrainedStage | None = None,
-        train_trust: Collection[str] | None = None,
     ) -> None:
         super().__init__()
-        self.sources = sources
-        self.task = task
-        self.stage_input = stage_input
-        self.cache_dir = cache_dir
-        self.augmentation = augmentation
-        self.seed = seed
-        self.steps = steps
-        self.batch_size = batch_size
-        self.accumulate = accumulate
-        self.num_workers = num_workers
-        self.prefetch = prefetch
-        self.pin_memory = pin_memory
-        self.overfit = overfit
-        self.coarse = coarse
-        self.train_trust = train_trust
+        self.config, self.sources, self.task = config, sources, task
+        self.divisor, self.augmentation, self.coarse = divisor, augmentation, coarse
+        self.rule = make_grid_rule(config.spacing)
+        data = config.data
+        self.num_workers = propose_workers(config) if data.num_workers is None else data.num_workers
+        self.prefetch, self.pin_memory = data.prefetch, data.pin_memory
         self.train_cases: list[CachedCase] = []
         self.val_cases: list[CachedCase] = []
         self.weights: list[float] = []
         self.crops = StageCrops()
+
+    @property
+    def train_trust(self) -> list[str] | None:
+        """Trusts in the reference with which a region is trained on; None = any."""
+        trust = self.config.data.train_trust
+        return [trust] if isinstance(trust, str) else trust
 
     @property
     def patients(self) -> dict[str, str]:
@@ -156,7 +105,7 @@ class CasesDataModule(pl.LightningDataModule):
             for case in (*source.split.train, *source.split.val)
             if not self._with_entry(is_current, case, source)
         ]
-        title = f"cache at {spacing_text(self.stage_input.spacing_mm)}"
+        title = f"cache at {spacing_text(self.config.spacing.target_spacing_mm)}"
         for case, source in track(missing, title, disable=not missing):
             self._with_entry(prepare_case, case, source)
 
@@ -168,20 +117,20 @@ class CasesDataModule(pl.LightningDataModule):
             self.val_cases += self._open(source.split.val, source)
             self.weights += [source.share / max(1, len(source.split.train))] * len(source.split.train)
         self._refuse_leak()
-        given, scan_spacings, boxes = self.stage_input, None, {}
-        if given.follows_scans:
+        options, scan_spacings, boxes = self.config.stage, None, {}
+        if self.config.spacing.draw is SpacingDraw.tail:
             spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
             scan_spacings = ScanSpacings(spacings_mm, [weight / sum(self.weights) for weight in self.weights])
         if self.coarse is not None:
             boxes = {case.name: coarse_boxes(case, self.coarse, self.task) for case in (*self.train_cases, *self.val_cases)}
         self.crops = StageCrops(
-            given.rule,
+            self.rule,
             scan_spacings,
-            region_margin_mm=given.region_margin_mm,
-            box_jitter_mm=given.box_jitter_mm,
-            patch_size=given.patch_size,
-            tile_size=given.tile_size,
-            divisor=given.divisor,
+            region_margin_mm=options.region_margin_mm or 0.0,
+            box_jitter_mm=options.box_jitter_mm or 0.0,
+            patch_size=options.patch_size,
+            tile_size=self.config.inference.tile_size,
+            divisor=self.divisor,
             coarse_boxes=boxes,
         )
         # Lightning attaches its trainer; other users of the module have one process. `plan` brings its own case later.
@@ -191,8 +140,8 @@ class CasesDataModule(pl.LightningDataModule):
 
     def _note_absent_classes(self) -> None:
         """Name the classes that no training case holds, before the first step."""
-        given, items = self.stage_input, self.train_samples().items
-        absent = absent_classes(items, self.task, is_coarse=given.is_coarse)
+        items = self.train_samples().items
+        absent = absent_classes(items, self.task, is_coarse=self.config.stage.sees_whole_scans)
         num_cases = len({case.name for case, _ in items})
         if note := absence_note(absent, num_cases, self.val_cases, self.train_trust):
             say(note)
@@ -232,22 +181,22 @@ class CasesDataModule(pl.LightningDataModule):
 
     def train_batches(self, rank: int = 0, num_ranks: int = 1, start_step: int = 0) -> DataLoader[Any]:
         """Make the loader of the micro-batches of a rank from a step on."""
-        samples, given = self.train_samples(), self.stage_input
-        has_one_shape = given.patch_size is not None or given.rule.size is not None
+        config, samples = self.config, self.train_samples()
+        has_one_shape = config.stage.patch_size is not None or config.spacing.size is not None
         sampler = StepBatchSampler(
-            self.steps,
-            self.batch_size,
-            accumulate=self.accumulate,
+            config.steps,
+            config.stage.batch_size,
+            accumulate=config.memory.accumulate,
             rank=rank,
             num_ranks=num_ranks,
             start_step=start_step,
             size=None if has_one_shape else samples.size,
         )
         return TrainLoader(
-            _FirstBatch(samples, self.batch_size) if self.overfit else samples,
+            _FirstBatch(samples, config.stage.batch_size) if config.debug.overfit else samples,
             batch_sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=functools.partial(collate, multiple=given.divisor, is_stacked=has_one_shape),
+            collate_fn=functools.partial(collate, multiple=self.divisor, is_stacked=has_one_shape),
             worker_init_fn=init_worker,
             persistent_workers=self.num_workers > 0,
             prefetch_factor=self.prefetch if self.num_workers > 0 else None,
@@ -260,17 +209,14 @@ class CasesDataModule(pl.LightningDataModule):
 
     def train_samples(self) -> Samples:
         """Make the data set of training samples."""
-        given = self.stage_input
-        return self._samples(
+        return Samples(
             self.train_cases,
-            patch_size=given.patch_size,
+            self.task,
+            self.crops,
+            self.config.stage,
+            seed=self.config.seed,
             augmentation=self.augmentation,
             weights=self.weights,
-            max_voxels=given.max_voxels,
-            slab_share=given.slab_share,
-            side_share=given.side_share,
-            boundary_share=given.boundary_share,
-            elsewhere_share=given.elsewhere_share,
             train_trust=self.train_trust,
         )
 
@@ -281,7 +227,7 @@ class CasesDataModule(pl.LightningDataModule):
         """
         trainer = self.trainer
         assert trainer is not None
-        if not any(self.stage_input.is_coarse or case.region_boxes for case in self.val_cases):
+        if not any(self.config.stage.sees_whole_scans or case.region_boxes for case in self.val_cases):
             return []
         samples = self.val_samples()
         num_samples = len(samples)
@@ -292,17 +238,14 @@ class CasesDataModule(pl.LightningDataModule):
             samples,
             batch_size=1,
             sampler=mine,
-            collate_fn=functools.partial(collate, multiple=self.stage_input.divisor),
+            collate_fn=functools.partial(collate, multiple=self.divisor),
             pin_memory=self.pins_memory(),
         )
 
     def val_samples(self) -> Samples:
         """Make the data set of whole volumes, or of the crops that prediction would cut, neither augmented nor jittered."""
-        return self._samples(self.val_cases, jitter=False)
-
-    def _samples(self, cases: Sequence[CachedCase], **options: Any) -> Samples:
-        given = self.stage_input
-        return Samples(cases, self.task, self.crops, seed=self.seed, is_coarse=given.is_coarse, **options)
+        stage = self.config.stage.for_validation
+        return Samples(self.val_cases, self.task, self.crops, stage, seed=self.config.seed, jitter=False)
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""
@@ -320,8 +263,15 @@ class CasesDataModule(pl.LightningDataModule):
 
     def _with_entry(self, do: Callable[..., T], case: Case, source: CaseSource) -> T:
         """Call a function of the cache with the entry of a case for this stage."""
-        stage = self.stage_input
-        return do(case, self.cache_dir, stage.spacing_mm, self.task, source.label_values, resampling=stage.resampling)
+        spacing = self.config.spacing
+        return do(
+            case,
+            Path(self.config.data.cache),
+            spacing.target_spacing_mm,
+            self.task,
+            source.label_values,
+            resampling=spacing.resampling.value,
+        )
 
 
 class TrainLoader(DataLoader[Any]):
@@ -366,6 +316,18 @@ class _FirstBatch(Dataset[Any]):
 
     def __getitem__(self, n: int) -> Any:
         return self.samples[n % self.batch_size]
+
+
+def propose_workers(config: TrainConfig) -> int:
+    """Choose the default number of loader processes of a rank; `tune_loader` measures a better one.
+
+    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank in the processors, less one for the
+    rank itself, at most eight.
+    """
+    if pick_device(config.trainer.accelerator).type == "cpu":
+        return 1
+    num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, num_processors // config.trainer.devices - 1))
 
 
 def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str, VoxelBox]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composed import train_config
 from oracle import GRID, RULES, TASK, CoarseOracle, FineOracle, scan, stage
 from torch import Tensor, nn
 
@@ -15,13 +16,15 @@ from medseg.cascade.cascade import Cascade
 from medseg.data.cache import CachedCase, prepare_case
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import StageCrops
+from medseg.data.options import StageConfig, StageName
 from medseg.data.samples import Samples, collate
-from medseg.geometry.grid_rule import Crop
+from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
+from medseg.preprocess.options import Fill, Resampling, SpacingConfig, SpacingStrategy
 from medseg.preprocess.resample import RESAMPLINGS
 from medseg.task import Channel, Region
-from medseg.training.data_module import CasesDataModule, StageInput
+from medseg.training.data_module import CasesDataModule
 
 LOW_HU, HIGH_HU = TASK.window_hu
 ONE_HU = 2.0 / (HIGH_HU - LOW_HU)  # the cache holds whole HU
@@ -66,18 +69,35 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(r
 
     names = {1: "left_lung", 2: "right_lung"}
     entries = [prepare_case(case, tmp_path, one.spacing_mm, TASK, names, resampling=resampling) for one in stages]
-    whole = Samples(entries[:1], TASK, StageCrops(divisor=coarse.divisor), seed=0, is_coarse=True)[0]["image"]
+    whole = Samples(entries[:1], TASK, StageCrops(divisor=coarse.divisor), StageConfig(name=StageName.coarse), seed=0)[0]["image"]
     torch.testing.assert_close(coarse.seen[0][0], whole, rtol=0, atol=ONE_HU)
 
     class PredictedCrops(StageCrops):
         def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
             return Crop(case.grid, result.boxes[region.name].voxels)
 
-    samples = Samples(entries[1:], TASK, PredictedCrops(), seed=0, is_coarse=False)
+    samples = Samples(entries[1:], TASK, PredictedCrops(), StageConfig(name=StageName.fine), seed=0)
     crops = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
     assert np.ptp(crops[0].numpy()) == 2.0
     for number, seen in enumerate(fine.seen):
         torch.testing.assert_close(seen[0], crops[number], rtol=0, atol=ONE_HU)
+
+
+def spacing_of(rule: GridRule, spacing_mm: tuple[float, float, float] | None, resampling: str) -> SpacingConfig:
+    """The keys that make a rule."""
+    strategy = SpacingStrategy.multi_scale
+    if rule.is_cube:
+        strategy = SpacingStrategy.fixed_resolution
+    elif rule.size is not None:
+        strategy = SpacingStrategy.fixed_size
+    return SpacingConfig(
+        target_spacing_mm=spacing_mm,
+        strategy=strategy,
+        size=rule.size,
+        range_mm=rule.range_mm,
+        fill=Fill.pad if rule.is_padded else Fill.widen,
+        resampling=Resampling(resampling),
+    )
 
 
 @pytest.mark.parametrize("resampling", RESAMPLINGS)
@@ -92,15 +112,14 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
     seen = [watching[0].seen, watching[1].seen]
     source = CaseSource(Split((case,), (case,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
     for one, coarse_boxes, images in ((coarse, None, seen[0]), (fine, coarse, seen[1])):
-        given = StageInput(
-            is_coarse=one is coarse, spacing_mm=spacing_mm, rule=how, follows_scans=False, resampling=resampling,
-            divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=0.0, elsewhere_share=0.0,
-            region_margin_mm=15.0, box_jitter_mm=4.0, tile_size=None,
-        )  # fmt: skip
-        data = CasesDataModule(
-            [source], TASK, given, cache_dir=tmp_path, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
-            num_workers=0, overfit=False, coarse=coarse_boxes,
-        )  # fmt: skip
+        base = train_config("stage=coarse" if one is coarse else "stage=fine", "data.num_workers=0")
+        config = replace(
+            base,
+            stage=replace(base.stage, slab_share=None, elsewhere_share=None, region_margin_mm=15.0),
+            spacing=spacing_of(how, spacing_mm, resampling),
+            data=replace(base.data, cache=str(tmp_path)),
+        )
+        data = CasesDataModule(config, [source], TASK, divisor=(8, 8, 8), coarse=coarse_boxes)
         data.prepare_data()
         watched = [image[0] for image in images]
         data.setup("fit")
@@ -131,7 +150,9 @@ def test_a_second_channel_looks_the_same_in_training_and_in_prediction(normalise
     one = stage(watching, "coarse", task)
     Cascade(one).segment(read_image(case.image), [read_image(tmp_path / "mr.nii.gz").array])
     entry = prepare_case(case, tmp_path, one.spacing_mm, task, {1: "left_lung", 2: "right_lung"})
-    (batch,) = collate([Samples([entry], task, StageCrops(divisor=(8, 8, 8)), seed=0, is_coarse=True)[0]], (8, 8, 8))
+    (batch,) = collate(
+        [Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageConfig(name=StageName.coarse), seed=0)[0]], (8, 8, 8)
+    )
     assert watching.seen[0].shape == batch["image"].shape
     torch.testing.assert_close(watching.seen[0][:, 1], batch["image"][:, 1], rtol=0, atol=1e-4)
     torch.testing.assert_close(watching.seen[0][:, 0], batch["image"][:, 0], rtol=0, atol=ONE_HU)

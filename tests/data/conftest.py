@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
 from medseg.data.case_table import Case
 from medseg.data.crops import StageCrops
+from medseg.data.options import StageConfig, StageName
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.task import Channel, Region, Task
@@ -111,3 +112,9 @@ def write_case(tmp_path: Path) -> Callable[..., Case]:
         return Case(name, folder / "image.nii.gz", None if labels is None else folder / "labels.nii.gz", name)
 
     return write
+
+
+def stage_of(name: str, options: dict[str, Any]) -> StageConfig:
+    """Take the keys of a stage out of the options of a test, in place."""
+    keys = {field.name for field in fields(StageConfig)} & options.keys()
+    return StageConfig(name=StageName(name), **{key: options.pop(key) for key in keys})

@@ -19,7 +19,7 @@ from medseg.preprocess.intensity import normalise_hu
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
 
-from .conftest import GivenCrops, as_stored
+from .conftest import GivenCrops, as_stored, stage_of
 
 SIZE = (24, 32, 16)
 AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
@@ -37,11 +37,12 @@ def crops_of(rule: GridRule, margin_mm: float = 9.0) -> GivenCrops:
 
 
 def fine(cases: list[CachedCase], task: Task, crops: StageCrops, **arguments: Any) -> Samples:
-    return Samples(cases, task, crops, is_coarse=False, **({"seed": 3, "boundary_share": 0.5} | arguments))
+    options: dict[str, Any] = {"seed": 3, "boundary_share": 0.5} | arguments
+    return Samples(cases, task, crops, stage_of("fine", options), **options)
 
 
 def coarse(cases: list[CachedCase], task: Task, rule: GridRule, **arguments: Any) -> Samples:
-    return Samples(cases, task, StageCrops(rule, divisor=(8, 8, 8)), seed=3, is_coarse=True, **arguments)
+    return Samples(cases, task, StageCrops(rule, divisor=(8, 8, 8)), stage_of("coarse", arguments), seed=3, **arguments)
 
 
 def expected(case: CachedCase, region: Region, crop: Crop, task: Task) -> tuple[np.ndarray, np.ndarray]:

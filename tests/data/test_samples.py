@@ -24,7 +24,7 @@ from medseg.preprocess.crop import crop_padded
 from medseg.preprocess.intensity import normalise, normalise_hu, zscore
 from medseg.task import Channel, Region, Task
 
-from .conftest import GivenCrops, as_stored
+from .conftest import GivenCrops, as_stored, stage_of
 
 AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
 
@@ -45,12 +45,12 @@ def on_the_cache(box_of: Callable[..., VoxelBox]) -> Callable[..., Crop]:
 def fine(cases: list[CachedCase], task: Task, box_of: Callable[..., VoxelBox] = wide_box, **arguments: object) -> Samples:
     options: dict = {"seed": 3, "patch_size": (8, 16, 8), "augmentation": AUGMENTATION, "boundary_share": 0.5}
     options |= {"crops": GivenCrops(of=on_the_cache(box_of))} | arguments
-    return Samples(cases, task, is_coarse=False, **options)
+    return Samples(cases, task, stage=stage_of("fine", options), **options)
 
 
 def coarse(cases: list[CachedCase], task: Task, **arguments: object) -> Samples:
     options: dict = {"seed": 3, "crops": StageCrops(divisor=(8, 8, 8)), "augmentation": AUGMENTATION} | arguments
-    return Samples(cases, task, is_coarse=True, **options)
+    return Samples(cases, task, stage=stage_of("coarse", options), **options)
 
 
 def is_same(first: Sample, second: Sample) -> bool:

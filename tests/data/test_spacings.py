@@ -11,26 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composed import train_config
 
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import AVERAGES, ScanSpacings, draw_spacing_mm, typical_spacing_mm
+from medseg.data.options import StageConfig, StageName
 from medseg.data.sampler import sample_rng
 from medseg.data.source_case import read_source
 from medseg.geometry.grid import VoxelBox
-from medseg.geometry.grid_rule import GridRule, clamp_spacing, region_crop
+from medseg.geometry.grid_rule import clamp_spacing, region_crop
 from medseg.preprocess.intensity import normalise_hu
+from medseg.preprocess.options import SpacingConfig, SpacingDraw, SpacingStrategy
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Task
-from medseg.training.data_module import CasesDataModule, StageInput
+from medseg.training.data_module import CasesDataModule
 
 from .conftest import LABEL_VALUES, as_stored, two_blocks
 
 RANGE_MM = (1.0, 4.0)
-INPUT = StageInput(
-    is_coarse=False, spacing_mm=None, rule=GridRule(range_mm=RANGE_MM), follows_scans=False, resampling="antialiased",
-    divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=1.0, elsewhere_share=0.0,
-    region_margin_mm=5.0, box_jitter_mm=0.0, tile_size=None,
-)  # fmt: skip
 
 
 def drawn(num: int, scans: ScanSpacings | None = None) -> np.ndarray:
@@ -68,12 +66,15 @@ def set_up(write_case: Callable[..., Case], tmp_path: Path, task: Task) -> Calla
         case = write_case(f"case_{number}", *two_blocks(shape, number), spacing_mm=spacing_mm)
         cases.append(replace(case, ignore_findings=frozenset({"hu_range", "side_density", "sides"})))
 
-    def make(**changes: Any) -> tuple[CasesDataModule, dict[str, Case]]:
+    def make(name: str = "fine", draw: SpacingDraw = SpacingDraw.even, **changes: Any) -> tuple[CasesDataModule, dict[str, Case]]:
         source = CaseSource(Split(tuple(cases), tuple(cases), ()), LABEL_VALUES, 1.0)
-        data = CasesDataModule(
-            [source], task, replace(INPUT, **changes), cache_dir=tmp_path / "cache", augmentation=None, seed=5, steps=4,
-            batch_size=2, accumulate=1, num_workers=0, overfit=False,
-        )  # fmt: skip
+        base = train_config(f"stage={name}", "data.num_workers=0")
+        keys = {"batch_size": 2, "boundary_share": 1.0, "region_margin_mm": 5.0} | changes
+        stage = StageConfig(name=StageName(name), **keys)
+        spacing = SpacingConfig(strategy=SpacingStrategy.multi_scale, range_mm=RANGE_MM, draw=draw)
+        data_options = replace(base.data, cache=str(tmp_path / "cache"))
+        config = replace(base, seed=5, steps=4, stage=stage, spacing=spacing, data=data_options)
+        data = CasesDataModule(config, [source], task, divisor=(8, 8, 8))
         data.prepare_data()
         data.setup("fit")
         return data, {case.name: case for case in cases}
@@ -85,7 +86,7 @@ def set_up(write_case: Callable[..., Case], tmp_path: Path, task: Task) -> Calla
 def test_a_sample_is_its_scan_resampled_to_the_spacing_that_was_drawn(
     is_coarse: bool, set_up: Callable[..., Any], task: Task
 ) -> None:
-    data, cases = set_up(is_coarse=is_coarse)
+    data, cases = set_up("coarse" if is_coarse else "fine")
     samples, again = data.train_samples(), data.train_samples()
     spacings_mm = set()
     for n in range(8):
@@ -132,7 +133,7 @@ def test_a_patch_is_cut_at_the_spacing_that_was_drawn(set_up: Callable[..., Any]
 
 
 def test_the_tail_is_that_of_the_training_scans_and_validation_sees_what_prediction_does(set_up: Callable[..., Any]) -> None:
-    data, _ = set_up(follows_scans=True)
+    data, _ = set_up(draw=SpacingDraw.tail)
     own = {case.name: case.audit.grid.spacing_mm for case in data.train_cases}
     possible = {clamp_spacing(RANGE_MM, spacing_mm) for spacing_mm in own.values()}
     samples = data.train_samples()
@@ -144,7 +145,7 @@ def test_the_tail_is_that_of_the_training_scans_and_validation_sees_what_predict
 
 @pytest.mark.parametrize("slab_share", [0.0, 1.0])
 def test_coarse_samples_at_drawn_spacings_obey_the_bound(slab_share: float, set_up: Callable[..., Any]) -> None:
-    data, _ = set_up(is_coarse=True, max_voxels=32 * 48 * 48, slab_share=slab_share)
+    data, _ = set_up("coarse", max_voxels=32 * 48 * 48, slab_share=slab_share)
     samples = data.train_samples()
     for n in range(12):
         filled = [-(-size // 8) * 8 for size in samples[n]["target"].shape]

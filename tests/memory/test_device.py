@@ -12,7 +12,8 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.memory import device
-from medseg.training.assemble import make_device_map, propose_workers
+from medseg.training.assemble import make_device_map
+from medseg.training.data_module import propose_workers
 from medseg.training.options import TrainConfig
 
 

@@ -18,12 +18,12 @@ import forked
 import numpy as np
 import pytest
 import torch
+from composed import train_config
 from torch.utils.data import DataLoader, Dataset
 
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table
 from medseg.data.samples import init_worker
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
-from medseg.geometry.grid_rule import PLAIN
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
 from medseg.memory.profile import private_bytes
@@ -32,7 +32,8 @@ from medseg.preprocess.scale import HuScale
 from medseg.runs.status import end_of
 from medseg.task import Channel, Region, Task
 from medseg.training import data_module
-from medseg.training.data_module import CasesDataModule, StageInput, TrainLoader
+from medseg.training.data_module import CasesDataModule, TrainLoader
+from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS
 
 TASK = Task(
@@ -41,24 +42,29 @@ TASK = Task(
     (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
     (Channel(window_hu=(-1000.0, 400.0)),),
 )
-INPUT = StageInput(
-    is_coarse=True, spacing_mm=(6.0, 6.0, 6.0), rule=PLAIN, follows_scans=False, resampling="antialiased",
-    divisor=(8, 8, 8), max_voxels=None, slab_share=0.0, patch_size=None, boundary_share=0.0, elsewhere_share=0.0, region_margin_mm=0.0, box_jitter_mm=0.0,
-    tile_size=None,
-)  # fmt: skip
+
+
+def config_of(name: str = "coarse", **changes: Any) -> TrainConfig:
+    """One step of one sample at 6 mm."""
+    overrides = [f"stage={name}", "spacing=isotropic_4mm", "spacing.target_spacing_mm=[6,6,6]", "steps=1", "seed=0"]
+    config = train_config(*overrides, "data.num_workers=0")
+    return replace(config, stage=replace(config.stage, slab_share=None, elsewhere_share=None, **changes))
 
 
 LABEL_VALUES = {1: "left_lung", 2: "right_lung"}
 
 
 def set_up(
-    train: Case, val: Case, cache_dir: Path, stage_input: StageInput = INPUT, label_values: dict[int, str] = LABEL_VALUES
+    train: Case,
+    val: Case,
+    cache_dir: Path,
+    config: TrainConfig | None = None,
+    label_values: dict[int, str] = LABEL_VALUES,
 ) -> CasesDataModule:
     source = CaseSource(Split((train,), (val,), ()), label_values, 1.0)  # type: ignore[arg-type]
-    data = CasesDataModule(
-        [source], TASK, stage_input, cache_dir=cache_dir, augmentation=None, seed=0, steps=1, batch_size=1, accumulate=1,
-        num_workers=0, overfit=False,
-    )  # fmt: skip
+    config = config or config_of()
+    config = replace(config, data=replace(config.data, cache=str(cache_dir)))
+    data = CasesDataModule(config, [source], TASK, divisor=(8, 8, 8))
     data.prepare_data()
     data.setup("fit")
     return data
@@ -132,12 +138,12 @@ def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("is_coarse", "method"), [(True, "forkserver"), (False, "spawn")])
+@pytest.mark.parametrize(("config", "method"), [(config_of(), "forkserver"), (config_of("fine"), "spawn")])
 def test_loader_workers_make_the_same_batches_however_they_start(
-    is_coarse: bool, method: str, tiny_table: Path, tmp_path: Path
+    config: TrainConfig, method: str, tiny_table: Path, tmp_path: Path
 ) -> None:
     first, second, *_ = read_case_table(tiny_table)
-    data = set_up(first, second, tmp_path, replace(INPUT, is_coarse=is_coarse, box_jitter_mm=5.0))
+    data = set_up(first, second, tmp_path, config)
     ((expected,),) = data.train_batches()
     data.num_workers = 1
     loader = data.train_batches()
