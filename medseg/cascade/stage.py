@@ -69,7 +69,7 @@ class TrainedStage:
             network that was trained on no smaller input lost half of a thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
         add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it, see
-            `medseg.cascade.additions`; None adds nothing.
+            `medseg.anatomy.additions`; None adds nothing.
         region_mode: `mirrored`, `separate` or `side_input`: how several regions share the network.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.

@@ -28,9 +28,6 @@ SurfaceDistances = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 """Distance of each element of a surface to the nearest element of the other, in mm, sorted, infinite where the other mask is empty; and
 the areas of the same elements in mm². First from the prediction to the reference, then back."""
 
-USUAL_AGREEMENT = 0.85
-"""Dice of the labels of the coarse and the fine stage on nearly every correct scan; a lower one is worth a look."""
-
 
 def dice(pred_mask: Mask, target_mask: Mask) -> float:
     """Measure the overlap of two masks, twice the intersection over the sum of the sizes.

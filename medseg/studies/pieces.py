@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from medseg.anatomy.disease import KINDS, paint_disease
 from medseg.data.case_table import Case
-from medseg.data.disease import KINDS, paint_disease
 from medseg.data.sampler import sample_rng
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.read import read_image, read_labels
