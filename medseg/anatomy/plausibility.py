@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from medseg.anatomy.position import apex_excess, side_pairs, turned_pairs
+from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, side_pairs, turned_pairs
 from medseg.anatomy.rules import MAX_OTHER_SIDE, MAX_VOLUME_RATIO
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
@@ -114,8 +114,7 @@ def position_warnings(
     ]
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         warnings.append(
-            "the lower ends of the lungs look like their apices: if the position of the patient contradicts the header, left and right "
-            "are exchanged"
+            f"{UPSIDE_DOWN_SIGN}: if the position of the patient contradicts the header, left and right are exchanged"
         )
     return warnings
 

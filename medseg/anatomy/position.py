@@ -14,6 +14,9 @@ from medseg.anatomy.rules import AIRY_HU, END_SHARE, SPINE_HU, SPINE_REACH_MM, S
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.task import Region, Task, is_side_pair
 
+UPSIDE_DOWN_SIGN = "the lower ends of the lungs look like their apices"
+"""What is seen where `apex_excess` is low."""
+
 
 def side_pairs(task: Task) -> list[tuple[Region, Region]]:
     """List the (left, right) regions of each organ that has two sides."""

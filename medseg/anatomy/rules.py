@@ -47,6 +47,8 @@ TINY_FACTOR = 12.0
 EXTENT_MM = (20.0, 2800.0)
 MAX_REGION_MM = 600.0
 REGION_MM = (270.0, 200.0, 160.0)
+# Windows of a CT that a viewer offers.
+CT_WINDOWS_HU = {"lung": (-1350.0, 150.0), "soft tissue": (-160.0, 240.0), "bone": (-500.0, 1024.0)}
 # Painted disease.
 RIM_MM = 2.0
 MAX_LUNG_HU = -300.0

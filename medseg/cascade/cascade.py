@@ -223,7 +223,7 @@ class Cascade:
         for name in absent:
             del result.boxes[name]
         result.warnings += [
-            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: check the result"
+            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidation: check the result"
             for name, volume_ml in result.added_ml.items()
             if volume_ml >= MIN_REPORTED_ML
         ]

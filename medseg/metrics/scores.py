@@ -254,7 +254,7 @@ def _distances_mm(is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[floa
     """Distance from each set voxel of one array, in C order, to the nearest of another; infinite if that is empty."""
     if not is_to.any():
         return np.full(np.count_nonzero(is_from), np.inf)
-    # A k-d tree is several times faster for two similar lungs, but many times slower where a prediction is noise or far from the
+    # A k-d tree is several times faster for two similar organs, but many times slower where a prediction is noise or far from the
     # reference. The transform returns indices only: its distance map would take more memory.
     nearest = distance_transform_edt(~is_to, sampling=spacing_mm, return_distances=False, return_indices=True)
     squared_mm2 = np.zeros(np.count_nonzero(is_from))

@@ -82,7 +82,7 @@ class PredictConfig:
     save: Annotated[list[Save], Knob("Result files of each case, see docs/predict.md.")] = field(
         default_factory=lambda: [Save.labels]
     )
-    coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included lung weights.")] = None
+    coarse: Annotated[Any, Knob("Checkpoint or .safetensors, or a [list] to average; null: the included weights.")] = None
     fine: Annotated[Any, Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement.")] = None
     by_spacing: Annotated[
         dict[str, RangeOptions] | None,

@@ -71,7 +71,7 @@ KINDS = {
     ),
     "no_air": Kind(
         WARNING,
-        "no voxel is as dark as air or lung: the values run from {low:g} to {high:g}",
+        "no voxel is as dark as air or an organ full of it: the values run from {low:g} to {high:g}",
         "expected for a crop inside the body; otherwise check that the values are HU",
     ),
     "padding:outside": Kind(

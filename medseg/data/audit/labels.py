@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.anatomy.position import apex_excess, turned_pairs
+from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, turned_pairs
 from medseg.anatomy.rules import (
     EXTENT_MM,
     FAR_FACTOR,
@@ -245,7 +245,7 @@ def _position(
     if turned_pairs(image_hu, boxes, grid, task):
         return "turned by 180 degrees about its long axis", "the spine lies at the front"
     if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
-        return "upside down", "the lower ends of the lungs look like their apices"
+        return "upside down", UPSIDE_DOWN_SIGN
     return "", ""
 
 
