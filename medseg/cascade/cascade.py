@@ -20,6 +20,7 @@ from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import require
+from medseg.findings import Finding, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.options import InferenceOptions
@@ -68,7 +69,7 @@ class Segmentation:
         labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns it on its grid.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
         volumes_ml: Volume of each label by its name.
-        warnings: Sentences about implausible findings.
+        findings: What was found about the scan and the result.
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
@@ -87,7 +88,7 @@ class Segmentation:
     labels: Any
     boxes: dict[str, RegionBox] = field(default_factory=dict)
     volumes_ml: dict[str, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     durations_s: dict[str, float] = field(default_factory=dict)
     tiling_plans: dict[str, str] = field(default_factory=dict)
     distortions: dict[str, float] = field(default_factory=dict)
@@ -99,6 +100,11 @@ class Segmentation:
     statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
     probabilities: dict[str, list[tuple[Tensor, VoxelGrid]]] = field(default_factory=dict)
     disagreement: np.ndarray | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences of all findings but information."""
+        return sentences_of(self.findings)
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,9 @@ class Cascade:
         require_channels(task, 1 + len(more_channels))
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
-        result = Segmentation(np.empty(0), warnings=[warning for stage in self.stages for warning in stage.warnings])
+        result = Segmentation(np.empty(0))
+        for stage in self.stages:
+            result.findings += warnings_of("other_tiles", stage.warnings)
         timed = partial(_timed, result.durations_s, on_step)
         found: Localisation | None = None
         added: dict[str, np.ndarray] = {}
@@ -194,15 +202,15 @@ class Cascade:
         else:
             with timed("localise"):
                 found = localise(images, grid, self.coarse, options)
-            result.warnings += found.warnings
+            result.findings += found.findings
             _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
             parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
+        not_added: list[str] = []
+        apart: list[str] = []
         with timed("join"):
             if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
-                added = add_coarse_parts(
-                    found.labels, found.grid, found.beyond, parts, task, self.coarse.add_parts_mm, result.warnings
-                )
-            labels = join(parts, grid, task, first, found, result.warnings)
+                added = add_coarse_parts(found.labels, found.grid, found.beyond, parts, task, self.coarse.add_parts_mm, not_added)
+            labels = join(parts, grid, task, first, found, apart)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
@@ -219,18 +227,22 @@ class Cascade:
             if region.name in result.added_ml:
                 changed_labels.update(region.labels)
         absent, contradictions = remove_contradictions(labels, first, task, result.volumes_ml, result.agreements, result.added_ml)
-        result.warnings += contradictions
+        result.findings += warnings_of("beside_patient", not_added)
+        result.findings += warnings_of("apart", apart)
+        result.findings += warnings_of("little_agreement", contradictions)
         for name in absent:
             del result.boxes[name]
-        result.warnings += [
+        additions = [
             f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidation: check the result"
             for name, volume_ml in result.added_ml.items()
             if volume_ml >= MIN_REPORTED_ML
         ]
+        result.findings += warnings_of("added_parts", additions)
         result.dice_at_least = self._stated_bounds(result, changed_labels)
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
-            result.warnings.append("no label found at all: the result is empty; check that the scan shows the organs of the task")
-        result.warnings += volume_warnings(result.volumes_ml, labels, task)
+            sentence = "no label found at all: the result is empty; check that the scan shows the organs of the task"
+            result.findings += warnings_of("empty_result", [sentence])
+        result.findings += warnings_of("implausible_volume", volume_warnings(result.volumes_ml, labels, task))
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
             for region, probs, crop_grid in parts:
@@ -333,7 +345,7 @@ def _segment_whole(
     with timed("segment"):
         prediction, crop, *_ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
-    result.warnings += prediction.remarks
+    result.findings += warnings_of("out_of_memory", prediction.remarks)
     whole = Region(stage.task.name, tuple(stage.task.labels))
     stds = [] if prediction.std is None else [(prediction.std, crop.grid)]
     return [(whole, prediction.probs[1:], crop.grid)], stds
@@ -376,7 +388,8 @@ def _refine_regions(
             prediction = refine(images, grid, crop, region, fine, options, intensities)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
-        result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]
+        remarks = [f"{region.name}: {remark}" for remark in prediction.remarks]
+        result.findings += warnings_of("out_of_memory", remarks)
         parts.append((region, prediction.probs, crop.grid))
         if prediction.std is not None:
             stds.append((prediction.std, crop.grid))
@@ -388,7 +401,7 @@ def _note_crop(result: Segmentation, step: str, name: str, stage: TrainedStage, 
     result.tiling_plans[step] = str(plan)
     if stage.rule.size is not None and grid is not None:
         result.distortions[step] = distortion(grid.spacing_mm)
-        result.warnings += distortion_warnings(name, grid)
+        result.findings += warnings_of("distortion", distortion_warnings(name, grid))
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:

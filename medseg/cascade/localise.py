@@ -19,6 +19,7 @@ from medseg.anatomy.position import side_pairs
 from medseg.anatomy.rules import MIN_PART_FRACTION, MIN_REGION_ML, MIN_REGION_SHARE
 from medseg.anatomy.sides import lone_side_warnings, unmix_sides
 from medseg.cascade.stage import Prediction, TrainedStage
+from medseg.findings import Finding, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop
 from medseg.inference.options import InferenceOptions
@@ -38,7 +39,7 @@ class Localisation:
         labels: Cleaned label map (D, H, W) on `grid`, uint8, without absent regions.
         grid: The coarse grid.
         boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions are missing.
-        warnings: Sentences about missing or implausible regions.
+        findings: What was found about missing or implausible regions.
         tiling_plan: How the volume went through the network; None where labels were given.
         crop_grid: Grid of the network's input; None where labels were given.
         beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the network saw the scan; None where
@@ -48,10 +49,15 @@ class Localisation:
     labels: np.ndarray
     grid: VoxelGrid
     boxes: dict[str, VoxelBox]
-    warnings: list[str]
+    findings: list[Finding]
     tiling_plan: TilingPlan | None = None
     crop_grid: VoxelGrid | None = None
     beyond: np.ndarray | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences of all findings but information."""
+        return sentences_of(self.findings)
 
 
 def predict_body(
@@ -129,19 +135,27 @@ def localise(
     coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
     removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task)
-    warnings = [
-        *prediction.remarks,
-        *removed,
-        *found.warnings,
-        *(lone_side_warnings(found.boxes, coarse_hu, coarse_grid, stage.task) if stage.task.is_ct else []),
-        *side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
-        *(position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task) if stage.task.is_ct else []),
+    findings = [
+        *warnings_of("out_of_memory", prediction.remarks),
+        *warnings_of("removed_parts", removed),
+        *found.findings,
+        *(
+            warnings_of("doubtful_side", lone_side_warnings(found.boxes, coarse_hu, coarse_grid, stage.task))
+            if stage.task.is_ct
+            else []
+        ),
+        *warnings_of("doubtful_side", side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task)),
+        *(
+            warnings_of("body_position", position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task))
+            if stage.task.is_ct
+            else []
+        ),
     ]
     if beyond is not None:
         is_beyond = np.zeros(labels.shape, dtype=bool)
         is_beyond[inner] = beyond
         found = replace(found, beyond=is_beyond)
-    return replace(found, warnings=warnings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)
+    return replace(found, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:
@@ -155,7 +169,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
     cleaned = labels.copy()
     for value in task.labels.values():
         remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)
-    warnings = unmix_sides(cleaned, grid, task)
+    findings = warnings_of("mixed_sides", unmix_sides(cleaned, grid, task))
     masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
     volumes_ml = {name: float(mask.sum()) * voxel_ml(grid) for name, mask in masks.items()}
     pairs = side_pairs(task)
@@ -167,17 +181,17 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
         )
         least_ml = max(MIN_REGION_ML, MIN_REGION_SHARE * partner_ml)
         if volume_ml < least_ml or not mask.any():
-            warnings.append(
-                f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, and regions below {least_ml:.3g} ml are reported as absent"
-            )
+            sentence = f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, and regions below {least_ml:.3g} ml are reported as absent"
+            findings += warnings_of("missing_region", [sentence])
             cleaned[mask] = 0
         else:
             found[region.name] = measure_region(region, mask, grid)
     if not found:
-        warnings.append("no region found at all: the result is empty; check that the scan shows the organ and is in HU")
+        sentence = "no region found at all: the result is empty; check that the scan shows the organ and is in HU"
+        findings += warnings_of("empty_result", [sentence])
     for one in found.values():
-        warnings += border_warnings(one, grid)
+        findings += warnings_of("cut_region", border_warnings(one, grid))
     for left, right in pairs:
         if {left.name, right.name} <= found.keys():
-            warnings += pair_warnings(found[left.name], found[right.name])
-    return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, warnings)
+            findings += warnings_of("implausible_pair", pair_warnings(found[left.name], found[right.name]))
+    return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, findings)

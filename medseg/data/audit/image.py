@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.audit.finding import Finding, find
+from medseg.data.audit.finding import find
+from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.task import AIR_HU
 

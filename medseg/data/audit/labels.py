@@ -21,7 +21,8 @@ from medseg.anatomy.rules import (
     TOUCHING_CM2,
     UPSIDE_DOWN_EXCESS,
 )
-from medseg.data.audit.finding import Finding, find
+from medseg.data.audit.finding import find
+from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.orient import FACES
 from medseg.task import IGNORE, Region, Task, is_side_pair

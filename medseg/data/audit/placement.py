@@ -9,7 +9,8 @@ import itertools
 
 import numpy as np
 
-from medseg.data.audit.finding import Finding, find
+from medseg.data.audit.finding import find
+from medseg.findings import Finding
 from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.orient import FACES
 from medseg.task import AIR_HU
