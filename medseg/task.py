@@ -22,7 +22,7 @@ class Region:
     """One anatomical region that the fine stage refines in a crop of its own.
 
     Attributes:
-        name: Name in the scores, e.g. `left_lung`.
+        name: Name in the scores, e.g. `left_kidney`.
         labels: Names of the labels that make the region, in the order of the fine network's classes 1, 2, ….
         side: Side of the patient on which it must lie (`left`, `right`); None if it has no side.
     """
@@ -57,7 +57,7 @@ class Task:
     """Labels, regions and channels of a segmentation task.
 
     Attributes:
-        name: Name of the task, e.g. `lungs`.
+        name: Name of the task, e.g. `kidneys`.
         labels: Label name to value in every label map that medseg writes; values are 1, 2, … without a gap.
         regions: Regions of interest, one fine crop each; empty for a task of one stage, which segments all labels at once.
         channels: Channels of the input, at least one, in the order of the columns `image`, `image_1`, ….

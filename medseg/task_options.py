@@ -149,7 +149,7 @@ class TaskConfig:
             if not _is_code(code):
                 yield (
                     f"task.codes.{name}: expected [code, meaning] or [code, meaning, left | right], such as "
-                    f"[39607008, Lung, left], but got {code}"
+                    f"[64033007, Kidney, left], but got {code}"
                 )
         for name, colour in (self.colours or {}).items():
             if not re.fullmatch("#[0-9a-fA-F]{6}", colour):

@@ -10,28 +10,24 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from medseg.cascade.additions import add_coarse_parts
+from medseg.anatomy.additions import add_coarse_parts
+from medseg.anatomy.contradictions import remove_contradictions
+from medseg.anatomy.plausibility import volume_warnings
+from medseg.anatomy.rules import MIN_REPORTED_ML
+from medseg.cascade.agreement import added_volumes, agreement, distortion_warnings, most_disputed_xyz_mm
 from medseg.cascade.bound import DiceBound, StatedBound
 from medseg.cascade.join import RegionResult, join, paste_percent
-from medseg.cascade.localise import MIN_REPORTED_ML, Localisation, localise, predict_body, stacked
-from medseg.cascade.plausibility import (
-    added_volumes,
-    agreement,
-    distortion_warnings,
-    most_disputed_xyz_mm,
-    volume_warnings,
-    voxel_ml,
-)
+from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import require
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.findings import Finding, sentences_of, warnings_of
+from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.options import InferenceOptions
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import release_free_memory
-from medseg.metrics.scores import USUAL_AGREEMENT
 from medseg.preprocess.crop import erase_outside, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
@@ -41,9 +37,6 @@ from medseg.task import Region, Task
 MIN_AGREEMENT = 0.1
 # A region below the usual agreement and below this share of its least plausible volume (`task.volume_ml`) counts as absent.
 MIN_DOUBTFUL_SHARE = 0.03
-# Of a region on which the stages agree little.
-MAX_DOUBTFUL_GAS_SHARE = 1 / 3
-
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -76,12 +69,12 @@ class Segmentation:
         labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns it on its grid.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
         volumes_ml: Volume of each label by its name.
-        warnings: Sentences about implausible findings.
+        findings: What was found about the scan and the result.
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
-        added_ml: Volume by region that only the coarse stage finds and that was added, see `medseg.cascade.additions`; without zeros.
+        added_ml: Volume by region that only the coarse stage finds and that was added, see `medseg.anatomy.additions`; without zeros.
         dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`. Absent
             are regions to which anything was added, and all where the stages were not calibrated together.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
@@ -95,7 +88,7 @@ class Segmentation:
     labels: Any
     boxes: dict[str, RegionBox] = field(default_factory=dict)
     volumes_ml: dict[str, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     durations_s: dict[str, float] = field(default_factory=dict)
     tiling_plans: dict[str, str] = field(default_factory=dict)
     distortions: dict[str, float] = field(default_factory=dict)
@@ -107,6 +100,11 @@ class Segmentation:
     statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
     probabilities: dict[str, list[tuple[Tensor, VoxelGrid]]] = field(default_factory=dict)
     disagreement: np.ndarray | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences of all findings but information."""
+        return sentences_of(self.findings)
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,9 @@ class Cascade:
         require_channels(task, 1 + len(more_channels))
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
-        result = Segmentation(np.empty(0), warnings=[warning for stage in self.stages for warning in stage.warnings])
+        result = Segmentation(np.empty(0))
+        for stage in self.stages:
+            result.findings += warnings_of("other_tiles", stage.warnings)
         timed = partial(_timed, result.durations_s, on_step)
         found: Localisation | None = None
         added: dict[str, np.ndarray] = {}
@@ -202,13 +202,15 @@ class Cascade:
         else:
             with timed("localise"):
                 found = localise(images, grid, self.coarse, options)
-            result.warnings += found.warnings
+            result.findings += found.findings
             _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
             parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
+        not_added: list[str] = []
+        apart: list[str] = []
         with timed("join"):
             if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
-                added = add_coarse_parts(found, parts, task, self.coarse.add_parts_mm, result.warnings)
-            labels = join(parts, grid, task, first, found, result.warnings)
+                added = add_coarse_parts(found.labels, found.grid, found.beyond, parts, task, self.coarse.add_parts_mm, not_added)
+            labels = join(parts, grid, task, first, found, apart)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
                 name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
@@ -224,16 +226,23 @@ class Cascade:
         for region in task.regions:
             if region.name in result.added_ml:
                 changed_labels.update(region.labels)
-        _remove_contradictions(result, labels, first, task)
-        result.warnings += [
-            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: check the result"
+        absent, contradictions = remove_contradictions(labels, first, task, result.volumes_ml, result.agreements, result.added_ml)
+        result.findings += warnings_of("beside_patient", not_added)
+        result.findings += warnings_of("apart", apart)
+        result.findings += warnings_of("little_agreement", contradictions)
+        for name in absent:
+            del result.boxes[name]
+        additions = [
+            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidation: check the result"
             for name, volume_ml in result.added_ml.items()
             if volume_ml >= MIN_REPORTED_ML
         ]
+        result.findings += warnings_of("added_parts", additions)
         result.dice_at_least = self._stated_bounds(result, changed_labels)
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
-            result.warnings.append("no label found at all: the result is empty; check that the scan shows the organs of the task")
-        result.warnings += volume_warnings(result.volumes_ml, labels, task)
+            sentence = "no label found at all: the result is empty; check that the scan shows the organs of the task"
+            result.findings += warnings_of("empty_result", [sentence])
+        result.findings += warnings_of("implausible_volume", volume_warnings(result.volumes_ml, labels, task))
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
             for region, probs, crop_grid in parts:
@@ -336,7 +345,7 @@ def _segment_whole(
     with timed("segment"):
         prediction, crop, *_ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
-    result.warnings += prediction.remarks
+    result.findings += warnings_of("out_of_memory", prediction.remarks)
     whole = Region(stage.task.name, tuple(stage.task.labels))
     stds = [] if prediction.std is None else [(prediction.std, crop.grid)]
     return [(whole, prediction.probs[1:], crop.grid)], stds
@@ -379,7 +388,8 @@ def _refine_regions(
             prediction = refine(images, grid, crop, region, fine, options, intensities)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
-        result.warnings += [f"{region.name}: {remark}" for remark in prediction.remarks]
+        remarks = [f"{region.name}: {remark}" for remark in prediction.remarks]
+        result.findings += warnings_of("out_of_memory", remarks)
         parts.append((region, prediction.probs, crop.grid))
         if prediction.std is not None:
             stds.append((prediction.std, crop.grid))
@@ -391,79 +401,7 @@ def _note_crop(result: Segmentation, step: str, name: str, stage: TrainedStage, 
     result.tiling_plans[step] = str(plan)
     if stage.rule.size is not None and grid is not None:
         result.distortions[step] = distortion(grid.spacing_mm)
-        result.warnings += distortion_warnings(name, grid)
-
-
-def _remove_contradictions(result: Segmentation, labels: np.ndarray, image_hu: np.ndarray, task: Task) -> None:
-    """Remove regions on which the two stages contradict each other, in place, and warn where they agree little.
-
-    Without a reference each stage is the check of the other. A label stays if one of its regions is trusted.
-
-    Args:
-        result: Volumes and agreements; volumes, boxes and warnings are updated.
-        labels: Final label map (D, H, W) in LPS order.
-        image_hu: The scan, its first channel.
-        task: Labels and regions.
-    """
-    regions = [region for region in task.regions if region.name in result.agreements]
-    values = {region.name: task.region_values(region) for region in regions}
-    volumes_ml = {region.name: sum(result.volumes_ml[name] for name in region.labels) for region in regions}
-    doubtful = {name for name in volumes_ml if result.agreements[name] < USUAL_AGREEMENT}
-    contradicted = {
-        name
-        for name, volume_ml in volumes_ml.items()
-        if result.agreements[name] < MIN_AGREEMENT
-        or (name in doubtful and (_is_tiny(volume_ml, name, task) or _is_gas(labels, image_hu, values[name], task.least_hu)))
-    }
-    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows another one.
-    found = {name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted}
-    contradicted |= {
-        name
-        for name in doubtful & found
-        if found == {name} and _is_tiny(volumes_ml[name] - result.added_ml.get(name, 0.0), name, task)
-    }
-    trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
-    for region in regions:
-        volume_ml, agreed = volumes_ml[region.name], result.agreements[region.name]
-        if not volume_ml:
-            result.warnings.append(
-                f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks"
-            )
-        elif region.name in contradicted:
-            removed = [name for name in region.labels if name not in trusted]
-            for plane in labels:
-                plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
-            result.volumes_ml |= dict.fromkeys(removed, 0.0)
-            del result.boxes[region.name]
-            # What was added is counted in coarse voxels, so it may be a little more than the final volume.
-            volume_ml = max(0.0, volume_ml - result.added_ml.pop(region.name, 0.0))
-            result.warnings.append(
-                f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "
-                "the region is reported as absent"
-            )
-        elif agreed < USUAL_AGREEMENT:
-            result.warnings.append(
-                f"{region.name}: the two stages agree only to a Dice of {agreed:.2f} "
-                f"({USUAL_AGREEMENT:g} or more is usual): check the result"
-            )
-
-
-def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
-    """Whether a region is far below the least plausible volume, as bowel gas and air between limbs are."""
-    least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
-    return volume_ml < MIN_DOUBTFUL_SHARE * least_ml
-
-
-def _is_gas(labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None) -> bool:
-    """Whether more than a third of a region lies below the bound of gas, as air below a blanket does."""
-    if least_hu is None:
-        return False
-    num_voxels = num_gas = 0
-    for plane, hu in zip(labels, image_hu, strict=True):
-        found = hu[np.isin(plane, values)]
-        num_voxels += len(found)
-        num_gas += int(np.count_nonzero(found < least_hu))
-    return num_gas > MAX_DOUBTFUL_GAS_SHARE * num_voxels
+        result.findings += warnings_of("distortion", distortion_warnings(name, grid))
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medseg.cascade.localise import MAX_GAS_SHARE, MIN_PART_FRACTION, MIN_REPORTED_ML, Localisation
-from medseg.cascade.plausibility import nearest_voxels, voxel_ml
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.anatomy.rules import MAX_GAS_SHARE, MAX_UNSEEN_SHARE, MIN_PART_FRACTION, MIN_REPORTED_ML
+from medseg.cascade.agreement import nearest_voxels
+from medseg.cascade.localise import Localisation
+from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.inference.postprocess import Part, Rejection, fill_holes, remove_components
 from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
@@ -16,9 +17,6 @@ from medseg.task import Region, Task
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
-# A component of the fine stage is removed if the coarse stage marks less than a tenth of it: the crop showed it by chance, such as a blanket
-# beside the body.
-MAX_UNSEEN_SHARE = 0.9
 # Native voxels of one slab; each needs five float32 values and three bytes at a time.
 SLAB_VOXELS = 2**22
 

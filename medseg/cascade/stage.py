@@ -70,7 +70,7 @@ class TrainedStage:
             network that was trained on no smaller input lost half of a thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
         add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it, see
-            `medseg.cascade.additions`; None adds nothing.
+            `medseg.anatomy.additions`; None adds nothing.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.

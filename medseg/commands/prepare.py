@@ -9,13 +9,14 @@ from rich.progress import track
 
 from medseg.config.schema import PrepareConfig
 from medseg.console import say
-from medseg.data.audit.finding import CaseAudit, Finding, Severity
+from medseg.data.audit.finding import CaseAudit
 from medseg.data.audit.table import READY, AuditedCase, audit_csv, compare_cases
 from medseg.data.cache import prepare_cases
 from medseg.data.case_table import Case
 from medseg.data.cases import find_cases
 from medseg.data.spacing import find_spacing
 from medseg.errors import EXIT_FAILED
+from medseg.findings import Finding, Severity
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import with_case_name
 from medseg.pictures.audit import CaseView, Slice, audit_pictures, cut_slices
@@ -73,9 +74,9 @@ def print_case(one: AuditedCase) -> None:
 
 
 def print_findings(case: Case, findings: Sequence[Finding]) -> None:
-    """Print findings with the code by which they can be ignored; notes are in the table only."""
+    """Print findings with the code by which they can be ignored; information is in the table only."""
     for finding in findings:
-        if finding.severity is not Severity.note and finding.code not in case.ignore_findings:
+        if finding.severity is not Severity.information and finding.code not in case.ignore_findings:
             level = "refused" if finding.severity is Severity.error else "warning"
             say(f"{case.name}: {level} ({finding.code}): {finding}")
 
@@ -94,8 +95,10 @@ def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path
         findings = [("error", one.failure)] if one.failure else []
         findings += [(finding.severity.value, f"{finding.code}: {finding.message}") for finding in one.findings()]
         cases.append(CaseView(one.case.name, audit_text(one.audit) if one.audit else "", shown, findings))
-    ranks = ["error", "warning", "note", ""]
-    cases.sort(key=lambda case: min((ranks.index(severity) for severity, _ in case.findings if severity != "note"), default=3))
+    ranks = ["error", "warning", "information", ""]
+    cases.sort(
+        key=lambda case: min((ranks.index(severity) for severity, _ in case.findings if severity != "information"), default=3)
+    )
     names = {value: name for name, value in task.labels.items()}
     return audit_pictures(cases, path, count(len(cases), "case"), label_names=names, window_hu=task.channels[0].window_hu)
 

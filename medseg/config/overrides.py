@@ -73,8 +73,8 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         UserError: If an option has no value, or a key has several.
 
     Example:
-        >>> expand_options("predict", ["ct (1).nii.gz", "-o", "lungs.nii.gz", "overwrite=true"])
-        ["input='ct (1).nii.gz'", "output='lungs.nii.gz'", 'overwrite=true']
+        >>> expand_options("predict", ["ct (1).nii.gz", "-o", "labels.nii.gz", "overwrite=true"])
+        ["input='ct (1).nii.gz'", "output='labels.nii.gz'", 'overwrite=true']
     """
     options, positional = OPTIONS.get(command, {}), POSITIONAL_KEYS.get(command, "")
     expanded: list[str] = []

@@ -156,7 +156,7 @@ class ImportConfig:
     output: Annotated[str, Knob("Folder of cases.csv and task.yaml.")]
     format: Annotated[ImportFormat | None, Knob("Layout of the data set; null: detected from the folder.")]
     labels: Annotated[
-        Any, Knob("Labels to keep, [a,b], or new labels merged from them, {lungs: [left_lung,right_lung]}; null: all.")
+        Any, Knob("Labels to keep, [a,b], or new labels merged from them, {kidneys: [left_kidney,right_kidney]}; null: all.")
     ]
     missing: Annotated[
         MissingStructure,
@@ -276,10 +276,10 @@ class CrossValidateConfig(RecipeConfig):
         bool,
         Knob(
             "Also score partial scans: apices, middle and bases of the organs, the slices above and below them, halves of the "
-            "chest with one lung each."
+            "chest with one side each."
         ),
     ]
-    diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its lungs.")]
+    diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its regions.")]
     task: TaskConfig
     data: LabelsConfig
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medseg.preprocess.effect import Effect, Spacing
 from medseg.preprocess.intensity import AIR
 
 # Slices that are resampled at once; their coordinates fit into the processor's cache.
 SLAB_SLICES = 8
-Spacing = tuple[float, float, float]
 
 
 class Warp(NamedTuple):
@@ -56,27 +56,6 @@ class Warp(NamedTuple):
         channels = [_resample_affine(one - AIR, self.matrix, self.shift_voxels, shape, "bilinear").add_(AIR) for one in image]
         new_labels = _resample_affine(labels.float(), self.matrix, self.shift_voxels, shape, "nearest")
         return torch.stack(channels), new_labels.to(labels.dtype)
-
-
-class Effect:
-    """A random change of a sample that has been read.
-
-    An effect draws from the generator that it is given and from nothing else, so that a sample is a function of its number.
-    """
-
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
-        """Change a sample.
-
-        Args:
-            image: (C, D, H, W) float32; may be overwritten.
-            labels: (D, H, W) uint8; may be overwritten.
-            rng: Generator of this sample.
-            spacing_mm: Voxel spacing, (z, y, x); lengths apply to world coordinates, not to voxels.
-
-        Returns:
-            New image and labels, same shapes.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

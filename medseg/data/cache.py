@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from medseg.data.audit.finding import CaseAudit, Severity
+from medseg.data.audit.finding import CaseAudit
 from medseg.data.audit.labels import ABSENT, audit_vanished
 from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import crc32_of, is_intact, is_same_source, sources_of
 from medseg.errors import UserError, require
+from medseg.findings import Severity
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import locked
 from medseg.io.text import read_json

@@ -10,14 +10,13 @@ from medseg.data.options import DataConfig, Detail, PhantomCountsConfig, Scene
 from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, locked
+from medseg.phantom.spec import PHANTOM_LABELS
 from medseg.preprocess.scale import HuScale
 from medseg.task import LabelValues
 from medseg.task_options import TaskConfig, make_task
 
 # Synthetic scans made at a time; one of full detail takes 2 to 5 GB.
 MAX_PHANTOM_WORKERS = 4
-# Values in the phantom's `organs` maps.
-PHANTOM_LABELS: LabelValues = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
 
 
 def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], LabelValues]]:

@@ -237,10 +237,10 @@ class AugmentConfig:
         Pair, Knob("Range of the radius of the round field of view, as a share of half the longer side.", "(0, inf)")
     ]
     disease_probability: Annotated[
-        float, Knob("Probability of disease painted into a labelled lung, whose outline stays.", "[0, 1]")
+        float, Knob("Probability of disease painted into a labelled organ full of air, whose outline stays.", "[0, 1]")
     ] = 0.0
     disease_each_lung: Annotated[
-        bool, Knob("Draw for each labelled lung, so that both may be painted; false: one lung of the sample is.")
+        bool, Knob("Draw for each such organ, so that several may be painted; false: one of the sample is.")
     ] = False
     disease_kinds: Annotated[
         list[str],

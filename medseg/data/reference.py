@@ -263,8 +263,8 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
         UserError: If a value is neither a whole number nor a name, or has two names.
 
     Example:
-        >>> file_values({"left_lung": 10, "right_lung": [11, 12]})
-        {10: 'left_lung', 11: 'right_lung', 12: 'right_lung'}
+        >>> file_values({"left_kidney": 10, "right_kidney": [11, 12]})
+        {10: 'left_kidney', 11: 'right_kidney', 12: 'right_kidney'}
     """
     names: LabelValues = {}
     for name, given in label_values.items():

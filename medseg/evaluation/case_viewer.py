@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from medseg.anatomy.rules import USUAL_AGREEMENT
 from medseg.cascade.bound import StatedBound
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
-from medseg.metrics.scores import USUAL_AGREEMENT
 from medseg.pictures.overlay import colour_of
 from medseg.preprocess.orient import orient, orientation_of
 from medseg.task import Task

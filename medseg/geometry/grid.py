@@ -328,3 +328,8 @@ class VoxelGrid:
         starts = np.ceil(offset - 0.5 * scale - INDEX_TOLERANCE)
         stops = np.floor(offset + (np.array(other.shape) - 0.5) * scale + INDEX_TOLERANCE) + 1
         return VoxelBox.of(starts, np.maximum(starts, stops))
+
+
+def voxel_ml(grid: VoxelGrid) -> float:
+    """Volume of a voxel in ml."""
+    return math.prod(grid.spacing_mm) / 1000.0

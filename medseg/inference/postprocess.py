@@ -12,7 +12,7 @@ from scipy import ndimage
 
 from medseg.geometry.grid import VoxelBox
 
-# A lung at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered again when they are needed.
+# A region of 2 l at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered again when they are needed.
 SLAB_VOXELS = 2**25
 COUNTED_AT_ONCE = 2**16
 

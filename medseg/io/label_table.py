@@ -14,7 +14,7 @@ class Structure:
     """One label of a label map, as other programs describe it.
 
     Attributes:
-        name: Its name, such as `left_lung`.
+        name: Its name, such as `left_kidney`.
         value: Value in the label map.
         colour: Recommended colour, `#rrggbb`; "" for none, which counts as white.
         code: SNOMED CT code, its meaning and, for a part of one side, `left` or `right`; empty for none.

@@ -8,13 +8,13 @@ import numpy as np
 from medseg.geometry.grid import VoxelGrid
 
 PERCENTILES = (5, 15, 50, 95)
-"""Percentiles in the tables; the 15th is the one of lung densitometry."""
+"""Percentiles in the tables; the 15th is that of densitometry in chest CT."""
 
 HU_FIGURES = ("mean_hu", *(f"p{percent}_hu" for percent in PERCENTILES), "share_below_minus_950_hu")
 """Names of the figures in HU."""
 
 EMPHYSEMA_HU = -950
-"""Lung voxels below it count as emphysema (Gevenois et al., Am J Respir Crit Care Med 1995;152:653)."""
+"""Voxels of an organ full of air below it count as emphysema (Gevenois et al., Am J Respir Crit Care Med 1995;152:653)."""
 
 # HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is that of the voxels as they are.
 LOW_HU, HIGH_HU = -2048, 4095

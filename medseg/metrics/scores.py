@@ -28,9 +28,6 @@ SurfaceDistances = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 """Distance of each element of a surface to the nearest element of the other, in mm, sorted, infinite where the other mask is empty; and
 the areas of the same elements in mm². First from the prediction to the reference, then back."""
 
-USUAL_AGREEMENT = 0.85
-"""Dice of the labels of the coarse and the fine stage on nearly every correct scan; a lower one is worth a look."""
-
 
 def dice(pred_mask: Mask, target_mask: Mask) -> float:
     """Measure the overlap of two masks, twice the intersection over the sum of the sizes.
@@ -257,7 +254,7 @@ def _distances_mm(is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[floa
     """Distance from each set voxel of one array, in C order, to the nearest of another; infinite if that is empty."""
     if not is_to.any():
         return np.full(np.count_nonzero(is_from), np.inf)
-    # A k-d tree is several times faster for two similar lungs, but many times slower where a prediction is noise or far from the
+    # A k-d tree is several times faster for two similar organs, but many times slower where a prediction is noise or far from the
     # reference. The transform returns indices only: its distance map would take more memory.
     nearest = distance_transform_edt(~is_to, sampling=spacing_mm, return_distances=False, return_indices=True)
     squared_mm2 = np.zeros(np.count_nonzero(is_from))

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from medseg.phantom.shapes import Field, profile, radial_distance, superellipse
 
+PHANTOM_LABELS: dict[int | str, str] = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
+"""Values in the `organs` maps."""
 VIEWS = ("whole", "apex", "mid", "bases", "apices_cut", "bases_cut", "trunk", "abdomen", "neck")
 # Range of the pixel size in mm, slice distances in mm and their shares, matrix, least model spacing in mm, ends of each vessel tree.
 DETAILS = {

@@ -22,7 +22,7 @@ _TITLE_PX = 38
 _LINE_PX = 14
 _GAP_PX = 10
 _HEADER_PX = 50
-_MARKS = {"error": "#f87171", "warning": "#facc15", "note": "#8b949e"}
+_MARKS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
 _LINE_LENGTH = 74
 _MAX_LINES = 7
 
@@ -50,7 +50,7 @@ class CaseView(NamedTuple):
         title: Name of the case.
         subtitle: Its grid and volumes.
         slices: Slices from left to right; empty for a case that could not be read.
-        findings: Pairs of severity (`error`, `warning`, `note`) and text.
+        findings: Pairs of severity (`error`, `warning`, `information`) and text.
     """
 
     title: str
@@ -126,10 +126,16 @@ def _draw_page(
         canvas.write(right, 17, name.replace("_", " "), color=colour_of(number), fontsize=10, fontweight="bold")
     for number, (case, text) in enumerate(zip(cases, texts, strict=True)):
         left, top = _GAP_PX + number % columns * (_CASE_PX + _GAP_PX), tops[number // columns]
-        worst = min((severity for severity, _ in case.findings), key=list(_MARKS).index, default="note")
-        canvas.write(left, top, "✓" if worst == "note" else "●", color=TEXT if worst == "note" else _MARKS[worst], fontsize=11)
+        worst = min((severity for severity, _ in case.findings), key=list(_MARKS).index, default="information")
+        canvas.write(
+            left,
+            top,
+            "✓" if worst == "information" else "●",
+            color=TEXT if worst == "information" else _MARKS[worst],
+            fontsize=11,
+        )
         canvas.write(left + 16, top, shortened(case.title, 46), fontsize=11, fontweight="bold")
-        canvas.write(left + 16, top + 18, shortened(case.subtitle, 74), color=_MARKS["note"], fontsize=8)
+        canvas.write(left + 16, top + 18, shortened(case.subtitle, 74), color=_MARKS["information"], fontsize=8)
         _draw_slices(canvas, left, top + _TITLE_PX, case.slices, list(label_names), window_hu)
         for line, (colour, words) in enumerate(text):
             canvas.write(left, top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX, words, color=colour, fontsize=8)
@@ -167,4 +173,4 @@ def _wrapped(findings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     ]
     if len(lines) <= _MAX_LINES:
         return lines
-    return [*lines[: _MAX_LINES - 1], (_MARKS["note"], "… more in audit.csv")]
+    return [*lines[: _MAX_LINES - 1], (_MARKS["information"], "… more in audit.csv")]

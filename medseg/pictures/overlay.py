@@ -22,7 +22,7 @@ _DPI = 100
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 """Axis of an oriented volume (z, y, x) that each plane is a slice of."""
 
-# Share of the labelled voxels below each slice: every slice shows label, each lung gets a sagittal one.
+# Share of the labelled voxels below each slice: every slice shows label, each side of a pair gets a sagittal one.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 _ROWS = (("axial",), ("coronal", "sagittal"))
 _VIEW_MARGIN_MM = 20.0

@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from medseg.anatomy.rules import CT_WINDOWS_HU
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
@@ -24,9 +25,6 @@ SPACING_MM = 1.5
 
 CT_RANGE_HU = (-1024.0, 1024.0)
 """HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone."""
-
-CT_WINDOWS_HU = {"lung": (-1350.0, 150.0), "soft tissue": (-160.0, 240.0), "bone": (-500.0, 1024.0)}
-"""Windows to choose from."""
 
 DIFFERENCES = [Structure(name, value, colour) for value, (name, colour) in enumerate(ERROR_COLOURS.items(), start=1)]
 """Differences to a reference: voxels of the reference alone, of the prediction alone, and with two different labels."""

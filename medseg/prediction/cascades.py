@@ -18,6 +18,7 @@ from medseg.prediction.contract import has_room_for_openvino
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan
 from medseg.weights.files import TILE_CHANGES, shipped_weights
+from medseg.weights.included import INCLUDED_TASK
 
 
 class RangeCascade(NamedTuple):
@@ -51,7 +52,7 @@ def load_cascade(
     """Load both stages.
 
     Args:
-        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none = the included lung weights.
+        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none = the included weights.
         fine: The same for the fine stage; none also for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
@@ -78,7 +79,7 @@ def load_cascade(
     measured = ""
     for name, checkpoints in (("coarse", coarse), ("fine", fine)):
         if checkpoints or not stages or stages[0].name == "coarse":
-            paths = [Path(path) for path in checkpoints or ()] or [shipped_weights("lungs", name)]
+            paths = [Path(path) for path in checkpoints or ()] or [shipped_weights(INCLUDED_TASK, name)]
             measured = "" if checkpoints else TILE_CHANGES
             stages.append(load_stages(paths, name, device, precision, trusted, loading))
     if options.tile_size is not None:

@@ -15,10 +15,10 @@ import numpy as np
 
 from medseg import __version__
 from medseg.cascade.cascade import Cascade, Segmentation
-from medseg.data.audit.finding import Finding, Severity
 from medseg.data.audit.image import check_channels
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError, require
+from medseg.findings import Finding, Severity, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
@@ -181,13 +181,12 @@ def segment_scan(
     modalities = [channel.modality for channel in cascade.coarse.task.channels]
     findings: list[Finding] = []
     if len(arrays) == len(modalities):  # otherwise the cascade refuses them
-        arrays, _, found = check_channels(arrays, modalities, is_owned=is_owned)
-        findings = [finding for finding in found if finding.severity is not Severity.note]
+        arrays, _, findings = check_channels(arrays, modalities, is_owned=is_owned)
         volume = replace(volume, array=arrays[0])
     result = cascade.segment(volume, arrays[1:], **options)
     task = cascade.coarse.task
     result.statistics = label_statistics(volume.array if task.is_ct else None, result.labels, volume.grid, task.labels)
-    result.warnings[:0] = [*volume.remarks, *map(str, findings)]
+    result.findings[:0] = [*warnings_of("reading", volume.remarks), *findings]
     is_doubtful = any(one.severity is Severity.error for one in findings)
     result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
     return result
@@ -259,6 +258,7 @@ def _write_report(
         "most_disputed_xyz_mm": result.most_disputed_xyz_mm,
         "status": result.status,
         "warnings": result.warnings,
+        "findings": [finding.to_dict() for finding in result.findings],
         "durations_s": {
             "read": case.durations_s["read"],
             **result.durations_s,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from medseg.anatomy.rules import REGION_MM
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import TrainedStage, flips
 from medseg.errors import UserError
@@ -30,8 +31,6 @@ SCAN, LABEL, IMAGE, PROBABILITY, SUM = 2, 1, 4, 2, 4
 USUAL_WORKSPACE = 1.25
 # Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes of a wide field of view. Medians of 33 scans.
 BODY_SHARE, BODY_MM = (1.0, 0.8, 1.0), (math.inf, 360.0, 480.0)
-# Box of a region with its margin, (z, y, x): a lung. The scan limits it.
-REGION_MM = (270.0, 200.0, 160.0)
 # Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop until its step ends, unless large blocks are mapped.
 RESAMPLING = 24
 # Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives each thread heaps of 64 MiB.

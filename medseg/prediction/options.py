@@ -84,9 +84,7 @@ class PredictConfig:
     )
     coarse: Annotated[
         Any,
-        Knob(
-            "Checkpoint or .safetensors of the coarse or single stage, or a [list] to average; null: the included lung weights."
-        ),
+        Knob("Checkpoint or .safetensors of the coarse or single stage, or a [list] to average; null: the included weights."),
     ] = None
     fine: Annotated[Any, Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement.")] = None
     by_spacing: Annotated[

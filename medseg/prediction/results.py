@@ -21,6 +21,7 @@ from medseg.evaluation.case_viewer import (
     written_figures,
 )
 from medseg.evaluation.matching import check_grid, task_values
+from medseg.findings import warnings_of
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
 from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array
@@ -112,7 +113,7 @@ def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, con
         try:
             reference = _read_reference(scan, scan.labels, volume, task, file_values(config.data.label_values))
         except (UserError, OSError, ValueError) as error:
-            result.warnings.append(f"the viewer shows no reference: {error}")
+            result.findings += warnings_of("no_reference", [f"the viewer shows no reference: {error}"])
             result.status = "warnings" if result.status == "ok" else result.status
     return Views(slices, pack_case(volume.array, result.labels, volume.grid, reference, task, config.viewer.max_mb))
 

@@ -113,7 +113,7 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
 
 
 class LungSegmenter(Segmenter):
-    """The segmenter of the lungs, with the included weights where no checkpoints are given; label 1 is the left lung, 2 the right."""
+    """The segmenter with the included weights where no checkpoints are given; label 1 is the left side, 2 the right."""
 
     def __init__(self, coarse: Sequence[str | Path] = (), fine: Sequence[str | Path] = (), **options: Any) -> None:
         super().__init__(coarse, fine, **options)

@@ -1,7 +1,7 @@
 """Crops of a volume; a crop may reach outside the volume.
 
 Along z a scan ends inside the body. Beyond that end the last slice is repeated, since air there would look like a border of
-the lung. In plane a scan ends beside the body; beyond that end there is air.
+an organ. In plane a scan ends beside the body; beyond that end there is air.
 """
 
 import math

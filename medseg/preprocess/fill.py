@@ -1,6 +1,6 @@
 """Constant fill of a CT: where a file holds one value outside the field of view, such as the 0 of a resampler, air takes its place.
 
-A network takes 0 HU around a patient for water, and finds no lung. Values below air are clipped wherever an image is resampled
+A network takes 0 HU around a patient for water, and finds no organ full of air. Values below air are clipped wherever an image is resampled
 (`HU_LIMITS`); here are the others. The noise of a scanner never makes an area of one value, so such an area at the border of a slice was
 not measured, whatever its outline: outside a circle, outside a turned volume, or beyond the last slice.
 """

@@ -12,8 +12,8 @@ from medseg.data.options import StageName
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import memory_limit_bytes
 from medseg.training.options import TrainConfig
+from medseg.weights.included import INCLUDED_TASK
 
-DEFAULT_TASK = "lungs"  # of conf/train.yaml
 # Arguments of `train` that say where a run goes on, or that `fit_gib` excludes.
 NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
@@ -79,7 +79,7 @@ def _task_argument(config: TrainConfig) -> list[str]:
     if source:
         return [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
     is_preset = (conf_dir() / "task" / f"{config.task.name}.yaml").is_file()
-    return [f"task={config.task.name}"] if is_preset and config.task.name != DEFAULT_TASK else []
+    return [f"task={config.task.name}"] if is_preset and config.task.name != INCLUDED_TASK else []
 
 
 def _planned(overrides: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ COLUMNS = {
 LEVEL = 0.9  # of the lower bound on Dice
 TRUSTED = ("", "reference")
 PIECES = "Partial scans cut from these scans:"
-DISEASED = "These scans with disease painted into their lungs:"
+DISEASED = "These scans with disease painted into their regions:"
 
 
 def cross_validate(config: CrossValidateConfig) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from medseg.anatomy.disease import KINDS, paint_disease
 from medseg.data.case_table import Case
-from medseg.data.disease import KINDS, paint_disease
 from medseg.data.sampler import sample_rng
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.read import read_image, read_labels
@@ -69,7 +69,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
 
 
 def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
-    """Paint disease into both lungs of a case, see `paint_disease`, and write it in HU; existing files are kept.
+    """Paint disease into both sides of a case, see `paint_disease`, and write it in HU; existing files are kept.
 
     Args:
         case: Case with labels, a CT.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
+from medseg.anatomy.disease import Disease
 from medseg.console import say
 from medseg.data import augment as effects
 from medseg.data import transforms
-from medseg.data.disease import Disease
 from medseg.data.options import StageName
 from medseg.errors import UserError, first_line
 from medseg.losses import adapter as losses

@@ -204,7 +204,7 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
     )
     assert without.added_ml == {}
     assert [warning for warning in result.warnings if warning not in without.warnings] == [
-        f"left_lung: {result.added_ml['left_lung']:.0f} ml were found by the coarse stage alone and added, such as consolidated lung: "
+        f"left_lung: {result.added_ml['left_lung']:.0f} ml were found by the coarse stage alone and added, such as consolidation: "
         "check the result"
     ]
     unasked = Cascade(

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from oracle import OBLIQUE, TASK, CoarseOracle, stage
 
-from medseg.cascade.localise import Localisation, localise, locate_regions, lone_side_warnings, remove_impossible
+from medseg.anatomy.impossible import remove_impossible
+from medseg.anatomy.sides import lone_side_warnings
+from medseg.cascade.localise import Localisation, localise, locate_regions
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import region_crop
 from medseg.task import Channel, Region, is_side_pair

@@ -8,17 +8,10 @@ import numpy as np
 import pytest
 from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
+from medseg.anatomy.plausibility import position_warnings, side_warnings, volume_warnings
+from medseg.cascade.agreement import added_volumes, agreement, most_disputed_xyz_mm
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.plausibility import (
-    added_volumes,
-    agreement,
-    most_disputed_xyz_mm,
-    position_warnings,
-    side_warnings,
-    volume_warnings,
-    voxel_ml,
-)
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
 REGIONS = {region.name: TASK.region_values(region) for region in TASK.regions}

@@ -111,7 +111,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["task.volume_ml.left_lung=[9, 2]"], "task.volume_ml.left_lung: expected two increasing numbers in ml"),
         (["+task.codes.heart=['80891009', Heart]"], "task.codes.heart: there is no such label; there are left_lung, right_lung"),
         (["task.codes.left_lung=['39607008']"], "task.codes.left_lung: expected [code, meaning] or [code, meaning, left | right]"),
-        (["task.codes.left_lung=['39607008', Lung, top]"], "such as [39607008, Lung, left], but got ['39607008', 'Lung', 'top']"),
+        (["task.codes.left_lung=['39607008', Lung, top]"], "such as [64033007, Kidney, left], but got ['39607008', 'Lung', 'top']"),
         (["task.codes.left_lung=['T-28000', Lung]"], "task.codes.left_lung: expected [code, meaning]"),
         (["task.colours={left_lung: sky}"], "task.colours.left_lung: expected a colour such as '#38bdf8', but got 'sky'"),
         (["task.colours={heart: '#38bdf8'}"], "task.colours.heart: there is no such label; there are left_lung, right_lung"),

@@ -20,7 +20,6 @@ import forked
 import numpy as np
 import pytest
 
-from medseg.data.audit.finding import Severity
 from medseg.data.cache import FORMAT_VERSION, CachedCase, is_current, open_case, prepare_case, prepare_cases
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.crops import StageCrops
@@ -29,6 +28,7 @@ from medseg.data.samples import Samples
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError
+from medseg.findings import Severity
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.scale import HuScale
 from medseg.task import Channel, Region, Task
@@ -375,7 +375,7 @@ def test_a_case_without_labels_is_refused(tmp_path: Path, task: Task, write_case
 
 def test_the_audit_is_kept_in_the_sidecar(case: Case, tmp_path: Path, task: Task) -> None:
     prepared = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
-    assert ("padding", Severity.note) in [(finding.code, finding.severity) for finding in prepared.audit.findings]
+    assert ("padding", Severity.information) in [(finding.code, finding.severity) for finding in prepared.audit.findings]
     assert prepared.audit.volumes_ml == pytest.approx({"left_lung": 7 * 7 * 8 * 0.012, "right_lung": 10 * 16 * 11 * 0.012})
     assert open_case(case, tmp_path, SPACING_MM, task, NAMES).audit == prepared.audit
 

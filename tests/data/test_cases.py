@@ -12,6 +12,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.data import cases
 from medseg.errors import UserError
+from medseg.phantom.spec import PHANTOM_LABELS
 from medseg.training.options import TrainConfig
 
 
@@ -30,7 +31,7 @@ def compose(*overrides: str) -> TrainConfig:
             {10: "left_lung", 11: "left_lung", 2: "right_lung", 5: "trachea"},
         ),
         (["~data.label_values", "+data.label_values={heart: 1}"], {1: "heart"}),
-        (["data=phantom_organs"], cases.PHANTOM_LABELS),
+        (["data=phantom_organs"], PHANTOM_LABELS),
     ],
 )
 def test_label_values_are_replaced_by_name(overrides: list[str], values: dict[int, str]) -> None:

@@ -154,7 +154,7 @@ SEEN = {
     ],
     "constant": ["refused (hu_range): every voxel holds 3; export the scan again"],
     "inside": [
-        "warning (no_air): no voxel is as dark as air or lung: the values run from -152 to 746; expected for a crop inside the "
+        "warning (no_air): no voxel is as dark as air or an organ full of it: the values run from -152 to 746; expected for a crop inside the "
         "body; otherwise check that the values are HU"
     ],
     "ge": [],

@@ -44,7 +44,7 @@ def case() -> CaseView:
     labels[5:15, 5:25, 4:18] = 2
     image = np.where(labels > 0, -850, 60).astype(np.int16)
     return CaseView(
-        "p1", "20×30×40", cut_slices(image, labels, (6.0, 4.0, 4.0)), [("error", "a: b"), ("note", "c: " + "d " * 300)]
+        "p1", "20×30×40", cut_slices(image, labels, (6.0, 4.0, 4.0)), [("error", "a: b"), ("information", "c: " + "d " * 300)]
     )
 
 

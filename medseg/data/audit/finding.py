@@ -5,19 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from medseg.errors import UserError
+from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
-
-
-class Severity(StrEnum):
-    """Consequence of a finding: an error stops the case, a warning is printed, a note is in the table only."""
-
-    error = "error"
-    warning = "warning"
-    note = "note"
 
 
 class Kind(NamedTuple):
@@ -34,7 +26,7 @@ class Kind(NamedTuple):
     cure: str = ""
 
 
-ERROR, WARNING, NOTE = Severity
+ERROR, WARNING, INFORMATION = Severity
 
 _RESAMPLE = "resample the label map to the grid of the image with nearest neighbours"
 _IGNORE_GRID = (
@@ -71,11 +63,11 @@ KINDS = {
     ),
     "no_air": Kind(
         WARNING,
-        "no voxel is as dark as air or lung: the values run from {low:g} to {high:g}",
+        "no voxel is as dark as air or an organ full of it: the values run from {low:g} to {high:g}",
         "expected for a crop inside the body; otherwise check that the values are HU",
     ),
     "padding:outside": Kind(
-        NOTE,
+        INFORMATION,
         "{share:.1%} of the voxels {hold}, which is padding outside the scanner's field of view",
         "nothing to do: it is read as air, {air} HU",
     ),
@@ -91,7 +83,7 @@ KINDS = {
         "if they lie outside the field of view, replace them in the file by {air}",
     ),
     "clipped:air": Kind(
-        NOTE,
+        INFORMATION,
         "{share:.1%} of the voxels hold the lowest value, {value} HU: the image was clipped there",
         "harmless if task.window_hu begins at {value} HU or above",
     ),
@@ -240,26 +232,6 @@ CODES = tuple(dict.fromkeys(name.partition(":")[0] for name in KINDS))
 
 NEVER_IGNORED = {"label_shape": "the label map has another number of voxels than the image"}
 """Codes that cannot be ignored, and the reason."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that the audit found.
-
-    Attributes:
-        code: One of `CODES`.
-        severity: Its consequence.
-        message: The sentence, with its numbers.
-        cure: The advice; empty if there is none.
-    """
-
-    code: str
-    severity: Severity
-    message: str
-    cure: str
-
-    def __str__(self) -> str:
-        return f"{self.message}; {self.cure}" if self.cure else self.message
 
 
 @dataclass(frozen=True)

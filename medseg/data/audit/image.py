@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.audit.finding import Finding, find
+from medseg.data.audit.finding import find
+from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.task import AIR_HU
 
@@ -26,7 +27,7 @@ MAX_SPIKES = 4
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
 PADDING_SHARE = 0.001
 FILLED_SHARE = 0.01
-# Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap between it and lung, air and lung.
+# Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it, air and organs full of it.
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
@@ -39,7 +40,7 @@ MAX_WINDOWED_RANGE = 256
 # Ends to which programs scale a window, the narrowest first, and the window that the advice takes as an example.
 USUAL_ENDS = ((0, 1), (-1, 1), (0, 255), (-128, 127))
 USUAL_WINDOW_HU = (-1250, 250)
-# HU divided by 1000: lowest value between that of a lung and of air, highest value that of the densest implant in 12 bits and more.
+# HU divided by 1000: lowest value between that of an organ full of air and of air, highest value that of the densest implant in 12 bits and more.
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1

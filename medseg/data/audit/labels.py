@@ -11,8 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.audit.finding import Finding, find
-from medseg.data.audit.position import apex_excess, turned_pairs
+from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, turned_pairs
+from medseg.anatomy.rules import (
+    EXTENT_MM,
+    FAR_FACTOR,
+    MAX_REGION_MM,
+    SIDE_SHARE,
+    TINY_FACTOR,
+    TOUCHING_CM2,
+    UPSIDE_DOWN_EXCESS,
+)
+from medseg.data.audit.finding import find
+from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.orient import FACES
 from medseg.task import IGNORE, Region, Task, is_side_pair
@@ -26,28 +36,12 @@ by less, and it is a small part of any voxel."""
 
 MAX_LISTED = 10
 
-# Separately drawn masks of two lungs share up to 1.1 cm² in front of the heart.
-TOUCHING_CM2 = 3.0
-# A single region counts as on the other side if its centre lies there by this share of the body's width.
-SIDE_SHARE = 0.08
 BODY_HU = -500
 # A region is cut by the round field of view if this area of its surface is within this distance of the padding, in plane.
 FIELD_HU = -1500
 FIELD_MM = 5.0
 FIELD_CM2 = 1.0
 FIELD_SLICES = 32
-
-# Upside down: see `apex_excess`; the ends of symmetric organs differ by less.
-UPSIDE_DOWN_EXCESS = -0.05
-# Volumes that are too large by this factor come from a wrong header, not from an unusual patient. Small ones may be a child's: those of
-# a newborn, some 45 ml a lung, are a tenth of the least of an adult.
-FAR_FACTOR = 2.0
-TINY_FACTOR = 12.0
-# Longest extent of a scan in mm. Scanners image 50 mm of an inner ear to 2 m of a body on their table; a tenth of a mouse, and a scan of
-# the tallest person, lie within these. A header in metres makes a chest 0.4 mm large.
-EXTENT_MM = (20.0, 2800.0)
-# The longest organ or bone of one side is the femur, 27 % of the stature (Feldesman 1990): 0.6 m at 2.2 m. Lungs reach 0.35 m.
-MAX_REGION_MM = 600.0
 
 
 def audit_grids(
@@ -252,7 +246,7 @@ def _position(
     if turned_pairs(image_hu, boxes, grid, task):
         return "turned by 180 degrees about its long axis", "the spine lies at the front"
     if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
-        return "upside down", "the lower ends of the lungs look like their apices"
+        return "upside down", UPSIDE_DOWN_SIGN
     return "", ""
 
 

@@ -9,7 +9,8 @@ import itertools
 
 import numpy as np
 
-from medseg.data.audit.finding import Finding, find
+from medseg.data.audit.finding import find
+from medseg.findings import Finding
 from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.orient import FACES
 from medseg.task import AIR_HU
@@ -17,7 +18,7 @@ from medseg.task import AIR_HU
 STEP_MM = 4.0
 MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
-# Measured fits. Lungs in place: 2.2 to 3.8, mirrored: 0.7 to 1.8. Organs in soft tissue: 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
+# Measured fits. Organs full of air in place: 2.2 to 3.8, mirrored: 0.7 to 1.8. Organs in soft tissue: 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
 SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
@@ -26,7 +27,7 @@ MIN_FACES = 200
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
-# The change must exceed that at the labels' own edges by SHIFT_GAIN, and the median of all distances by SHIFT_SHARPNESS. Lungs shifted by
+# The change must exceed that at the labels' own edges by SHIFT_GAIN, and the median of all distances by SHIFT_SHARPNESS. Organs full of air shifted by
 # 5 voxels: at least 4.3 and 4.0; edges that belong to other structures: up to 1.5 and 3. Organs in soft tissue stay below both.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0

@@ -7,13 +7,16 @@ from statistics import median
 
 import numpy as np
 
-from medseg.data.audit.finding import CaseAudit, Finding, Severity, find
+from medseg.data.audit.finding import CaseAudit, find
 from medseg.data.audit.profile import NEAR_PROFILE, Areas, areas_of, profile_distance
 from medseg.data.case_table import Case
+from medseg.findings import Finding, Severity
 from medseg.report.tables import csv_text
 
 DUPLICATE = "duplicate_image"
 READY, REFUSED, FAILED = "ready", "refused", "failed"
+# Columns of codes; that of information keeps its first name.
+SEVERITY_COLUMNS = {Severity.error: "errors", Severity.warning: "warnings", Severity.information: "notes"}
 
 # Fewer cases have no usual spacing; spacings of one hospital agree within a factor of three.
 MIN_CASES = 5
@@ -122,7 +125,7 @@ def audit_csv(cases: Sequence[AuditedCase]) -> str:
     grid = ["size_z", "size_y", "size_x", "spacing_z_mm", "spacing_y_mm", "spacing_x_mm"]
     hu = ["hu_min", "hu_p01", "hu_p50", "hu_p99", "hu_max"]
     volumes = dict.fromkeys(f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml)
-    columns = ["case", "patient", "status", *grid, *hu, *volumes, *(f"{severity}s" for severity in Severity), "details"]
+    columns = ["case", "patient", "status", *grid, *hu, *volumes, *SEVERITY_COLUMNS.values(), "details"]
     return csv_text([_row(one) for one in cases], columns)
 
 
@@ -135,5 +138,6 @@ def _row(one: AuditedCase) -> dict[str, object]:
         row |= {f"hu_{name}": f"{value:g}" for name, value in one.audit.hu.items()}
         row |= {f"{name}_ml": f"{volume:.1f}" for name, volume in one.audit.volumes_ml.items()}
     found = one.findings()
-    row |= {f"{level}s": " ".join(finding.code for finding in found if finding.severity is level) for level in Severity}
+    for level, column in SEVERITY_COLUMNS.items():
+        row[column] = " ".join(finding.code for finding in found if finding.severity is level)
     return row | {"details": " | ".join([one.failure] * bool(one.failure) + [str(finding) for finding in found])}

@@ -425,8 +425,8 @@ def side_of(name: str) -> tuple[str | None, str]:
     """Find the side that a name begins or ends with, and the name of the organ without it.
 
     Example:
-        >>> [side_of(name) for name in ("left_lung", "Lung_R", "kidney_left", "heart", "l")]
-        [('left', 'lung'), ('right', 'Lung'), ('left', 'kidney'), (None, 'heart'), (None, 'l')]
+        >>> [side_of(name) for name in ("left_femur", "Femur_R", "kidney_left", "heart", "l")]
+        [('left', 'femur'), ('right', 'Femur'), ('left', 'kidney'), (None, 'heart'), (None, 'l')]
     """
     words = re.split(r"[\s_.-]+", name)
     for index in (0, -1):
@@ -444,8 +444,8 @@ def plain_name(name: str) -> str:
     """Reduce a name to the form in which names are compared: without upper case and signs, the side first and written out.
 
     Example:
-        >>> [plain_name(name) for name in ("Lung_L", "left lung", "lung-left", "Heart")]
-        ['left_lung', 'left_lung', 'left_lung', 'heart']
+        >>> [plain_name(name) for name in ("Femur_L", "left femur", "femur-left", "Heart")]
+        ['left_femur', 'left_femur', 'left_femur', 'heart']
     """
     side, organ = side_of(safe_name(name))
     return f"{side}_{organ}".casefold() if side else organ.casefold()
@@ -461,8 +461,8 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         UserError: If two names become one.
 
     Example:
-        >>> label_names(["Lung_L", "Lung_R", "left atrium", "Heart"])
-        {'Lung_L': 'left_lung', 'Lung_R': 'right_lung', 'left atrium': 'left_atrium', 'Heart': 'Heart'}
+        >>> label_names(["Femur_L", "Femur_R", "left atrium", "Heart"])
+        {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium', 'Heart': 'Heart'}
     """
     known = {name: safe_name(name) for name in names}
     organs = [side_of(name) for name in known.values()]

@@ -11,6 +11,7 @@ from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.importers.dataset import DICOM, DataSet, check_dataset
 from medseg.data.importers.folders import (
     LUNA16,
+    LUNA16_MASKS,
     PAIRS,
     TOTALSEGMENTATOR,
     import_luna16,
@@ -50,7 +51,7 @@ class Format(NamedTuple):
 def _is_nnunet(path: Path) -> bool:
     """Whether a folder has a `dataset.json` with `channel_names`, or one of nnU-Net 1, whose images have the number of a channel.
 
-    Cases of the Decathlon may be called `lung_0000` too, but then the list names all of its files as they are.
+    Cases of the Decathlon may be called `liver_0000` too, but then the list names all of its files as they are.
     """
     if not (path / DATASET_FILE).is_file():
         return False
@@ -93,7 +94,7 @@ FORMATS = {
     NNUNET: Format("dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet),
     MSD: Format("dataset.json or another JSON file with a list training", _is_msd, import_msd),
     TOTALSEGMENTATOR: Format("<case>/ct.nii.gz with <case>/segmentations/", is_totalsegmentator, import_totalsegmentator),
-    LUNA16: Format("subset<n>/*.mhd with seg-lungs-LUNA16/", is_luna16, import_luna16),
+    LUNA16: Format(f"subset<n>/*.mhd with {LUNA16_MASKS}/", is_luna16, import_luna16),
     PAIRS: Format("images/ with labels/, or <case>.nrrd with <case>.seg.nrrd", is_pairs, import_pairs),
     DICOM: Format("DICOM series with SEG or RTSTRUCT files", _is_dicom, _import_dicom),
 }

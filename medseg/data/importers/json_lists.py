@@ -572,7 +572,7 @@ def _check_values(members: Mapping[str, tuple[int, ...]], others: Collection[int
 def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
     """Name cases after their files, with their folders where two files have one name.
 
-    The number of a first channel is left out where all files end in it; else `lung_0000` is the name of a case.
+    The number of a first channel is left out where all files end in it; else `liver_0000` is the name of a case.
     """
     names = [case_name(path) for path in images]
     if all(name.endswith("_0000") for name in names):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medseg.data.audit.finding import Severity
 from medseg.data.audit.image import audit_channels, audit_image, hash_voxels, measure_image, share_of
+from medseg.findings import Severity
 from medseg.preprocess.scale import HuScale
 
 
@@ -79,7 +79,7 @@ def test_padding_below_air_is_noted(value: int) -> None:
     image = ct(5)
     image[:, 5:15] = value
     (finding,) = audit_image(measure_image(image))
-    assert (finding.code, finding.severity) == ("padding", Severity.note)
+    assert (finding.code, finding.severity) == ("padding", Severity.information)
     assert f"25.0% of the voxels hold {value}," in finding.message
     image[:, 5:15] += np.random.default_rng(0).integers(-100, 100, (12, 10, 50)).astype(np.int16)
     (finding,) = audit_image(measure_image(image))
@@ -97,9 +97,9 @@ def test_a_filled_value_is_told_and_that_of_a_quantised_scan_is_not() -> None:
     ("low_hu", "high_hu", "found"),
     [
         (-1024, 3071, []),
-        (-1000, 3071, [("clipped", "note")]),
+        (-1000, 3071, [("clipped", "information")]),
         (-990, 3071, [("clipped", "warning")]),
-        (-1000, 400, [("clipped", "note"), ("clipped", "warning")]),
+        (-1000, 400, [("clipped", "information"), ("clipped", "warning")]),
         (-200, 250, [("clipped", "warning"), ("clipped", "warning")]),
     ],
 )
@@ -107,7 +107,7 @@ def test_clipping_is_told_where_it_costs_something(low_hu: int, high_hu: int, fo
     image = np.clip(ct(7), low_hu, high_hu)
     assert codes(image) == found
     image[:, :4] = -3024
-    assert codes(image) == [("padding", "note"), *found]
+    assert codes(image) == [("padding", "information"), *found]
 
 
 def test_a_crop_without_air_is_told() -> None:

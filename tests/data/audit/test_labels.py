@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from medseg.data.audit.finding import Finding, Severity
 from medseg.data.audit.labels import (
     GRID_TOLERANCE_MM,
     audit_extent,
@@ -19,6 +18,7 @@ from medseg.data.audit.labels import (
     measure_regions,
     measure_volumes,
 )
+from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.task import Region, Task
 

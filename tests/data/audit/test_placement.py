@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.data.audit.finding import Severity
 from medseg.data.audit.placement import audit_placement, audit_shift
+from medseg.findings import Severity
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.phantom.scan import make_phantom

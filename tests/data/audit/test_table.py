@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.data.audit.finding import CODES, KINDS, CaseAudit, Finding, Severity, check_ignored
+from medseg.data.audit.finding import CODES, KINDS, CaseAudit, check_ignored
 from medseg.data.audit.image import make_thumbnail
 from medseg.data.audit.table import AuditedCase, audit_csv, compare_cases
 from medseg.data.case_table import Case
 from medseg.errors import UserError
+from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
 
 HU = {"min": -1024.0, "p01": -1000.0, "p50": -300.0, "p99": 800.0, "max": 1500.5}
@@ -83,7 +84,7 @@ def test_near_copies_under_two_patients_are_found() -> None:
 
 def test_the_table_can_be_read_by_a_machine() -> None:
     odd = [
-        Finding("padding", Severity.note, "a", "b"),
+        Finding("padding", Severity.information, "a", "b"),
         Finding("no_air", Severity.warning, 'say "x", y', "c"),
         Finding("label_grid", Severity.error, "d\u00fc", ""),
         Finding("cut_region", Severity.warning, "e", ""),

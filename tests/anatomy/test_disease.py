@@ -8,7 +8,7 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
-from medseg.data.disease import KINDS, RIM_MM, Disease, paint_disease
+from medseg.anatomy.disease import KINDS, RIM_MM, Disease, paint_disease
 from medseg.data.sampler import sample_rng
 
 SPACING_MM = (2.5, 1.5, 2.0)

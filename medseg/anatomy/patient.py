@@ -4,13 +4,7 @@ import numpy as np
 from scipy import ndimage
 from scipy.spatial import ConvexHull, QhullError
 
-SOFT_TISSUE_HU = -300.0
-# Shells of tables and folds of blankets are thinner than twice this, and thereby apart from the body.
-EROSION_MM = 5.0
-# Both thighs or an arm beside the trunk are pieces of the patient: pieces of at least this share of the largest.
-LEAST_SHARE = 0.1
-# Finer volumes are read at every second voxel, every third, and so on.
-READ_SPACING_MM = 4.0
+from medseg.anatomy.rules import EROSION_MM, LEAST_PIECE_SHARE, READ_SPACING_MM, SOFT_TISSUE_HU
 
 
 def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
@@ -38,7 +32,7 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     for plane in pieces:
         counts += np.bincount(plane.reshape(-1), minlength=len(counts))
     counts[0] = 0
-    patient = ((counts > 0) & (counts >= LEAST_SHARE * counts.max()))[pieces]
+    patient = ((counts > 0) & (counts >= LEAST_PIECE_SHARE * counts.max()))[pieces]
     is_beyond = np.zeros(is_soft.shape, dtype=bool)
     y, x = np.indices(is_soft.shape[1:]).reshape(2, -1)
     points_mm = np.stack([y * y_mm, x * x_mm])

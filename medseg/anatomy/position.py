@@ -10,16 +10,12 @@ from itertools import combinations
 
 import numpy as np
 
+from medseg.anatomy.rules import AIRY_HU, END_SHARE, SPINE_HU, SPINE_REACH_MM, SPINE_SHARE
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.task import Region, Task, is_side_pair
 
-AIRY_HU = -500.0  # organs with a lower median are full of air
-END_SHARE = 0.05  # part of a lung's voxels that counts as its end
-SPINE_HU = 200  # bone at 2 mm
-SPINE_REACH_MM = 35.0  # distance from the middle in which the spine is expected
-# Least share of slices that are denser at the back. Eleven real scans: 1.0, with contrast agent in the heart 0.48 to 0.70;
-# phantoms: 0.85 and above.
-SPINE_SHARE = 1 / 3
+UPSIDE_DOWN_SIGN = "the lower ends of the lungs look like their apices"
+"""What is seen where `apex_excess` is low."""
 
 
 def side_pairs(task: Task) -> list[tuple[Region, Region]]:

@@ -1,25 +1,16 @@
-"""Plausibility checks of a segmentation: sides, borders, position of the patient, agreement of the two stages."""
+"""Plausibility checks of a segmentation: sides, borders, position of the patient, volumes."""
 
-import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from scipy import ndimage
 
-from medseg.data.audit.position import apex_excess, side_pairs, turned_pairs
-from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.geometry.grid_rule import distortion
+from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, side_pairs, turned_pairs
+from medseg.anatomy.rules import MAX_OTHER_SIDE, MAX_VOLUME_RATIO
+from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import Region, Task
-
-# A larger ratio of the left and the right volume causes a warning.
-MAX_VOLUME_RATIO = 8.0
-# A crop of fixed size that is distorted by more than this causes a warning.
-MAX_DISTORTION = 2.0
-# A region whose voxels are the other side by more than this share of the probability of both has a doubtful side.
-MAX_OTHER_SIDE = 0.005
 
 
 class FoundRegion(NamedTuple):
@@ -30,11 +21,6 @@ class FoundRegion(NamedTuple):
     volume_ml: float
     centre_x_mm: float
     x_range_mm: tuple[float, float]
-
-
-def voxel_ml(grid: VoxelGrid) -> float:
-    """Volume of a voxel in ml."""
-    return math.prod(grid.spacing_mm) / 1000.0
 
 
 def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRegion:
@@ -128,8 +114,7 @@ def position_warnings(
     ]
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         warnings.append(
-            "the lower ends of the lungs look like their apices: if the position of the patient contradicts the header, left and right "
-            "are exchanged"
+            f"{UPSIDE_DOWN_SIGN}: if the position of the patient contradicts the header, left and right are exchanged"
         )
     return warnings
 
@@ -154,123 +139,3 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
                 "and the result"
             )
     return warnings
-
-
-def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
-    """Warn where a crop of fixed size is distorted by more than `MAX_DISTORTION`.
-
-    Args:
-        name: Content of the crop.
-        grid: Its grid.
-    """
-    ratio = distortion(grid.spacing_mm)
-    if ratio <= MAX_DISTORTION:
-        return []
-    voxels, extent = (
-        "×".join(f"{number:.0f}" for number in numbers) for numbers in (grid.shape, np.multiply(grid.shape, grid.spacing_mm))
-    )
-    return [
-        f"{name}: {extent} mm were resized to {voxels} voxels, a distortion of {ratio:.1f}; above {MAX_DISTORTION:g} the network "
-        "may not recognise the shape"
-    ]
-
-
-def agreement(
-    coarse_labels: np.ndarray,
-    coarse_grid: VoxelGrid,
-    labels: np.ndarray,
-    grid: VoxelGrid,
-    regions: Mapping[str, tuple[int, ...]],
-    added: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> dict[str, float]:
-    """Dice coefficient of the coarse and the fine labels of each region.
-
-    The final label map is read at the centres of the coarse voxels, from its nearest voxel.
-
-    Args:
-        coarse_labels: Label map (D, H, W) of the coarse stage.
-        coarse_grid: Its grid.
-        labels: Final label map (D, H, W).
-        grid: Its grid, with the same axes.
-        regions: Label values of each region that the coarse stage found.
-        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse grid: the fine stage did not find it.
-
-    Returns:
-        Region name to a number in [0, 1].
-    """
-    fine_labels = _at_centres(labels, grid, coarse_grid)
-    result = {}
-    for name, values in regions.items():
-        coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values)
-        if name in added:
-            fine &= ~added[name]
-        result[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
-    return result
-
-
-def most_disputed_xyz_mm(
-    coarse_labels: np.ndarray,
-    coarse_grid: VoxelGrid,
-    labels: np.ndarray,
-    grid: VoxelGrid,
-    added: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> tuple[float, ...] | None:
-    """Find where the two stages differ most: the centre of the different voxels in the axial coarse slice with the most of them.
-
-    Args:
-        coarse_labels: Label map (D, H, W) of the coarse stage.
-        coarse_grid: Its grid.
-        labels: Final label map (D, H, W).
-        grid: Its grid, with the same axes.
-        added: See `agreement`.
-
-    Returns:
-        World point in mm, LPS; None where they are equal.
-    """
-    differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
-    for mask in added.values():
-        differs |= mask
-    index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
-    if not differs[index].any():
-        return None
-    y, x = (float(places.mean()) for places in np.nonzero(differs[index]))
-    return tuple(coarse_grid.index_to_world_xyz_mm([index, y, x]).tolist())
-
-
-def added_volumes(
-    coarse_grid: VoxelGrid,
-    labels: np.ndarray,
-    grid: VoxelGrid,
-    regions: Mapping[str, tuple[int, ...]],
-    added: Mapping[str, np.ndarray],
-) -> dict[str, float]:
-    """Measure what is left after the clean-up of the parts that were added; regions without such parts are left out.
-
-    Args:
-        coarse_grid: Grid of the coarse stage.
-        labels: Final label map (D, H, W).
-        grid: Its grid, with the same axes.
-        regions: Label values of each region.
-        added: Region name to its additions (D, H, W) on the coarse grid.
-
-    Returns:
-        Region name to a volume in ml.
-    """
-    if not added:
-        return {}
-    final = _at_centres(labels, grid, coarse_grid)
-    volumes_ml = {name: float(np.isin(final, regions[name])[mask].sum()) * voxel_ml(coarse_grid) for name, mask in added.items()}
-    return {name: volume_ml for name, volume_ml in volumes_ml.items() if volume_ml}
-
-
-def nearest_voxels(grid: VoxelGrid, other: VoxelGrid) -> list[np.ndarray]:
-    """Find the voxel of a grid that is nearest to each voxel of another one with the same axes: indices along z, y and x."""
-    return [
-        np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
-        for (scale, offset), size, length in zip(other.axis_map_to(grid), other.shape, grid.shape, strict=True)
-    ]
-
-
-def _at_centres(labels: np.ndarray, grid: VoxelGrid, coarse_grid: VoxelGrid) -> np.ndarray:
-    """Read a label map at the centres of coarse voxels, from its nearest voxel."""
-    return np.asarray(labels[np.ix_(*nearest_voxels(grid, coarse_grid))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medseg.cascade.patient import beyond_patient
+from medseg.anatomy.patient import beyond_patient
 
 SPACINGS = [(4.0, 4.0, 4.0), (8.0, 2.0, 2.0), (2.0, 1.3, 1.7)]
 

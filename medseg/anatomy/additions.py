@@ -8,30 +8,34 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
-from medseg.cascade.localise import MIN_REPORTED_ML, Localisation
-from medseg.cascade.plausibility import voxel_ml
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.anatomy.rules import MAX_ADDED_BEYOND_SHARE, MIN_REPORTED_ML
+from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.inference.postprocess import Rejection, remove_components
 from medseg.preprocess.resample import resample_image
 from medseg.task import Region, Task
 
 # Planes of the crop that are written at a time, for the memory.
 SLAB_PLANES = 32
-# The outline of the patient has a margin: a quarter of a layer of foam under the back may lie within it. Of 30 parts that were lung, none
-# had a voxel beyond.
-MAX_ADDED_BEYOND_SHARE = 0.5
 
 
 def add_coarse_parts(
-    found: Localisation, fine: Sequence[tuple[Region, Tensor, VoxelGrid]], task: Task, least_mm: float, warnings: list[str]
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    beyond: np.ndarray | None,
+    fine: Sequence[tuple[Region, Tensor, VoxelGrid]],
+    task: Task,
+    least_mm: float,
+    warnings: list[str],
 ) -> dict[str, np.ndarray]:
     """Raise the fine probabilities where only the coarse stage finds a region, in place.
 
     What the fine stage gives to another region stays there. A part is not added if most of it lies beside the patient, and is removed
-    from `found.labels`, in place: it says nothing about the agreement of the stages.
+    from `labels`, in place: it says nothing about the agreement of the stages.
 
     Args:
-        found: Labels of the coarse stage, which name the label of each voxel, their grid, and the voxels beside the patient.
+        labels: Label map (D, H, W) of the coarse stage.
+        grid: Its grid.
+        beyond: Voxels of that grid beside the patient, (D, H, W); None where they are not known.
         fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of their crops.
         task: Labels and regions.
         least_mm: A part is added only if a ball of this diameter fits into it.
@@ -40,7 +44,6 @@ def add_coarse_parts(
     Returns:
         Region name to the mask of its additions on the coarse grid.
     """
-    labels, grid = found.labels, found.grid
     is_found = np.zeros(labels.shape, dtype=bool)
     for _, probs, crop_grid in fine:
         total = torch.zeros(grid.shape)
@@ -53,8 +56,8 @@ def add_coarse_parts(
         in_region = np.isin(labels, values)
         parts = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
         mask = additions[region.name] = parts.copy()
-        if found.beyond is not None:
-            removed = remove_components(mask.view(np.uint8), 1, [Rejection(found.beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)])[0]
+        if beyond is not None:
+            removed = remove_components(mask.view(np.uint8), 1, [Rejection(beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)])[0]
             if (volume_ml := removed * voxel_ml(grid)) >= MIN_REPORTED_ML:
                 warnings.append(
                     f"{region.name}: {volume_ml:.0f} ml that the coarse stage alone found were not added: they lie beside the patient, as foam "

@@ -17,15 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medseg.data.augment import Effect, Spacing
+from medseg.anatomy.rules import MAX_LUNG_HU, RIM_MM
 from medseg.geometry.grid import VoxelBox
+from medseg.preprocess.effect import Effect, Spacing
 
-# The outline of a lung is half way between lung and soft tissue: voxels that are partly lung lie beyond it, and are painted too.
-RIM_MM = 2.0
 GRAIN_MM = 12.0  # of the noise that roughens borders and texture
 MAX_LESIONS = 3
-# An organ with a larger median is no lung, and stays as it is.
-MAX_LUNG_HU = -300.0
 
 
 class Lesion(NamedTuple):

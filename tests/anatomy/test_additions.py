@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.cascade.additions import add_coarse_parts, thick_parts
-from medseg.cascade.localise import Localisation
+from medseg.anatomy.additions import add_coarse_parts, thick_parts
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.task import Channel, Region, Task
 
@@ -25,10 +24,6 @@ SPACINGS = [(4.0, 4.0, 4.0), (4.1, 4.1, 4.1), (2.0, 2.0, 2.0), (5.0, 2.0, 2.0), 
 def ball(spacing_mm: tuple[float, float, float], radius_mm: float) -> np.ndarray:
     z, y, x = (mm * (np.arange(round(140 / mm)) + 0.5) - 70 for mm in spacing_mm)
     return z[:, None, None] ** 2 + y[:, None] ** 2 + x**2 < radius_mm**2
-
-
-def located(labels: np.ndarray, beyond: np.ndarray | None = None) -> Localisation:
-    return Localisation(labels, GRID, {}, [], beyond=beyond)
 
 
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
@@ -64,7 +59,7 @@ def test_an_added_half_joins_the_fine_half_without_a_gap(offset: float) -> None:
     first, middle, last = (int(crop_grid.world_to_index_zyx((0.0, 0.0, 4.0 * i - 2 + offset))[0]) for i in (4, 9, 16))
     inside = (slice(top, top + 48), slice(left, left + 56))
     probs[0, first:middle, *inside] = 1.0
-    added = add_coarse_parts(located(labels), [(TASK.regions[0], probs, crop_grid)], TASK, 8.0, [])
+    added = add_coarse_parts(labels, GRID, None, [(TASK.regions[0], probs, crop_grid)], TASK, 8.0, [])
     along_z = (probs.sum(0)[first : last - 2, inside[0], inside[1]] > 0.5).float().mean((1, 2))
     assert float(along_z.min()) > 0.9
     # Each added voxel has the label of the coarse stage.
@@ -83,7 +78,7 @@ def test_a_part_is_not_added_if_most_of_it_lies_beside_the_patient() -> None:
     probs = torch.zeros((2, *GRID.shape), dtype=torch.float16)
     probs[0, 4:16, 6:18, 6:10] = 1.0
     warnings: list[str] = []
-    added = add_coarse_parts(located(labels, beyond), [(TASK.regions[0], probs, GRID)], TASK, 8.0, warnings)["organ"]
+    added = add_coarse_parts(labels, GRID, beyond, [(TASK.regions[0], probs, GRID)], TASK, 8.0, warnings)["organ"]
     assert added[ORGAN].sum() > 0.5 * (labels[ORGAN] > 0).sum()
     assert not added[foam].any()
     assert not probs[0].numpy()[foam].any()
@@ -100,7 +95,7 @@ def test_what_the_fine_stage_gives_to_another_region_stays_there() -> None:
     mine[0, 4:16, 6:18, 6:12] = 1.0
     others[0, 4:16, 6:18, 12:20] = 0.9
     before = mine.clone()
-    added = add_coarse_parts(located(labels), [(TASK.regions[0], mine, GRID), (TASK.regions[1], others, GRID)], TASK, 8.0, [])
+    added = add_coarse_parts(labels, GRID, None, [(TASK.regions[0], mine, GRID), (TASK.regions[1], others, GRID)], TASK, 8.0, [])
     assert not any(mask.any() for mask in added.values())
     assert torch.equal(mine, before)
 

@@ -1,0 +1,1 @@
+"""All that is known about patients and organs: outline, sides, plausible volumes, painted disease, and one table of rules."""

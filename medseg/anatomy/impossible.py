@@ -1,0 +1,34 @@
+"""Components that are no organ: gas, and what lies beside the patient."""
+
+import numpy as np
+
+from medseg.anatomy.patient import beyond_patient
+from medseg.anatomy.rules import MAX_BEYOND_SHARE, MAX_GAS_SHARE, MIN_REPORTED_ML
+from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.inference.postprocess import Rejection, remove_components
+from medseg.task import Task
+
+
+def remove_impossible(
+    labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task
+) -> tuple[list[str], np.ndarray | None]:
+    """Remove components of a CT with a median below `task.least_hu`, and those that lie beyond the patient, in place.
+
+    Returns:
+        Warnings of the larger ones, and the voxels beside the patient (None for other images than CT).
+    """
+    reasons, beyond = [], None
+    if task.least_hu is not None:
+        is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
+        reasons.append((is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas"))
+    if task.is_ct:
+        beyond = beyond_patient(image_hu, grid.spacing_mm)
+        is_beyond = Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)
+        reasons.append((is_beyond, "they lie beside the patient, as foam of the table and blankets do"))
+    warnings = []
+    for rejection, reason in reasons:
+        for name, value in task.labels.items():
+            volume_ml = remove_components(labels, value, [rejection])[0] * voxel_ml(grid)
+            if volume_ml >= MIN_REPORTED_ML:
+                warnings.append(f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}")
+    return warnings, beyond

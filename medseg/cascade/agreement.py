@@ -1,0 +1,132 @@
+"""Agreement of the two stages: how much, where least, what one added; and the distortion of crops of fixed size."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.geometry.grid_rule import distortion
+
+# A crop of fixed size that is distorted by more than this causes a warning.
+MAX_DISTORTION = 2.0
+
+
+def agreement(
+    coarse_labels: np.ndarray,
+    coarse_grid: VoxelGrid,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    regions: Mapping[str, tuple[int, ...]],
+    added: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> dict[str, float]:
+    """Dice coefficient of the coarse and the fine labels of each region.
+
+    The final label map is read at the centres of the coarse voxels, from its nearest voxel.
+
+    Args:
+        coarse_labels: Label map (D, H, W) of the coarse stage.
+        coarse_grid: Its grid.
+        labels: Final label map (D, H, W).
+        grid: Its grid, with the same axes.
+        regions: Label values of each region that the coarse stage found.
+        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse grid: the fine stage did not find it.
+
+    Returns:
+        Region name to a number in [0, 1].
+    """
+    fine_labels = _at_centres(labels, grid, coarse_grid)
+    result = {}
+    for name, values in regions.items():
+        coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values)
+        if name in added:
+            fine &= ~added[name]
+        result[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
+    return result
+
+
+def most_disputed_xyz_mm(
+    coarse_labels: np.ndarray,
+    coarse_grid: VoxelGrid,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    added: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> tuple[float, ...] | None:
+    """Find where the two stages differ most: the centre of the different voxels in the axial coarse slice with the most of them.
+
+    Args:
+        coarse_labels: Label map (D, H, W) of the coarse stage.
+        coarse_grid: Its grid.
+        labels: Final label map (D, H, W).
+        grid: Its grid, with the same axes.
+        added: See `agreement`.
+
+    Returns:
+        World point in mm, LPS; None where they are equal.
+    """
+    differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
+    for mask in added.values():
+        differs |= mask
+    index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
+    if not differs[index].any():
+        return None
+    y, x = (float(places.mean()) for places in np.nonzero(differs[index]))
+    return tuple(coarse_grid.index_to_world_xyz_mm([index, y, x]).tolist())
+
+
+def added_volumes(
+    coarse_grid: VoxelGrid,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    regions: Mapping[str, tuple[int, ...]],
+    added: Mapping[str, np.ndarray],
+) -> dict[str, float]:
+    """Measure what is left after the clean-up of the parts that were added; regions without such parts are left out.
+
+    Args:
+        coarse_grid: Grid of the coarse stage.
+        labels: Final label map (D, H, W).
+        grid: Its grid, with the same axes.
+        regions: Label values of each region.
+        added: Region name to its additions (D, H, W) on the coarse grid.
+
+    Returns:
+        Region name to a volume in ml.
+    """
+    if not added:
+        return {}
+    final = _at_centres(labels, grid, coarse_grid)
+    volumes_ml = {name: float(np.isin(final, regions[name])[mask].sum()) * voxel_ml(coarse_grid) for name, mask in added.items()}
+    return {name: volume_ml for name, volume_ml in volumes_ml.items() if volume_ml}
+
+
+def nearest_voxels(grid: VoxelGrid, other: VoxelGrid) -> list[np.ndarray]:
+    """Find the voxel of a grid that is nearest to each voxel of another one with the same axes: indices along z, y and x."""
+    return [
+        np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
+        for (scale, offset), size, length in zip(other.axis_map_to(grid), other.shape, grid.shape, strict=True)
+    ]
+
+
+def _at_centres(labels: np.ndarray, grid: VoxelGrid, coarse_grid: VoxelGrid) -> np.ndarray:
+    """Read a label map at the centres of coarse voxels, from its nearest voxel."""
+    return np.asarray(labels[np.ix_(*nearest_voxels(grid, coarse_grid))])
+
+
+def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
+    """Warn where a crop of fixed size is distorted by more than `MAX_DISTORTION`.
+
+    Args:
+        name: Content of the crop.
+        grid: Its grid.
+    """
+    ratio = distortion(grid.spacing_mm)
+    if ratio <= MAX_DISTORTION:
+        return []
+    voxels, extent = (
+        "×".join(f"{number:.0f}" for number in numbers) for numbers in (grid.shape, np.multiply(grid.shape, grid.spacing_mm))
+    )
+    return [
+        f"{name}: {extent} mm were resized to {voxels} voxels, a distortion of {ratio:.1f}; above {MAX_DISTORTION:g} the network "
+        "may not recognise the shape"
+    ]
