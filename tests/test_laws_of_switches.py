@@ -54,7 +54,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "segresnet-group": {**SEGRESNET, "norm": ("group", {"num_groups": 2})},
     "segresnet-batch": {**SEGRESNET, "norm": "batch"},
 }
-REGIONS = torch.tensor([0, 1])
 every_network = pytest.mark.parametrize("name", NETWORKS)
 
 
@@ -74,7 +73,7 @@ def images() -> Tensor:
 
 def step(network: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of two samples, and gradients by name."""
-    logits = network(images(), REGIONS)
+    logits = network(images())
     (logits.float() * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
     return logits.detach(), {name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None}
 
@@ -263,9 +262,9 @@ def test_a_budget_changes_no_label_or_is_refused(name: str) -> None:
 @every_network
 def test_bf16_stays_near_fp32(name: str) -> None:
     network = make(NETWORKS[name])
-    exact = network(images(), REGIONS)
+    exact = network(images())
     with autocast("bf16", "cpu"):
-        rounded = network(images(), REGIONS)
+        rounded = network(images())
     assert rounded.dtype == torch.bfloat16
     # About thirty roundings to 8 bits, relative to the standard deviation of the logits.
     assert (rounded.float() - exact).std() < 0.05 * exact.std()

@@ -319,7 +319,7 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
             return torch.cat([image, -image], 1)
 
     task = Task("t", {"a": 1}, (Region("a", ("a",)),), (Channel(window_hu=(-1000.0, 0.0)),))
-    stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, "whole", precision, torch.device("cpu"))
+    stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, precision, torch.device("cpu"))
     for flag in tf32_flags:
         flag.allow_tf32 = before
     stage.predict_probs(torch.zeros(1, 2, 3, 4), InferenceOptions())
