@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medseg.config.overrides import expand_options
+from medseg.config.overrides import expand_options, quote_paths
 from medseg.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,3 +65,15 @@ def test_both_programs_translate_before_hydra(tmp_path: Path, program: list[str]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert result.returncode == 2
     assert result.stderr.startswith(f"medseg: {tmp_path}/a (1).nii.gz: this file or folder does not exist")
+
+
+def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
+    assert quote_paths(["fine=[a.ckpt, b c.ckpt]"]) == ["fine=['a.ckpt','b c.ckpt']"]
+    assert quote_paths(["fine=[ 'a, b.ckpt' , c.ckpt ]"]) == ["fine=['a, b.ckpt','c.ckpt']"]
+    assert quote_paths(["fine=null", "fine=", "fine='a'", "seed=[1, 2]", "plain"]) == [
+        "fine=null",
+        "fine=",
+        "fine='a'",
+        "seed=[1, 2]",
+        "plain",
+    ]

@@ -10,6 +10,7 @@ from ct_effects import CT, effects
 from scipy import ndimage
 from torch import Tensor
 
+from medseg.data import augment
 from medseg.data.augment import AIR, Warp, gaussian_matrix, thick_slice_matrix
 from medseg.data.sampler import sample_rng
 from medseg.data.transforms import Transforms
@@ -227,3 +228,158 @@ def test_a_narrow_field_of_view_is_cut_in_image_and_labels_alike() -> None:
         faces |= {("z", "y", "x")[axis] + "low" for axis in range(3) if low[axis] > 0}
         faces |= {("z", "y", "x")[axis] + "high" for axis in range(3) if high[axis] < (4, 20, 30)[axis]}
     assert faces == {"ylow", "yhigh", "xlow", "xhigh"}
+
+
+class Scripted:
+    """A generator whose draws are given: `random` in order, `uniform` as places between the bounds."""
+
+    def __init__(self, randoms: list[float], places: list[Any]) -> None:
+        self.randoms, self.places = list(randoms), list(places)
+
+    def random(self) -> float:
+        return self.randoms.pop(0)
+
+    def uniform(self, low: float, high: float, size: int | None = None) -> Any:
+        place = self.places.pop(0)
+        assert size is None or len(place) == size
+        return low + np.array(place) * (high - low) if size else low + place * (high - low)
+
+    def standard_normal(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        return np.full(shape, 2.0, dtype)
+
+
+def altered(
+    effect: Any, randoms: list[float], places: list[Any], shape: tuple[int, int, int] = (4, 6, 8)
+) -> tuple[Tensor, Tensor]:
+    """Apply an effect to an image that rises from -0.9 to 0.9 and labels of ones; all scripted draws must be used."""
+    image = torch.linspace(-0.9, 0.9, math.prod(shape)).reshape(1, *shape)
+    rng = Scripted(randoms, places)
+    result: tuple[Tensor, Tensor] = effect(image, torch.ones(shape, dtype=torch.uint8), rng, (2.0, 1.0, 1.5))
+    assert rng.randoms == rng.places == []
+    return result
+
+
+RISING = torch.linspace(-0.9, 0.9, 4 * 6 * 8).reshape(1, 4, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("effect", "randoms", "places", "expected"),
+    [
+        (augment.Noise(0.3, (0.1, 0.5)), [0.29], [0.25], RISING + 2 * 0.2),
+        (augment.Contrast(0.3, (0.5, 1.5)), [0.29], [0.75], RISING * 1.25),
+        (augment.Brightness(0.3, 0.2), [0.29], [0.75], RISING + 0.1),
+        (augment.Gamma(0.3, (0.5, 2.5)), [0.29, 0.49], [0.25], 2 * (RISING / 2 + 0.5) - 1),
+        (augment.Gamma(0.3, (1.0, 3.0)), [0.29, 0.49], [0.5], 2 * (RISING / 2 + 0.5) ** 2 - 1),
+        (augment.Gamma(0.3, (1.0, 3.0)), [0.29, 0.5], [0.5], 1 - 2 * (0.5 - RISING / 2) ** 2),
+        (augment.Gamma(0.3, (1.0, 3.0)), [0.3], [], RISING),
+        (augment.Noise(0.3, (0.1, 0.5)), [0.3], [], RISING),
+        (augment.Contrast(0.3, (0.5, 1.5)), [0.3], [], RISING),
+        (augment.Brightness(0.3, 0.2), [0.3], [], RISING),
+        (augment.Flip((0, 2)), [0.49, 0.5], [], RISING.flip(1)),
+        (augment.Flip((0, 2)), [0.5, 0.49], [], RISING.flip(3)),
+        (augment.Flip((0, 2)), [0.5, 0.5], [], RISING),
+    ],
+)
+def test_an_effect_is_its_formula(effect: Any, randoms: list[float], places: list[float], expected: Tensor) -> None:
+    image, labels = altered(effect, randoms, places)
+    torch.testing.assert_close(image, expected, atol=1e-6, rtol=0)
+    assert bool(labels.all())
+
+
+@pytest.mark.parametrize(
+    ("randoms", "place", "source"),
+    [
+        ([0.0, 0.49], 0.5, [2, 2, 2, 3]),
+        ([0.0, 0.5], 0.5, [0, 1, 1, 1]),
+        ([0.0, 0.5], 0.2, [0, 1, 2, 3]),
+        ([0.4], None, [0, 1, 2, 3]),
+    ],
+)
+def test_a_partial_scan_loses_a_share_of_its_slices(randoms: list[float], place: float | None, source: list[int]) -> None:
+    """At most all of four slices: a half of them is two."""
+    image, _ = altered(augment.Truncate(0.4, 1.0), randoms, [] if place is None else [place])
+    torch.testing.assert_close(image, RISING[:, source])
+
+
+@pytest.mark.parametrize(
+    ("randoms", "place", "cut"),
+    [
+        ([0.0, 0.49, 0.49], 0.75, np.s_[:, :2, :]),
+        ([0.0, 0.49, 0.5], 0.75, np.s_[:, 4:, :]),
+        ([0.0, 0.5, 0.49], 0.75, np.s_[:, :, :3]),
+        ([0.0, 0.5, 0.5], 0.75, np.s_[:, :, 5:]),
+    ],
+)
+def test_a_narrow_field_of_view_loses_a_share_of_its_rows_or_columns(randoms: list[float], place: float, cut: Any) -> None:
+    image, labels = altered(augment.Narrow(0.4, 0.5), randoms, [place])
+    is_cut = torch.zeros(4, 6, 8, dtype=torch.bool)
+    is_cut[cut] = True
+    assert torch.equal(labels == 0, is_cut)
+    torch.testing.assert_close(image[0], torch.where(is_cut, AIR, RISING[0]))
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("middle", [(0.5, 0.5), (1.0, 0.0)])
+def test_a_round_field_of_view_has_its_radius_and_middle(place: float, middle: tuple[float, float]) -> None:
+    """16 rows of 1 mm and 20 columns of 1.5 mm: half the longer side is 15 mm."""
+    image, labels = altered(augment.Circle(0.4, (0.4, 0.8)), [0.39], [place, *middle], (2, 16, 20))
+    radius_mm = (0.4 + 0.4 * place) * 15
+    y_mm = np.arange(16) - 7.5 - 0.05 * 16 * (2 * middle[0] - 1)
+    x_mm = 1.5 * (np.arange(20) - 9.5) - 0.05 * 30 * (2 * middle[1] - 1)
+    inside = y_mm[:, None] ** 2 + x_mm**2 <= radius_mm**2
+    assert np.array_equal(labels[1].numpy() == 1, inside)
+    assert np.array_equal(image[0, 0].numpy() != AIR, inside)
+    untouched, _ = altered(augment.Circle(0.4, (0.4, 0.8)), [0.4], [], (2, 16, 20))
+    assert bool((untouched != AIR).all())
+
+
+def test_the_resolution_of_an_axis_is_lowered_where_the_slice_is_thicker() -> None:
+    """Spacing 2, 1 and 1.5 mm; slices of 1.75 mm leave z as it is, and all axes are coarse at 3 mm."""
+    rng = np.random.default_rng(0)
+    image = torch.from_numpy(rng.normal(0, 0.3, (1, 4, 6, 8)).astype(np.float32))
+    labels = torch.ones(4, 6, 8, dtype=torch.uint8)
+
+    def lowered(randoms: list[float], places: list[float], effect: augment.Resolution) -> Tensor:
+        script: Any = Scripted(randoms, places)
+        found, _ = effect(image.clone(), labels, script, (2.0, 1.0, 1.5))
+        assert script.randoms == script.places == []
+        return found
+
+    def along(given: Tensor, matrix: np.ndarray, axis: int) -> Tensor:
+        moved = np.moveaxis(given.numpy(), axis + 1, -1) @ matrix.T
+        return torch.from_numpy(np.moveaxis(moved, -1, axis + 1).astype(np.float32))
+
+    thick = augment.Resolution(0.5, (1.0, 4.0), 0.3, 0.5, (1.0, 2.0))
+    found = lowered([0.49, 0.25, 0.3, 0.5], [0.75], thick)
+    torch.testing.assert_close(found, along(image, thick_slice_matrix(4, 3.25 / 2, 0.25), 0), atol=1e-5, rtol=0)
+    assert torch.equal(lowered([0.49, 0.25, 0.3, 0.5], [0.25], thick), image), "slices of 1.75 mm are thinner than these"
+    found = lowered([0.49, 0.25, 0.29, 0.5], [0.25], thick)
+    expected = along(along(image, thick_slice_matrix(6, 1.75, 0.25), 1), thick_slice_matrix(8, 1.75 / 1.5, 0.25), 2)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    found = lowered([0.5, 0.49], [0.5], thick)
+    expected = image
+    for axis, (size, mm) in enumerate(((4, 2.0), (6, 1.0), (8, 1.5))):
+        expected = along(expected, gaussian_matrix(size, 1.5 / mm), axis)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    both = lowered([0.49, 0.25, 0.3, 0.49], [0.75, 0.5], thick)
+    expected = along(image, thick_slice_matrix(4, 3.25 / 2, 0.25), 0)
+    for axis, (size, mm) in enumerate(((4, 2.0), (6, 1.0), (8, 1.5))):
+        expected = along(expected, gaussian_matrix(size, 1.5 / mm), axis)
+    torch.testing.assert_close(both, expected, atol=1e-5, rtol=0)
+
+
+def test_a_warp_is_the_product_of_its_parts_in_the_world() -> None:
+    effect = augment.Affine(0.5, (40.0, 0.0, 20.0), (0.5, 1.5), 0.1, (4.0, 6.0, 8.0))
+    rng: Any = Scripted([0.49], [0.75, [0.5, 1.0, 0.0], 0.75, 0.5, 0.0, [0.75, 0.5, 0.0]])
+    warp = effect.draw(rng, (2.0, 1.0, 1.5))
+    assert warp is not None
+    assert rng.places == []
+    shear = np.array([[1, 0.0, 0.1], [0, 1, -0.1], [0, 0, 1]])
+    z, x = math.radians(20), math.radians(-20)
+    about_z = np.array([[1, 0, 0], [0, math.cos(z), -math.sin(z)], [0, math.sin(z), math.cos(z)]])
+    about_x = np.array([[math.cos(x), -math.sin(x), 0], [math.sin(x), math.cos(x), 0], [0, 0, 1]])
+    in_world = about_x @ about_z @ shear / 1.25
+    spacing_mm = np.array([2.0, 1.0, 1.5])
+    np.testing.assert_allclose(warp.matrix, in_world * spacing_mm / spacing_mm[:, None], atol=1e-12)
+    np.testing.assert_allclose(warp.shift_voxels, np.array([2.0, 0.0, -8.0]) / spacing_mm, atol=1e-12)
+    assert effect.draw(Scripted([0.5], []), (2.0, 1.0, 1.5)) is None  # type: ignore[arg-type]

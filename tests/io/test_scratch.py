@@ -90,7 +90,9 @@ def test_one_thread_releases_the_pages_while_there_are_arrays(folder: Path, monk
     monkeypatch.setattr(scratch._thread, "start_new_thread", lambda entry, arguments: started.append((entry, arguments)))
     monkeypatch.setattr(scratch, "_maps", set[Any]())
     with scratch_above(1000):
-        arrays = [new_array((2000,), np.uint8) for _ in range(2)]
+        arrays = [new_array((2000,), np.uint8)]
+        assert len(started) == 1, "with the first array"
+        arrays.append(new_array((2000,), np.uint8))
         assert len(scratch._maps) == 2
     assert started == [(scratch._release_repeatedly, ())]
     slept: list[float] = []

@@ -1,15 +1,17 @@
-"""Number formats of written label maps, and sizes that are one volume."""
+"""Number formats of written label maps, sizes that are one volume, spacings of a bare header."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 import SimpleITK
 
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_image
 from medseg.io.volume import check_shape
 from medseg.io.write import write_labels
 
@@ -55,3 +57,17 @@ def test_one_volume_has_three_sizes_and_no_frames() -> None:
     for sizes in ([5, 4], [5, 4, 3, 2], [5, 0, 3], [5, 4, 3, 1, 2]):
         with pytest.raises(UserError, match="expected one 3D volume"):
             check_shape(Path("a"), sizes)
+
+
+@pytest.mark.parametrize("spacing_mm", [float("inf"), float("nan"), 0.0, -1.0])
+def test_a_header_without_axes_needs_a_spacing_on_each(tmp_path: Path, spacing_mm: float) -> None:
+    image = nib.Nifti1Image(np.zeros((5, 4, 3), np.int16), np.eye(4))
+    image.header["sform_code"] = image.header["qform_code"] = 0
+    content = bytearray(image.to_bytes())
+    content[252:256] = bytes(4)  # both codes
+    for axis, value in enumerate((1.0, spacing_mm, 3.0)):
+        content[80 + 4 * axis : 84 + 4 * axis] = np.float32(value).tobytes()
+    path = tmp_path / "scan.nii"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"expected a positive spacing on every axis"):
+        read_image(path)

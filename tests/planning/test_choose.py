@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection
@@ -33,6 +34,7 @@ from medseg.planning.estimate import STEP, Estimate
 SMALL = ["stage=fine", "trainer.accelerator=cpu", "stage.patch_size=[32,32,48]"]
 
 
+@functools.cache
 def compose(*overrides: str) -> PlanConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return to_config(hydra.compose("plan", [*SMALL, *overrides, "run_dir=x"]), PlanConfig)

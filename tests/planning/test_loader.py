@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -76,3 +77,27 @@ def test_a_setting_changes_no_batch(tiny_table: Path) -> None:
     assert len(made[0]) == 12
     for other in made[1:]:
         assert all(torch.equal(image, expected) for image, expected in zip(other, made[0], strict=True))
+
+
+@pytest.mark.parametrize("setting", [Setting(0, 2, False), Setting(3, 2, True)])
+def test_batches_that_workers_make_ahead_are_not_timed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    moved: list[Any] = []
+
+    def batches() -> Any:
+        number = 0
+        while True:
+            now_s[0] += 1.0
+            number += 1
+            image = SimpleNamespace(to=lambda device, non_blocking, number=number: moved.append((number, device, non_blocking)))
+            yield [{"image": image}, {"image": image}]
+
+    data: Any = SimpleNamespace(train_batches=batches)
+    monkeypatch.setattr(app.time, "perf_counter", lambda: now_s[0])
+    seconds = time_batches(data, setting, 4, torch.device("cpu"))
+    assert (data.num_workers, data.prefetch, data.pin_memory) == setting
+    assert seconds == 4.0
+    ahead = setting.num_workers * setting.prefetch
+    numbers = [number for number, *_ in moved]
+    assert numbers == [ahead + 1 + index for index in range(4) for _ in range(2)]
+    assert {(device.type, non_blocking) for _, device, non_blocking in moved} == {("cpu", True)}

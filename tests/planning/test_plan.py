@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -18,6 +20,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
 from medseg.inference.tiles import most_probable, predict_probs
+from medseg.memory.accounting import StepMemory
 from medseg.memory.switches import switch_on
 from medseg.memory.tracker import MemoryTracker
 from medseg.planning import estimate, step
@@ -341,3 +344,66 @@ def test_the_state_that_a_schedule_brings_about_is_counted() -> None:
     assert step.count_memory(compose(*given), shape).optimizer_state == 0
     cycled = step.count_memory(compose(*given, "schedule=one_cycle_momentum"), shape)
     assert cycled.optimizer_state == cycled.parameters
+
+
+def test_a_budget_to_fit_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(plan_app, "fit", lambda config, shape: asked.append((config.fit_gib, shape)) or 5)
+    assert plan_app.plan(compose(*SMALL[:-1], "measure=true", "shape=[16,24,32]", "fit_gib=3")) == 5
+    assert asked == [(3.0, (16, 24, 32))]
+
+
+@pytest.mark.parametrize(("steps", "interval", "shown"), [(400, 50, 50), (40, 50, 40)])
+def test_an_estimate_says_the_seconds_of_an_interval_and_of_the_run(steps: int, interval: int, shown: int) -> None:
+    found: Any = SimpleNamespace(
+        allocator={"training step": 3 * 2**20, "validation": 0},
+        resident={"training step": 7 * 2**20, "checkpoint": 9 * 2**20},
+        peak_resident=2e9,
+        seconds_per_step=0.5,
+        compute_seconds=0.25,
+        other_seconds=0.125,
+        loader_seconds=0.0625,
+        num_workers=1,
+    )
+    config = compose(*SMALL, f"steps={steps}", f"stage.validate_every={interval}")
+    lines = plan_app.describe_estimate(config, found)
+    cells = [" ".join(line.split()) for line in lines]
+    assert cells == [
+        "peak of torch's allocator, with workspaces 3.0 MiB",
+        "training step 3.0 MiB",
+        "peak of the resident memory of all processes 9.0 MiB",
+        "training step 7.0 MiB",
+        "checkpoint 9.0 MiB",
+        "seconds per step 0.500 s 0.250 s of computation, 0.125 s of the training loop, "
+        "0.062 s of making samples in 1 loader process",
+        f"seconds per {shown} steps, without validation {shown / 2:.1f} s",
+        f"seconds until the end ({steps} steps) {steps / 2:.1f} s {steps * 0.5 * 2:.0f} GB·s",
+    ]
+    del found.resident["checkpoint"]
+    assert "peak of the GPU memory 7.0 MiB" in [" ".join(line.split()) for line in plan_app.describe_estimate(config, found)]
+
+
+@pytest.fixture(scope="module")
+def memory() -> StepMemory:
+    """Count of a small step."""
+    return plan_app.count_memory(compose(*SMALL, "stage.patch_size=[16,24,32]"), (16, 24, 32))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remark"),
+    [
+        ([], "Live tensors are counted."),
+        (["memory.compile=true"], "memory.compile=true: counted uncompiled"),
+        (["trainer=ddp", "stage.batch_size=2"], "trainer: counted per rank; DDP adds buckets of"),
+        (["model.device_map=auto", "trainer.accelerator=auto"], "model.device_map: counted over all of its devices together."),
+    ],
+)
+def test_a_count_says_what_it_leaves_out(overrides: list[str], remark: str, memory: StepMemory) -> None:
+    config = compose(*SMALL, "stage.patch_size=[16,24,32]", *overrides)
+    said = plan_app.describe(config, (16, 24, 32), memory)
+    remarks = [line for line in said if line.startswith(("Live", "memory.", "trainer:", "model.device_map"))]
+    assert any(line.startswith(remark) for line in remarks)
+    assert len(remarks) == 1 + bool(overrides)
+    measured = plan_app.describe(replace(config, measure=True), (16, 24, 32), memory)
+    assert not any(line.startswith("Live") for line in measured)
+    assert said[0].startswith("fine: a step on 1 × 16×24×32 voxels, fp32, checkpointing none")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -325,3 +327,28 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
     stage.predict_probs(torch.zeros(1, 2, 3, 4), InferenceOptions())
     assert seen == [False, False]
     assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]
+
+
+def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    cascade = SimpleNamespace(serve_tiles=lambda: served.append("tiles"))
+    loaded: list[Any] = []
+    monkeypatch.setattr(batch, "is_under_torchrun", lambda: True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(batch, "find_scans", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(batch, "load_cascades", lambda *given: loaded.append(given) or [SimpleNamespace(cascade=cascade)])
+    given: Any = {"": "checkpoints"}
+    ends: dict[str, Any] = {"on_begin": lambda *_: None, "on_end": lambda _: None}
+    settings: dict[str, Any] = {"accelerator": "cpu", "threads": 3, "precision": "bf16", "trusted": ("mine.",)}
+    result = batch.predict_scans(tmp_path, tmp_path, given, inference={"tta": True}, **settings, **ends)
+    assert result == []
+    assert served == ["tiles"]
+    assert loaded == [(given, {"tta": True}, "cpu", 3, "bf16", ("mine.",))]
+    ranges: Any = {"thin": "a", "thick": "b"}
+    with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
+        batch.predict_scans(tmp_path, tmp_path, ranges, inference={}, **ends)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(batch, "find_scans", lambda *_: served.append("scans") or sys.exit(9))
+    with pytest.raises(SystemExit):
+        batch.predict_scans(tmp_path, tmp_path, given, inference={}, **ends)
+    assert served == ["tiles", "scans"]

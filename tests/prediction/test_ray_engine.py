@@ -397,7 +397,8 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     monkeypatch.setattr(ray_engine, "_Cohort", Cohort)
     monkeypatch.setattr(ray_engine, "predict_bytes", lambda *_: 3 * GIB)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # so that it is put back, also where it was absent
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     begun: list[Any] = []
     cases: Any = [SimpleNamespace(name=number) for number in range(num_cases)]
     loading = {"accelerator": accelerator, "threads": 2, "inference": {}}

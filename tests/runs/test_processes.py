@@ -117,7 +117,8 @@ class Launch:
         self.handlers: dict[int, Any] = {}
         monkeypatch.setattr(STOP, "is_asked", False)
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that it is put back, also where it was absent
+        monkeypatch.delenv("OMP_NUM_THREADS")
         monkeypatch.setattr(processes.os, "cpu_count", lambda: 7)
 
     def __call__(self, settings: Any, entry: Any) -> Any:

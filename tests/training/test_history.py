@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
+from medseg.errors import NotFiniteError
 from medseg.report.tables import read_csv
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
+from medseg.training import history as history_module
 from medseg.training.history import HISTORY_COLUMNS, History, HistoryBar
 from medseg.training.options import TrainConfig
 
@@ -138,3 +140,71 @@ def test_a_damaged_history_begins_anew(content: bytes, tmp_path: Path) -> None:
     history.load_state_dict({"losses": [], "num_rows": 2, "train_s": 0.0})
     history.on_train_start(SimpleNamespace(global_step=2, is_global_zero=True), SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
     assert path.read_text(encoding="utf-8") == ",".join(HISTORY_COLUMNS) + "\n"
+
+
+class Steps:
+    """A trainer that accumulates over two micro-batches, and the losses of a module, with a clock that is set by hand."""
+
+    def __init__(self, history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.history, self.now_s = history, 100.0
+        self.logged: list[Any] = []
+        logger = SimpleNamespace(log_metrics=lambda values, step: self.logged.append((values, step)))
+        self.trainer: Any = SimpleNamespace(
+            global_step=0,
+            accumulate_grad_batches=2,
+            loggers=[logger],
+            is_global_zero=True,
+            sanity_checking=False,
+            callback_metrics={},
+        )
+        self.module: Any = SimpleNamespace(train_loss=torch.tensor(0.0))
+        monkeypatch.setattr(history_module.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(history_module, "peak_bytes", lambda: 3 * 2**29)
+        history.load = SimpleNamespace(read=dict)  # type: ignore[assignment]
+        history.last_time_s, history.last_step, history.lr = 100.0, 0, 0.25
+
+    def step(self, *losses: float) -> None:
+        for index, loss in enumerate(losses):
+            self.now_s += 1.5
+            self.module.train_loss = torch.tensor(loss)
+            if index == len(losses) - 1:
+                self.trainer.global_step += 1
+            self.history.on_train_batch_end(self.trainer, self.module, None, None, index)
+
+
+def test_a_line_has_the_mean_of_the_micro_batches_since_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(tmp_path / "history.csv", 2, 5)
+    steps = Steps(history, monkeypatch)
+    for first, second in ((1.0, 3.0), (5.0, 7.0), (0.0, 2.0), (4.0, 6.0), (8.0, 10.0)):
+        steps.step(first, second)
+    rows = [(row["step"], row["loss"], row["lr"], row["seconds_per_step"], row["peak_gib"]) for row in history.rows]
+    assert rows == [(2, 4.0, 0.25, 3.0, 1.5), (4, 3.0, 0.25, 3.0, 1.5), (5, 9.0, 0.25, 3.0, 1.5)], "and the last step has a line"
+    assert [step for _, step in steps.logged] == [1, 3, 4]
+    history.steps = 6
+    with pytest.raises(NotFiniteError, match="the loss is not finite by step 6"):
+        steps.step(1.0, float("nan"))
+
+
+def test_lines_of_other_ranks_are_counted_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(tmp_path / "history.csv", 1, 5)
+    steps = Steps(history, monkeypatch)
+    steps.trainer.is_global_zero = False
+    steps.step(1.0, 3.0)
+    assert history.rows == []
+    assert history.state_dict()["num_rows"] == 1
+    assert not (tmp_path / "history.csv").exists()
+
+
+def test_a_validation_has_a_line_unless_it_is_a_trial_or_has_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(tmp_path / "history.csv", 1, 5, ["hd95"])
+    steps = Steps(history, monkeypatch)
+    steps.trainer.global_step = 7
+    history.on_validation_end(steps.trainer, steps.module)
+    scores = {"val/dice": torch.tensor(0.123456789), "val/dice_worst": 0.1, "val/hd95": 2.0, "other": 9.0}
+    steps.trainer.callback_metrics = scores
+    steps.trainer.sanity_checking = True
+    history.on_validation_end(steps.trainer, steps.module)
+    assert history.rows == []
+    steps.trainer.sanity_checking = False
+    history.on_validation_end(steps.trainer, steps.module)
+    assert history.rows == [{"step": 7, "val_dice": 0.12346, "val_dice_worst": 0.1, "val_hd95": 2.0}]

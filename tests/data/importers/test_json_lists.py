@@ -326,3 +326,18 @@ def test_the_test_list_of_the_older_description_chooses_the_test_cases(tmp_path:
     shutil.rmtree(folder / "imagesTs")
     with pytest.raises(UserError, match=r"the list test names cases, but .*imagesTs does not exist"):
         import_nnunet(folder)
+
+
+def test_a_datalist_accounts_for_the_folders_of_its_files_alone(tmp_path: Path) -> None:
+    make_nnunet(tmp_path / "data")
+    deep = tmp_path / "data" / "imagesTr" / "deep"
+    deep.mkdir()
+    (deep / "notes.txt").touch()
+    (tmp_path / "data" / "imagesTr" / "beside.txt").touch()
+    (tmp_path / "elsewhere.txt").touch()
+    listed = [{"image": "data/imagesTr/chest_000_0000.nii.gz", "label": "data/labelsTr/chest_000.nii.gz"}]
+    path = write_json(tmp_path / "list.json", {"training": listed, "labels": {"1": "a", "2": "b"}, "modality": {"0": "CT"}})
+    named = " ".join(f"{item.name} {item.why}" for item in import_dataset(path).account.items)
+    assert "beside.txt" in named
+    assert "notes.txt" not in named
+    assert "elsewhere.txt" not in named
