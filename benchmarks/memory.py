@@ -32,6 +32,7 @@ from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import input_shape
 from medseg.report.tables import markdown_table, read_csv, write_csv
 from medseg.training.assemble import make_data_module
+from medseg.workers import Worker
 
 NETWORKS = {
     "unet": ["model=unet"],
@@ -106,7 +107,7 @@ def validated_shape(config: PlanConfig) -> Shape:
 
 
 def predict(arguments: list[str]) -> dict[str, float]:
-    """Predict a row."""
+    """Predict a row, in a process of its own: libraries make code for an operation once, which is measured then."""
     config = compose(arguments)
     machine = Machine(config)
     machine.costs.costs.clear()  # timed anew for each row: the processor of a virtual machine may be half as fast some minutes later
@@ -149,7 +150,9 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)  # a row that was interrupted begins anew
             folder.mkdir()
             try:
-                numbers = {**predict([*arguments, *places]), **measure([*arguments, *places], folder, library)}
+                with Worker() as worker:
+                    numbers = worker.call(predict, [*arguments, *places])
+                numbers |= measure([*arguments, *places], folder, library)
             except Exception as error:  # the other rows go on
                 say(f"{name}: {type(error).__name__}: {error}")
                 continue

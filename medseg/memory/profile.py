@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
 
 SAMPLE_INTERVAL_S = 0.05
-# Memory limit of the container, a number of bytes or `max`.
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# Files of this process that name its control groups and where they are mounted.
+CGROUPS, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 
 
 def resident_bytes() -> int:
@@ -34,13 +35,105 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+class ControlGroup(NamedTuple):
+    """Files of a control group that bounds the memory of its processes.
+
+    Attributes:
+        limit: Largest number of bytes, or `max`.
+        usage: Bytes in use, with those of cached files.
+        stat: Further counters, a name and a number a line.
+        cached: Name of the counter of cached files that the kernel drops first.
+    """
+
+    limit: Path
+    usage: Path
+    stat: Path
+    cached: str
+
+    @classmethod
+    def of(cls, folder: Path, version: int) -> ControlGroup:
+        """Name the files of a group's folder; the two versions of control groups have other names."""
+        if version == 2:
+            usage = folder / "memory.current"
+            return cls(folder / "memory.max", usage, folder / "memory.stat", "inactive_file")
+        limit, usage = folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes"
+        return cls(limit, usage, folder / "memory.stat", "total_inactive_file")
+
+    def limit_bytes(self) -> int | None:
+        """Its bound; None without one."""
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            return int(self.limit.read_text(encoding="ascii"))
+        return None
+
+    def used_bytes(self) -> int:
+        """Bytes in use without cached files that would make room; 0 where the system does not tell."""
+        with suppress(OSError, ValueError):
+            used = int(self.usage.read_text(encoding="ascii"))
+            lines = self.stat.read_text(encoding="ascii").splitlines()
+            counters = dict(line.split() for line in lines)
+            return max(0, used - int(counters.get(self.cached, 0)))
+        return 0
+
+
 def memory_limit_bytes() -> int:
-    """Memory that this process may use: that of the machine, or less in a container (control group)."""
-    limit = int(psutil.virtual_memory().total)
-    for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            limit = min(limit, int(path.read_text(encoding="ascii")))
-    return limit
+    """Memory that this process may use: that of the machine, or less in a container.
+
+    Each control group bounds the groups inside it, so the smallest bound from the process's group upwards counts.
+    """
+    bounds = [group.limit_bytes() for group in control_groups()]
+    return min([int(psutil.virtual_memory().total), *(bound for bound in bounds if bound is not None)])
+
+
+def free_memory_bytes() -> int:
+    """Memory that processes of this container could take in addition to what they hold now."""
+    free = int(psutil.virtual_memory().available)
+    for group in control_groups():
+        bound = group.limit_bytes()
+        if bound is not None:
+            free = min(free, bound - group.used_bytes())
+    return max(0, free)
+
+
+def control_groups() -> list[ControlGroup]:
+    """List the control groups of this process that may bound its memory, the innermost first; none on other systems."""
+    groups: list[ControlGroup] = []
+    try:
+        names = CGROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        mounts = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return groups
+    for line in names:
+        _, controllers, name = line.split(":", 2)
+        # Version 2 has one hierarchy for all controllers, whose list is empty.
+        version = 1 if controllers else 2
+        if version == 2 or "memory" in controllers.split(","):
+            folders = _folders(PurePosixPath(name), version, mounts)
+            groups += [ControlGroup.of(folder, version) for folder in folders]
+    return groups
+
+
+def _folders(name: PurePosixPath, version: int, mounts: Sequence[str]) -> list[Path]:
+    """Folders of a control group and of those around it, as far as they are mounted here.
+
+    Args:
+        name: Path of the group in its hierarchy.
+        version: 1 or 2.
+        mounts: Lines of `mountinfo`, see proc(5).
+    """
+    for line in mounts:
+        place, _, kind = line.partition(" - ")
+        filesystem, _, options = kind.split(" ", 2)
+        is_unified = version == 2 and filesystem == "cgroup2"
+        is_memory = version == 1 and filesystem == "cgroup" and "memory" in options.split(",")
+        if not (is_unified or is_memory):
+            continue
+        root, mount_point = place.split(" ")[3:5]
+        top = Path(mount_point.replace("\\040", " "))
+        if not name.is_relative_to(root):  # a container sees only its own group, under the name that it has outside
+            return [top]
+        inner = top / name.relative_to(root)
+        return [inner, *(folder for folder in inner.parents if folder.is_relative_to(top))]
+    return []
 
 
 def reset_peak_resident() -> None:
@@ -59,12 +152,17 @@ def release_free_memory() -> None:
 
 
 def private_bytes(pid: int) -> int:
-    """Memory of a process that it shares with no other; its resident memory where the system does not tell."""
+    """Memory of a process that it shares with no other; its resident memory where the system does not tell.
+
+    A process that has ended takes nothing.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     except (OSError, ValueError):
-        return int(psutil.Process(pid).memory_info().rss)
+        with suppress(psutil.NoSuchProcess):
+            return int(psutil.Process(pid).memory_info().rss)
+        return 0
 
 
 def bytes_beside(pid: int, others: Sequence[int]) -> int:

@@ -204,6 +204,21 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     return with_heap - max((total for total, _ in points), default=0)
 
 
+def kept_between_steps(peak: int, sample_bytes: int) -> int:
+    """Bytes of free memory that the heap of the training process keeps during a step.
+
+    Args:
+        peak: Live bytes at the peak of the step.
+        sample_bytes: Memory of making a sample in this process; 0 where workers make them. The small tensors of a step
+            use the heap that a sample leaves, so the larger of both counts.
+    """
+    if not maps_large_blocks():
+        return 0
+    of_tensors = min(KEPT_BYTES, round(KEPT_PART * peak))
+    of_samples = min(HEAP_BYTES, sample_bytes)
+    return max(of_tensors, of_samples)
+
+
 def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> float:
     """Sum the seconds of the operations of an optimiser step."""
     repeats = {True: 1, False: config.memory.accumulate}
@@ -247,8 +262,9 @@ def estimate_beside(
         validation = machine.sample(config, validation_shape, is_training=False)
         libraries = machine.lasting(used_keys(timeline) | evaluation.keys)
         others = process.main + libraries + loader_bytes(config, workers, process, sample, memory)
+        kept = kept_between_steps(memory.peak, 0 if workers else sample.num_bytes)
         resident = {
-            STEP: others + maps_large_blocks() * round(min(KEPT_BYTES, KEPT_PART * memory.peak)),
+            STEP: others + kept,
             # The sample is made before the network runs, which holds its image and its reference; a picture comes after.
             VALIDATION: others
             + shared
@@ -274,8 +290,12 @@ def loader_bytes(config: PlanConfig, workers: int, process: ProcessCost, sample:
         return 0
     averages = memory.parameters if config.ema_decay is not None else 0
     forked = process.copies + memory.parameters + averages
-    waiting = config.data.prefetch * (memory.input + memory.target)
-    return forked + workers * (process.worker + sample.num_bytes + waiting)
+    batch = memory.input + memory.target
+    # A worker holds the samples of a batch until the last of them is made, and stacks them then.
+    num_samples = samples_per_rank(config)
+    unstacked = batch * (num_samples - 1) // num_samples
+    waiting = config.data.prefetch * batch
+    return forked + workers * (process.worker + sample.num_bytes + unstacked + waiting)
 
 
 def num_processors() -> int:

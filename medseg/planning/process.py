@@ -3,11 +3,9 @@
 import hashlib
 import importlib.metadata
 import json
-import multiprocessing
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +18,7 @@ from medseg.geometry.sizes import Shape
 from medseg.memory.calibration import LoadMeter, read_calibration, write_calibration
 from medseg.memory.kernels import processor_name
 from medseg.runs.signature import plain
+from medseg.workers import Worker
 
 # A training of the smallest size with two loader workers, two validations, their pictures and checkpoints.
 REHEARSAL = [
@@ -172,7 +171,8 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
     # Loads Lightning, which takes seconds; a known cost does without it.
     from medseg.planning import samples
 
-    with LoadMeter() as meter, ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        cost = SampleCost(*pool.submit(samples.make_samples, config, shape, is_training).result())
+    # Not a fork of this process: the free memory of its heap, resident already, would hold the samples unseen.
+    with LoadMeter() as meter, Worker() as worker:
+        cost = SampleCost(*worker.call(samples.make_samples, config, shape, is_training))
     write_calibration(path, cost, meter.circumstances())
     return cost

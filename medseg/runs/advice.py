@@ -1,5 +1,6 @@
 """Command lines that a run proposes: its plan when memory ran out, and what follows its end."""
 
+import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES
 from medseg.config.overrides import PATH_KEYS
 from medseg.data.options import StageName
 from medseg.memory.options import Accelerator
-from medseg.memory.profile import memory_limit_bytes
+from medseg.memory.profile import free_memory_bytes, private_bytes
 from medseg.training.options import TrainConfig
 from medseg.weights.included import INCLUDED_TASK
 
@@ -19,7 +20,7 @@ NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
 
 def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
-    """Write the `plan` of a training command, with the memory of this machine as its bound.
+    """Write the `plan` of a training command, with the free memory of this machine as its bound.
 
     Args:
         config: Configuration of the run, which tells the device.
@@ -35,7 +36,9 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
         >>> plan_command(SimpleNamespace(trainer=trainer), overrides).partition(" fit_gib=")[0]
         "medseg plan stage=fine 'data.cases=my scans/cases.csv'"
     """
-    fit_gib = f"fit_gib={_memory_gib(config):.1f}"
+    # Rounded down: a plan for more than there is would run out of memory again.
+    tenths = max(1, math.floor(10 * _free_gib(config)))
+    fit_gib = f"fit_gib={tenths / 10:.1f}"
     return shlex.join(["medseg", "plan", *_planned(overrides), fit_gib])
 
 
@@ -89,7 +92,7 @@ def _planned(overrides: Sequence[str]) -> list[str]:
         key, _, value = override.partition("=")
         name = key.lstrip("+~")
         # Of Hydra's own keys, only the search path finds something that a plan needs.
-        is_hydra = name.startswith("hydra.") and name != "hydra.searchpath"
+        is_hydra = name.startswith(("hydra.", "hydra/")) and name != "hydra.searchpath"
         if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
             continue
         if override == f"task={IMPORTED}":
@@ -105,11 +108,22 @@ def _planned(overrides: Sequence[str]) -> list[str]:
     return planned
 
 
-def _memory_gib(config: TrainConfig) -> float:
-    """Memory of a rank, in GiB: that of the smallest GPU, or its share of this machine's."""
+def _free_gib(config: TrainConfig) -> float:
+    """Memory that a rank would find, in GiB, once this process has ended.
+
+    That of the GPU with the least, or its share of this machine's.
+    """
     import torch  # loaded by the run that has ended
 
     if config.trainer.accelerator is not Accelerator.cpu and torch.cuda.is_available():
-        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return float(min(gpu.total_memory for gpu in gpus)) / 2**30
-    return memory_limit_bytes() / config.trainer.devices / 2**30
+        return min(map(_free_of_gpu, range(torch.cuda.device_count()))) / 2**30
+    own_bytes = private_bytes(os.getpid())
+    return (free_memory_bytes() + own_bytes) / config.trainer.devices / 2**30
+
+
+def _free_of_gpu(number: int) -> int:
+    """Bytes of a GPU that no other process holds; what the driver keeps for this one is not counted."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(number)
+    return int(free + torch.cuda.memory_reserved(number))

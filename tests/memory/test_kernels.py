@@ -219,3 +219,22 @@ def test_measured_costs_expire_and_those_of_a_loaded_machine_are_measured_again(
     now_s = time.time()
     monkeypatch.setattr(calibration.time, "time", lambda: now_s + calibration.MAX_AGE_S + 1)
     assert not KernelCosts(tmp_path, CPU).costs
+
+
+def test_the_calling_thread_works_on_an_operation_as_long_as_any_other() -> None:
+    """So its processor time is that of the operation, also with several threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    image, weight = torch.ones(1, 16, 40, 40, 40), torch.ones(16, 16, 3, 3, 3)
+    try:
+        torch.conv3d(image, weight)
+        shares = []
+        for _ in range(5):
+            own_s, all_s = time.thread_time(), time.process_time()
+            torch.conv3d(image, weight)
+            own_s, all_s = time.thread_time() - own_s, time.process_time() - all_s
+            shares.append(own_s / all_s)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert max(shares) > 0.45
+    assert min(shares) < 0.9, "the other thread works as well"

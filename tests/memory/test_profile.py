@@ -9,10 +9,18 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from medseg.memory import profile as memory_profile
-from medseg.memory.profile import MemoryProfile, memory_limit_bytes, peak_resident_bytes, resident_bytes
+from medseg.memory.profile import (
+    MemoryProfile,
+    free_memory_bytes,
+    memory_limit_bytes,
+    peak_resident_bytes,
+    private_bytes,
+    resident_bytes,
+)
 
 
 def test_the_area_is_that_under_straight_lines() -> None:
@@ -22,13 +30,81 @@ def test_the_area_is_that_under_straight_lines() -> None:
     assert profile.area_gb_s == 2 * 2.0 + 0.0 + 2.5
 
 
-def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory_profile, "CGROUP_LIMITS", (limit,))
-    total = memory_limit_bytes()
-    for text, expected in (("max\n", total), (f"{2**20}\n", 2**20), (f"{2**60}\n", total)):
-        limit.write_text(text, encoding="ascii")
-        assert memory_limit_bytes() == expected
+GIB = 2**30
+
+
+def write_groups(folder: Path, names: str, mounts: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be in control groups whose hierarchy is mounted in a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    for name, text in (("CGROUPS", names), ("MOUNTS", mounts)):
+        path = folder / name
+        path.write_text(text.format(top=folder), encoding="ascii")
+        monkeypatch.setattr(memory_profile, name, path)
+
+
+UNIFIED = "30 25 0:26 / {top} rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+MEMORY = "33 25 0:29 {root} {{top}} rw - cgroup cgroup rw,memory\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "mounts", "files", "expected"),
+    [
+        ("0::/\n", UNIFIED, {"memory.max": f"{GIB}\n"}, GIB),
+        ("0::/a/b\n", UNIFIED, {"a/b/memory.max": "max\n", "a/memory.max": f"{GIB}\n"}, GIB),
+        ("0::/a/b\n", UNIFIED, {"a/b/memory.max": f"{GIB}\n", "a/memory.max": f"{2 * GIB}\n"}, GIB),
+        (
+            "5:cpu:/other\n4:memory:/a/b\n0::/\n",
+            MEMORY.format(root="/"),
+            {"a/b/memory.limit_in_bytes": f"{2**62}\n", "a/memory.limit_in_bytes": f"{GIB}\n"},
+            GIB,
+        ),
+        (
+            "4:cpu,memory:/docker/1/job\n",
+            MEMORY.format(root="/docker/1"),
+            {"job/memory.limit_in_bytes": f"{GIB}\n", "memory.limit_in_bytes": f"{2 * GIB}\n"},
+            GIB,
+        ),
+        ("4:memory:/../host\n", MEMORY.format(root="/docker/1"), {"memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+        ("0::/a\n", UNIFIED, {"a/memory.max": "max\n"}, None),
+        ("0::/a\n", UNIFIED, {"a/memory.max": f"{2**60}\n"}, None),
+        ("4:memory:/a\n", "", {"a/memory.limit_in_bytes": f"{GIB}\n"}, None),
+    ],
+    ids=[
+        "v2-root", "v2-outer", "v2-inner", "v1-outer", "v1-container", "v1-elsewhere", "v2-none", "v2-more", "unmounted",
+    ],
+)  # fmt: skip
+def test_the_smallest_bound_of_nested_control_groups_counts(
+    names: str,
+    mounts: str,
+    files: dict[str, str],
+    expected: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_groups(tmp_path, names, mounts, files, monkeypatch)
+    assert memory_limit_bytes() == (expected or psutil.virtual_memory().total)
+
+
+def test_what_a_control_group_uses_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 2**20
+    files = {
+        "a/memory.max": f"{100 * mib}\n",
+        "a/memory.current": f"{60 * mib}\n",
+        "a/memory.stat": f"anon {50 * mib}\ninactive_file {10 * mib}\n",
+    }
+    write_groups(tmp_path, "0::/a/job\n", UNIFIED, files, monkeypatch)
+    assert free_memory_bytes() == 50 * mib, "cached files make room"
+    (tmp_path / "a/memory.current").write_text(f"{200 * mib}\n", encoding="ascii")
+    assert free_memory_bytes() == 0
+
+
+def test_a_process_that_has_ended_takes_nothing() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert private_bytes(ended.pid) == 0
 
 
 def test_the_profile_begins_and_ends_with_the_block_also_where_it_fails() -> None:

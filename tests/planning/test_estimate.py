@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.tracker import MemoryTracker, Owner, Segment, Timeline
 from medseg.planning import estimate
-from medseg.planning.estimate import kept_bytes
+from medseg.planning.estimate import kept_between_steps, kept_bytes, loader_bytes
+from medseg.planning.process import ProcessCost, SampleCost
 
 MIB = 2**20
 
@@ -41,3 +44,33 @@ def test_small_storages_are_counted_apart() -> None:
     assert kinds[9 * MIB] == MIB
     assert kinds[10 * MIB] == 2 * MIB
     assert len(both) == 2
+
+
+@pytest.mark.parametrize(
+    ("peak_mib", "sample_mib", "expected_mib"), [(40, 0, 20), (400, 0, 48), (40, 30, 30), (40, 100, 64), (80, 30, 40)]
+)
+def test_samples_that_the_training_process_makes_leave_free_memory_in_its_heap(
+    peak_mib: int, sample_mib: int, expected_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "maps_large_blocks", lambda: True)
+    assert kept_between_steps(peak_mib * MIB, sample_mib * MIB) == expected_mib * MIB
+    monkeypatch.setattr(estimate, "maps_large_blocks", lambda: False)
+    assert kept_between_steps(peak_mib * MIB, sample_mib * MIB) == 0
+
+
+@pytest.mark.parametrize(("batch_size", "unstacked_mib"), [(2, 0), (4, 6), (8, 9)])
+def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(batch_size: int, unstacked_mib: int) -> None:
+    """Batches of 12 MiB in two micro-batches: beside the sample that is made, those before it wait to be stacked."""
+    config: Any = SimpleNamespace(
+        data=SimpleNamespace(prefetch=2),
+        ema_decay=None,
+        stage=SimpleNamespace(batch_size=batch_size),
+        memory=SimpleNamespace(accumulate=2),
+        trainer=SimpleNamespace(devices=1, num_nodes=1),
+    )
+    memory: Any = SimpleNamespace(input=8 * MIB, target=4 * MIB, parameters=100 * MIB)
+    process = ProcessCost(main=400 * MIB, pictures=0, worker=10 * MIB, copies=20 * MIB, seconds=0.0)
+    sample = SampleCost(5 * MIB, 0.0)
+    own = 10 + 5 + unstacked_mib + 2 * 12
+    assert loader_bytes(config, 3, process, sample, memory) == (100 + 20 + 3 * own) * MIB
+    assert loader_bytes(config, 0, process, sample, memory) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def compose(*overrides: str) -> PlanConfig:
         return to_config(hydra.compose("plan", [*overrides, "trainer.accelerator=cpu", "run_dir=x"]), PlanConfig)
 
 
+class ThisProcess(contextlib.nullcontext[Any]):
+    """Calls functions like a worker, without a process of its own."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -49,6 +60,8 @@ def test_samples_of_a_stage_are_made_and_measured_once(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_load(monkeypatch, 0.0)
+    monkeypatch.setattr(process, "Worker", ThisProcess)
+    monkeypatch.setattr(samples, "MOST_SAMPLES", 2)
     config, shape = compose(*overrides), (48, 48, 32)
     training, validation = (sample_cost(config, shape, tmp_path, is_training=one) for one in (True, False))
     assert 0 < training.seconds < 60
@@ -56,6 +69,21 @@ def test_samples_of_a_stage_are_made_and_measured_once(
     monkeypatch.setattr(samples, "make_samples", lambda *_: pytest.fail("made again"))
     assert sample_cost(config, shape, tmp_path, is_training=True) == training
     assert sample_cost(config, shape, tmp_path, is_training=False) == validation
+
+
+@pytest.mark.slow  # a worker imports the libraries anew
+def test_the_memory_of_a_sample_is_not_taken_from_the_free_heap_of_the_planner(tmp_path: Path) -> None:
+    """A fork would find free pages of this process, which are resident already, and make its samples there."""
+    config, shape = compose("stage=fine", "spacing=isotropic_3mm"), (64, 64, 64)
+    largest = bytearray(30 * MIB)
+    del largest  # smaller blocks come from the heap now
+    blocks = [bytearray(b"1" * MIB) for _ in range(100)]
+    end = bytearray(MIB)
+    blocks.clear()
+    sample = sample_cost(config, shape, tmp_path)
+    image_bytes = 4 * 64**3
+    assert sample.num_bytes > 10 * image_bytes
+    assert len(end) == MIB
 
 
 def cost(main_mib: int, worker_mib: int, seconds: float) -> ProcessCost:

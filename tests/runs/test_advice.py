@@ -59,10 +59,26 @@ def test_the_plan_of_a_command_that_ran_out_of_memory_is_accepted(overrides: lis
 
 
 def test_each_rank_of_a_machine_has_its_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "memory_limit_bytes", lambda: 8 * 2**30)
+    monkeypatch.setattr(advice, "free_memory_bytes", lambda: 7 * 2**30)
+    monkeypatch.setattr(advice, "private_bytes", lambda _: 2**30)  # of the run that ends
     trainer = SimpleNamespace(accelerator=Accelerator.cpu, devices=4)
     config: Any = SimpleNamespace(trainer=trainer)
     assert plan_command(config, ["stage=fine"]) == "medseg plan stage=fine fit_gib=2.0"
+
+
+@pytest.mark.parametrize(("free_gib", "expected"), [(1.97, "1.9"), (0.04, "0.1")])
+def test_a_plan_is_not_promised_more_memory_than_is_free(free_gib: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "free_memory_bytes", lambda: int(free_gib * 2**30))
+    monkeypatch.setattr(advice, "private_bytes", lambda _: 0)
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(accelerator=Accelerator.cpu, devices=1))
+    assert plan_command(config, []) == f"medseg plan fit_gib={expected}"
+
+
+def test_a_plan_starts_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of a sweep are planned one by one, without the launcher that `plan` does not know."""
+    overrides = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "+hydra/job_logging=none", "stage=fine"]
+    line = plan_command(compose("train"), overrides)
+    assert line.startswith("medseg plan stage=fine fit_gib=")
 
 
 def test_the_plan_of_a_task_file_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

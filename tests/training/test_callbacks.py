@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,31 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     pictures.on_validation_batch_end(trainer, None, labels, [batch], 1)  # type: ignore[arg-type]
     said = "medseg: no picture of Doe, John (ValueError: Invalid affine transformation matrix)\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_picture_leaves_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a figure refer to each other; the collector would find 7 MiB a picture only some validations later."""
+    alive = []
+
+    class Figure:
+        def __init__(self) -> None:
+            self.axes = self
+            alive.append(weakref.ref(self))
+
+    def draw(*_: Any, **__: Any) -> None:
+        Figure()
+        if len(alive) == 2:
+            raise OSError("disk full")
+
+    monkeypatch.setattr(callbacks, "overlay_montage", draw)
+    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=7, loggers=[])
+    labels = torch.zeros(2, 2, 2, dtype=torch.uint8)
+    batch = {"image": labels[None, None], "target": labels[None], "region": torch.tensor([0]), "case": ["a"]}
+    batch["spacing_mm"] = [(1.0, 1.0, 1.0)]
+    pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False)])
+    for number in range(2):
+        pictures.on_validation_batch_end(trainer, None, labels, [batch], number)  # type: ignore[arg-type]
+    assert [figure() for figure in alive] == [None, None]
 
 
 def test_scores_of_cases_are_kept_of_the_best_and_the_last_validation(tmp_path: Path) -> None:
