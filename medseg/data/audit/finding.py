@@ -212,18 +212,29 @@ KINDS = {
         "used for training and the other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
-    "near_copy:profile": Kind(
+    "near_copy": Kind(
         ERROR,
-        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} (within {difference:.1%}), of which it may be "
-        "a cropped or resampled copy, but the patient is {patient!r} here and {twin_patient!r} there: one could be used for training and the "
+        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart), but {claim}: one could be used for training and the "
         "other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
-    "near_copy": Kind(
+    "near_copy:unclaimed": Kind(
+        WARNING,
+        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart): one could be used for training and the other for "
+        "validation",
+        "if they show one patient, remove one of them, or give both the same patient in the case table",
+    ),
+    "near_copy:profile": Kind(
         ERROR,
-        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart), but the patient is {patient!r} here and {twin_patient!r} "
-        "there: one could be used for training and the other for validation",
+        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} (within {difference:.1%}), of which it may be "
+        "a cropped or resampled copy, but {claim}: one could be used for training and the other for validation",
         "remove one of them, or give both the same patient in the case table",
+    ),
+    "near_copy:profile_unclaimed": Kind(
+        WARNING,
+        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} (within {difference:.1%}), of which it may be "
+        "a cropped or resampled copy: one could be used for training and the other for validation",
+        "if they show one patient, remove one of them, or give both the same patient in the case table",
     ),
 }
 """Code of each finding (before the colon) and its variant to severity, sentence and cure."""

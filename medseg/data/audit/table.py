@@ -61,6 +61,8 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     usual_mm = {}
     if len(audits) >= MIN_CASES:
         usual_mm = {axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)}
+    # A table without the column `patient` takes each case for another patient, which nobody has claimed.
+    names_patients = any(audited.case.patient != audited.case.name for audited in cases)
     earlier: list[AuditedCase] = []
     earlier_areas: list[tuple[Case, Areas]] = []
     compared_cases = []
@@ -68,11 +70,11 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
         findings: list[Finding] = []
         if audited.audit is not None:
             areas = areas_of(audited.audit.profile)
-            copies = list(_compare(audited.case, audited.audit, usual_mm, earlier))
+            copies = list(_compare(audited.case, audited.audit, usual_mm, earlier, names_patients))
             findings += copies
             is_copy = any(finding.code in (DUPLICATE, "near_copy") for finding in copies)
             if areas is not None and not is_copy:
-                findings += _near_profiles(audited.case, areas, earlier_areas)
+                findings += _near_profiles(audited.case, areas, earlier_areas, names_patients)
             if areas is not None:
                 earlier_areas.append((audited.case, areas))
         compared_cases.append(replace(audited, compared=tuple(findings)))
@@ -80,7 +82,13 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     return compared_cases
 
 
-def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], earlier: Sequence[AuditedCase]) -> Iterator[Finding]:
+def _compare(
+    case: Case,
+    audit: CaseAudit,
+    usual_mm: Mapping[int, float],
+    earlier: Sequence[AuditedCase],
+    names_patients: bool,
+) -> Iterator[Finding]:
     """Compare a case with the usual spacing, and with the cases before it in the table."""
     odd = [
         f"its {what} are {spacing_mm:.3g} mm apart where the median of all cases is {usual_mm[axis]:.3g} mm"
@@ -95,16 +103,34 @@ def _compare(case: Case, audit: CaseAudit, usual_mm: Mapping[int, float], earlie
     if distance == 0:
         yield find(DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients", **names)
     elif distance < NEAR_HU and case.patient != twin.patient:
-        yield find("near_copy", difference=distance, **names)
+        claim = _claim(case, twin, names_patients)
+        kind = "near_copy" if claim else "near_copy:unclaimed"
+        yield find(kind, twin=twin.name, difference=distance, claim=claim)
 
 
-def _near_profiles(case: Case, areas: Areas, earlier: Sequence[tuple[Case, Areas]]) -> Iterator[Finding]:
+def _near_profiles(case: Case, areas: Areas, earlier: Sequence[tuple[Case, Areas]], names_patients: bool) -> Iterator[Finding]:
     """Find the case of another patient whose profile is nearest, if it is near."""
     distances = [(profile_distance(other_areas, areas), other) for other, other_areas in earlier if other.patient != case.patient]
     difference, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
     if difference < NEAR_PROFILE:
-        names = {"twin": twin.name, "patient": case.patient, "twin_patient": twin.patient}
-        yield find("near_copy:profile", difference=difference, **names)
+        claim = _claim(case, twin, names_patients)
+        kind = "near_copy:profile" if claim else "near_copy:profile_unclaimed"
+        yield find(kind, twin=twin.name, difference=difference, claim=claim)
+
+
+def _claim(case: Case, twin: Case, names_patients: bool) -> str:
+    """Say what the case table claims that two copies contradict: two patients, or two sides; empty if it claims neither."""
+    if names_patients:
+        return f"the patient is {case.patient!r} here and {twin.patient!r} there"
+    if case.split != twin.split and case.split and twin.split:
+        return f"the split is {case.split} here and {twin.split} there"
+    if case.fold != twin.fold and None not in (case.fold, twin.fold):
+        return f"the fold is {case.fold} here and {twin.fold} there"
+    # Tables of several sources may have different numbers of folds.
+    for number, (side, twin_side) in enumerate(zip(case.fold_sides, twin.fold_sides, strict=False)):
+        if side != twin_side and side and twin_side:
+            return f"fold_{number} is {side} here and {twin_side} there"
+    return ""
 
 
 def copy_distance(one: CaseAudit, other: CaseAudit) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +82,46 @@ def test_near_copies_under_two_patients_are_found() -> None:
     assert found == {
         "scan": [], "again": [], "other": [], "noisy": ["near_copy"], "brighter": ["near_copy"], "shorter": ["near_copy"],
     }  # fmt: skip
+
+
+def near_copies(by_profile: bool, **cells: tuple[Any, Any]) -> Finding:
+    """Finding of the second of two near copies whose rows have these cells."""
+    rng = np.random.default_rng(0)
+    scan = ndimage.gaussian_filter(rng.normal(0, 4000, (64, 40, 44)), 4).clip(-1000, 400)
+    profile = tuple((1000 + 10 * step, 2000 - 10 * step, 300) for step in range(30))
+    rows: list[dict[str, Any]] = [{name: values[row] for name, values in cells.items()} for row in range(2)]
+    pair = []
+    for name, row in zip(("scan", "copy"), rows, strict=True):
+        one = audited(name, image=None if by_profile else scan + len(pair))
+        assert one.audit is not None
+        audit = replace(one.audit, profile=profile if by_profile else ())
+        pair.append(replace(one, case=replace(one.case, **row), audit=audit))
+    (finding,) = compare_cases(pair)[1].compared
+    return finding
+
+
+@pytest.mark.parametrize("by_profile", [False, True])
+@pytest.mark.parametrize(
+    ("cells", "severity", "claim"),
+    [
+        ({}, "warning", ""),
+        ({"split": ("train", "train")}, "warning", ""),
+        ({"split": ("train", None)}, "warning", ""),
+        ({"fold": (None, 0)}, "warning", ""),
+        ({"fold_sides": ((None, "train"), ("val", "train"))}, "warning", ""),
+        ({"patient": ("p", "q")}, "error", "the patient is 'q' here and 'p' there"),
+        ({"split": ("train", "val")}, "error", "the split is val here and train there"),
+        ({"fold": (1, 0)}, "error", "the fold is 0 here and 1 there"),
+        ({"fold_sides": (("train",), ("val",))}, "error", "fold_0 is val here and train there"),
+    ],
+)
+def test_a_near_copy_is_an_error_only_against_a_claim_of_the_table(
+    by_profile: bool, cells: dict[str, tuple[Any, Any]], severity: str, claim: str
+) -> None:
+    finding = near_copies(by_profile, **cells)
+    assert (finding.code, finding.severity.value) == ("near_copy", severity)
+    assert claim in finding.message
+    assert ("but" in finding.message) == bool(claim)
 
 
 def test_the_table_can_be_read_by_a_machine() -> None:
