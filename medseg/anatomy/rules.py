@@ -95,7 +95,7 @@ RULES = (
     ),
     Rule(
         "max_added_beyond_share", MAX_ADDED_BEYOND_SHARE, "share", "a part with more beyond the outline is not added",
-        "foam under the back may lie a quarter within; of 30 parts that were lung, no voxel lay beyond", 33,
+        "foam under the back may lie a quarter within; of 30 parts that were lung, no voxel lay beyond",
     ),
     Rule(
         "min_part_fraction", MIN_PART_FRACTION, "share", "a label keeps components of this share of its largest", _CHOSEN
@@ -115,11 +115,11 @@ RULES = (
     ),
     Rule(
         "usual_agreement", USUAL_AGREEMENT, "Dice", "less agreement of two stages is told",
-        "61 regions of scans and their parts, three folds", 33,
+        "61 regions of scans and their parts, three folds",
     ),
     Rule(
         "min_agreement", MIN_AGREEMENT, "Dice", "a region with less agreement is absent",
-        "61 regions: the three below were no lung", 33,
+        "61 regions: the three below were no lung",
     ),
     Rule(
         "min_doubtful_share", MIN_DOUBTFUL_SHARE, "share",
@@ -177,7 +177,7 @@ RULES = (
         "max_region_mm", MAX_REGION_MM, "mm", "no organ or bone of one side is longer",
         "femur, 27 % of the stature (Feldesman 1990), at 2.2 m; lungs reach 0.35 m",
     ),
-    Rule("region_mm", REGION_MM, "mm", "box of a region with its margin in the forecast of memory", "a lung", 33),
+    Rule("region_mm", REGION_MM, "mm", "box of a region with its margin in the forecast of memory", "a lung"),
     Rule("rim_mm", RIM_MM, "mm", "disease is painted beyond the outline, which is half way to soft tissue", _CHOSEN),
     Rule("max_lung_hu", MAX_LUNG_HU, "HU", "disease is painted into no organ with a larger median", _CHOSEN),
 )  # fmt: skip
