@@ -40,7 +40,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
-from medseg.losses.adapter import mean_of_samples, sample_losses
+from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
 from medseg.memory.switches import switch_on
 from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, fastest_option, make_candidates

@@ -21,10 +21,10 @@ from medseg.io.text import read_text
 from medseg.memory.options import Precision
 from medseg.memory.precision import HALF, inference_precision
 from medseg.memory.switches import use_channels_last
-from medseg.models.adapter import build_on_meta
 from medseg.models.blocks import ScaledConv3d
 from medseg.models.described import make_described_network, to_tuples
 from medseg.models.options import UNET
+from medseg.models.traits import build_on_meta
 from medseg.preprocess.options import Resampling
 from medseg.preprocess.resample import ANTIALIASED
 from medseg.targets import TARGET, check_target

@@ -7,7 +7,7 @@ import torch
 from medseg.cascade.load import load_stage
 from medseg.config.schema import ExportConfig
 from medseg.inference.options import Backend, InferenceOptions
-from medseg.prediction.export import export_stage
+from medseg.prediction.export_stage import export_stage
 
 
 def export(config: ExportConfig) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from medseg.config.schema import ReportConfig
 from medseg.errors import require
-from medseg.runs.results import write_report
+from medseg.runs.past_runs import write_report
 
 
 def report(config: ReportConfig) -> int:

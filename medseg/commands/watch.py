@@ -13,7 +13,7 @@ from rich.table import Table
 from medseg.config.schema import WatchConfig
 from medseg.errors import require
 from medseg.runs.folder import CONFIG_FILE, read_config, status_of_run
-from medseg.runs.results import HISTORY_FILE, find_runs, read_history
+from medseg.runs.past_runs import HISTORY_FILE, find_runs, read_history
 from medseg.runs.status import Status
 
 BARS = "▁▂▃▄▅▆▇█"

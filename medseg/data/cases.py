@@ -76,7 +76,7 @@ def make_phantoms(config: PhantomCountsConfig, task: TaskConfig, folder: Path, n
     """
     from rich.progress import Progress
 
-    from medseg.phantom.dataset import write_phantoms
+    from medseg.phantom.case_folders import write_phantoms
     from medseg.phantom.scene import SceneSpec
 
     scene = None

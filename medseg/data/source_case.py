@@ -9,7 +9,7 @@ from medseg.data.audit.finding import CaseAudit, find
 from medseg.data.audit.image import check_channels, hash_voxels, make_thumbnail
 from medseg.data.audit.labels import ABSENT, audit_extent, audit_grids, audit_labels, map_values, measure_volumes
 from medseg.data.audit.placement import audit_placement, audit_shift
-from medseg.data.audit.profile import make_profile
+from medseg.data.audit.tissue_profile import make_profile
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
 from medseg.errors import UserError

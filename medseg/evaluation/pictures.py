@@ -12,7 +12,7 @@ from medseg.evaluation.matching import Reference, check_grid, read_pair
 from medseg.evaluation.reports import read_words, scan_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image
-from medseg.metrics.intensity import label_statistics
+from medseg.metrics.hu_statistics import label_statistics
 from medseg.pictures.overlay import overlay_montage
 from medseg.preprocess.orient import orient
 from medseg.report.cases import worst_first

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from medseg.errors import UserError, first_line, require
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_bytes, replace_text
-from medseg.io.machine import machine_folder
+from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
 # Packages whose code a converted network may come from: their versions and files say whether it has changed.

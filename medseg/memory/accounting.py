@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from medseg.losses.adapter import mean_of_samples, sample_losses
+from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.device_map import named_parts
 from medseg.memory.precision import HALF
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
-from medseg.models.adapter import build_on_meta
+from medseg.models.traits import build_on_meta
 
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = "parameters", "gradients", "optimizer state", "input", "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"

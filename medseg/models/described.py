@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from medseg.errors import UserError, first_line, is_out_of_memory
-from medseg.models.adapter import Traits, channel_arguments, find_traits
 from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
+from medseg.models.traits import Traits, channel_arguments, find_traits
 from medseg.targets import TARGET, bind_arguments, import_target
 from medseg.task import Task
 

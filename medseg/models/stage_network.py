@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from medseg.models.adapter import Traits, outputs_of
 from medseg.models.blocks import replace_convolutions
+from medseg.models.traits import Traits, outputs_of
 
 
 class StageNetwork(nn.Module):

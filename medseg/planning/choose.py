@@ -10,14 +10,14 @@ from medseg.config.overrides import text_of
 from medseg.config.schema import Allow, PlanConfig
 from medseg.console import say
 from medseg.geometry.sizes import Shape
-from medseg.losses.adapter import is_batch_loss
+from medseg.losses.sample_losses import is_batch_loss
 from medseg.memory.device import pick_device_type
 from medseg.memory.options import Precision
 from medseg.memory.precision import has_fast_bf16
 from medseg.memory.tracker import Timeline
 from medseg.models.options import UNET, is_batch_norm
-from medseg.planning.blocks import StepModel
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate_beside
+from medseg.planning.recomputation import StepModel
 from medseg.planning.step import count_memory, evaluated_shape, samples_per_rank
 from medseg.targets import TARGET
 from medseg.training.extensions import make_loss

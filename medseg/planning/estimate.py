@@ -10,15 +10,15 @@ import torch
 
 from medseg.config.schema import PlanConfig
 from medseg.geometry.sizes import Shape
-from medseg.io.machine import machine_folder
+from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.device import pick_device, pick_device_type
 from medseg.memory.heap import KEPT_BYTES as HEAP_BYTES
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
-from medseg.planning.blocks import duration, rise
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
+from medseg.planning.recomputation import duration, rise
 from medseg.planning.step import count_evaluation, count_memory, samples_per_rank
 from medseg.targets import TARGET
 from medseg.training.data_module import propose_workers

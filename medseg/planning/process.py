@@ -169,7 +169,7 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
         return SampleCost(int(numbers[0]), numbers[1])
     say(f"plan: measuring the samples of {'training' if is_training else 'validation'}; kept for later plans")
     # Loads Lightning, which takes seconds; a known cost does without it.
-    from medseg.planning import samples
+    from medseg.planning import synthetic_samples as samples
 
     # Not a fork of this process: the free memory of its heap, resident already, would hold the samples unseen.
     with LoadMeter() as meter, Worker() as worker:

@@ -25,7 +25,7 @@ from medseg.io.inputs import is_dicomdir
 from medseg.io.scratch import scratch_above
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
-from medseg.metrics.intensity import HU_FIGURES
+from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
 from medseg.prediction.case import (
     CaseData,
@@ -41,7 +41,7 @@ from medseg.prediction.case import (
 from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import Forecast, forecast, forecast_text, machine_key, seconds_per_voxel
 from medseg.prediction.options import Engine, PredictConfig
-from medseg.prediction.results import check_kinds, result_paths
+from medseg.prediction.result_files import check_kinds, result_paths
 from medseg.prediction.scans import (
     Scan,
     check_outputs,

@@ -26,11 +26,11 @@ from medseg.io.read import read_grid
 from medseg.io.text import read_json
 from medseg.io.volume import Volume
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
-from medseg.metrics.intensity import label_statistics
+from medseg.metrics.hu_statistics import label_statistics
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.forecast import Forecast, expected_cost
 from medseg.prediction.options import PredictConfig, Save
-from medseg.prediction.results import Views, result_paths, take_views, write_results
+from medseg.prediction.result_files import Views, result_paths, take_views, write_results
 from medseg.prediction.scans import Scan
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.scale import HuScale

@@ -18,7 +18,7 @@ from medseg.geometry.sizes import Shape, network_size
 from medseg.inference.options import InferenceOptions
 from medseg.inference.tiles import TilingPlan, tile_boxes
 from medseg.io.atomic import replace_text
-from medseg.io.machine import machine_folder
+from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
 from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES

@@ -14,7 +14,7 @@ from medseg.preprocess.scale import HuScale
 
 Engine = StrEnum("Engine", ["local", "ray"])  # see `medseg.prediction.ray_engine`
 SegKind = StrEnum("SegKind", ["binary", "labelmap"])  # see `medseg.io.dicom.segmentation`
-Save = StrEnum(  # see `medseg.prediction.results`
+Save = StrEnum(  # see `medseg.prediction.result_files`
     "Save", ["labels", "preview", "viewer", "dicom_seg", "rtstruct", "masks", "probabilities"]
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
-from medseg.io.machine import machine_folder
+from medseg.io.machine_cache import machine_folder
 from medseg.runs.signature import plain
 from medseg.training.options import TrainConfig
 

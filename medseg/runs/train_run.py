@@ -86,7 +86,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     from medseg.training.checkpoints import Checkpoints
     from medseg.training.extensions import make_callbacks
     from medseg.training.history import History, HistoryBar
-    from medseg.training.machine import peak_bytes
+    from medseg.training.machine_load import peak_bytes
     from medseg.training.network import load_initial_weights, make_network
     from medseg.training.versions import collect_versions
     from medseg.weights.files import load_checkpoint

@@ -35,8 +35,8 @@ from medseg.io.atomic import create_text, locked, replace_text
 from medseg.io.text import read_yaml_text
 from medseg.report.compare import METRICS
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
+from medseg.runs.past_runs import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.processes import check_start, exit_if_asked, run_in_process
-from medseg.runs.results import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job

@@ -13,8 +13,8 @@ from medseg.errors import EXIT_FAILED, EXIT_RESUME
 from medseg.io.atomic import check_writable, replace_text
 from medseg.report.tables import markdown_table, read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, status_of_run
+from medseg.runs.past_runs import HISTORY_FILE, read_history
 from medseg.runs.processes import run_in_process
-from medseg.runs.results import HISTORY_FILE, read_history
 from medseg.runs.status import Status, status_of
 from medseg.studies.recipes import check_names, compose_train, folder_name, merge_arguments, train_arguments
 from medseg.training.assemble import make_data_module

@@ -153,7 +153,7 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     """Name or make the Lightning strategy of a configuration."""
     trainer = config.trainer
     if config.model["device_map"] is not None:
-        from medseg.training.device_map import DeviceMapStrategy
+        from medseg.training.device_map_strategy import DeviceMapStrategy
 
         return DeviceMapStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
     if trainer.strategy is Strategy.ddp and (

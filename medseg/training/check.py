@@ -22,6 +22,7 @@ from medseg.models.stage_network import StageNetwork
 from medseg.targets import TARGET
 from medseg.training.clashes import divisor_clashes
 from medseg.training.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
+from medseg.training.input_sizes import stated_divisor
 from medseg.training.network import count_classes, make_network_on_meta
 from medseg.training.optimisation import (
     find_lr_factor,
@@ -31,7 +32,6 @@ from medseg.training.optimisation import (
     step_from_zero,
 )
 from medseg.training.options import LrScaling, TrainConfig
-from medseg.training.sizes import stated_divisor
 
 # The one logger that writes its files with Python alone, and so to a folder of any name.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"

@@ -10,8 +10,8 @@ from medseg.losses.options import loss_clashes
 from medseg.memory.options import Accelerator, Precision
 from medseg.models.options import UNET, is_batch_norm, model_clashes
 from medseg.targets import TARGET
+from medseg.training.input_sizes import input_sizes, stated_divisor
 from medseg.training.options import LrScaling, TrainConfig
-from medseg.training.sizes import input_sizes, stated_divisor
 
 # Schedules that multiply a rate from step to step, so that a warm-up can be multiplied on top.
 CHAINABLE_SCHEDULES = (

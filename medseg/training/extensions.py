@@ -16,8 +16,8 @@ from medseg.data import augment as effects
 from medseg.data import transforms
 from medseg.data.options import StageName
 from medseg.errors import UserError, first_line
-from medseg.losses import adapter as losses
-from medseg.metrics import adapter as metrics
+from medseg.losses import sample_losses as losses
+from medseg.metrics import case_metric as metrics
 from medseg.targets import TARGET, bind_arguments, import_target
 from medseg.task_options import make_task
 from medseg.training.network import count_classes

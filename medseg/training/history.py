@@ -16,7 +16,7 @@ from torch import Tensor
 from medseg.errors import NotFiniteError
 from medseg.report.tables import write_csv
 from medseg.training.loggers import earlier_rows
-from medseg.training.machine import MachineLoad, peak_bytes
+from medseg.training.machine_load import MachineLoad, peak_bytes
 
 HISTORY_COLUMNS = (
     "step", "loss", "lr", "val_dice", "val_dice_worst", "seconds_per_step", "peak_gib", "host_gib", "cpu_percent", "gpu_gib",

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from medseg.data.sampler import torch_seed
 from medseg.inference.tiles import most_probable, predict_probs
-from medseg.losses.adapter import mean_of_samples, sample_losses
+from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.profile import release_free_memory
 from medseg.memory.switches import uncompiled
-from medseg.metrics.adapter import CaseMetric
+from medseg.metrics.case_metric import CaseMetric
 from medseg.metrics.scores import dice_per_label
 from medseg.training.averaging import WeightAverage
 from medseg.weights.files import PREFIX

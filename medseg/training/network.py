@@ -7,16 +7,16 @@ from typing import Any
 from medseg.data.options import StageName
 from medseg.errors import UserError, first_line
 from medseg.geometry.strides import level_strides
-from medseg.models.adapter import build_on_meta
 from medseg.models.described import make_described_network, to_tuples
 from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
+from medseg.models.traits import build_on_meta
 from medseg.models.unet import UNet
 from medseg.preprocess.options import SpacingConfig
 from medseg.targets import TARGET
 from medseg.task_options import make_task
+from medseg.training.input_sizes import choose_strides, stated_divisor
 from medseg.training.options import TrainConfig
-from medseg.training.sizes import choose_strides, stated_divisor
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 

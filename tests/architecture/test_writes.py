@@ -15,7 +15,7 @@ ALLOWED = {
     "memory/profile.py": "a request to the kernel, in /proc",
     "planning/process.py": "the log of a tiny training, in a temporary folder",
     "planning/rehearsal.py": "the numbers of a tiny training, in a temporary folder",
-    "planning/samples.py": "a synthetic case, in a temporary folder",
+    "planning/synthetic_samples.py": "a synthetic case, in a temporary folder",
     "runs/ranks.py": "lines appended to a log",
 }
 

@@ -33,7 +33,7 @@ from medseg.prediction.case import checksums
 from medseg.prediction.options import PredictConfig
 from medseg.preprocess.scale import HuScale
 from medseg.runs.folder import find_run, load_config
-from medseg.runs.results import find_runs, read_run
+from medseg.runs.past_runs import find_runs, read_run
 from medseg.runs.train_run import run_rank
 from medseg.task import Channel, Region, Task
 from tests.integration.conftest import COARSE, FINE, train

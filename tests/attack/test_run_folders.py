@@ -23,7 +23,7 @@ from medseg.config.check import resolved, to_config
 from medseg.data.case_table import read_case_table
 from medseg.report.tables import read_csv
 from medseg.runs.folder import changed_config, find_run, open_run, read_config, status_of_run
-from medseg.runs.results import read_study, write_report
+from medseg.runs.past_runs import read_study, write_report
 from medseg.runs.signature import flat
 from medseg.runs.status import Status
 from medseg.runs.sweeps import compare

@@ -20,7 +20,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.models.stage_network import StageNetwork
-from medseg.prediction.export import describe_stage
+from medseg.prediction.export_stage import describe_stage
 from medseg.runs.signature import plain
 from medseg.task_options import make_task
 from medseg.training.assemble import make_metadata

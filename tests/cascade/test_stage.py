@@ -20,8 +20,8 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
 from medseg.inference.tiles import TilingPlan
-from medseg.models.adapter import Traits
 from medseg.models.stage_network import StageNetwork
+from medseg.models.traits import Traits
 from medseg.models.unet import UNet
 from medseg.prediction.cascades import load_cascade
 from medseg.preprocess.intensity import HU_LIMITS

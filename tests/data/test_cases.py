@@ -143,7 +143,7 @@ def test_phantoms_are_made_by_as_many_processes_as_pay(
     detail: str, num_train: int, with_held_out: bool, num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held out are three scans for the validation and five for the test."""
-    from medseg.phantom import dataset
+    from medseg.phantom import case_folders as dataset
 
     calls: list[Any] = []
     monkeypatch.setattr(dataset, "write_phantoms", lambda *arguments, **options: calls.append((arguments, options)))
@@ -160,7 +160,7 @@ def test_phantoms_are_made_by_as_many_processes_as_pay(
 
 
 def test_organs_of_a_task_are_painted_with_its_sides_and_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medseg.phantom import dataset
+    from medseg.phantom import case_folders as dataset
 
     calls: list[Any] = []
     monkeypatch.setattr(dataset, "write_phantoms", lambda *arguments, **options: calls.append([*arguments, *options.values()]))

@@ -19,7 +19,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig
 from medseg.errors import UserError
-from medseg.evaluation.page import ALL, compare_rows
+from medseg.evaluation.report_page import ALL, compare_rows
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_image, write_labels

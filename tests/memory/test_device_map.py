@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from medseg.memory.device_map import apply_device_map, plan_device_map
 from medseg.memory.switches import checkpoint_blocks
 from medseg.models.unet import UNet
-from medseg.training.device_map import DeviceMapStrategy
+from medseg.training.device_map_strategy import DeviceMapStrategy
 
 
 def make(refine: int) -> UNet:

@@ -19,8 +19,8 @@ from medseg.memory.accounting import StepMemory, _copied_bytes, count_step
 from medseg.memory.device_map import apply_device_map
 from medseg.memory.switches import apply_switches, checkpoint_blocks, select_blocks
 from medseg.memory.tracker import MemoryTracker
-from medseg.models.adapter import build_on_meta
 from medseg.models.stage_network import StageNetwork
+from medseg.models.traits import build_on_meta
 from medseg.task import Channel, Task
 from medseg.training.network import make_described_network
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.models.adapter import Traits
 from medseg.models.stage_network import StageNetwork
+from medseg.models.traits import Traits
 from medseg.models.unet import UNet
 
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import ndimage
 
 from medseg.io.read import read_image, read_labels
-from medseg.phantom.dataset import write_phantoms
+from medseg.phantom.case_folders import write_phantoms
 from medseg.phantom.scene import SceneSpec, make_scene, place_organs
 
 KIDNEYS = SceneSpec(4, 0, {"left_kidney": 1, "right_kidney": 2}, {})

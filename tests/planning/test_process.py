@@ -23,7 +23,8 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
 from medseg.memory import calibration
 from medseg.memory.profile import private_bytes
-from medseg.planning import process, rehearsal, samples
+from medseg.planning import process, rehearsal
+from medseg.planning import synthetic_samples as samples
 from medseg.planning.process import ProcessCost, process_cost, sample_cost
 from medseg.planning.rehearsal import RehearsalWatch
 from medseg.task_options import make_task

@@ -20,7 +20,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.io.write import write_image
 from medseg.prediction import batch
-from medseg.prediction import results as results_module
+from medseg.prediction import result_files as results_module
 from medseg.prediction.case import checksums
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan

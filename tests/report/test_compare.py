@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from medseg.report.compare import METRICS, CaseScore, Run, compare, csv_rows
-from medseg.report.page import difference_rows, render, run_figures, setting_figures, shown_metrics
+from medseg.report.runs_page import difference_rows, render, run_figures, setting_figures, shown_metrics
 
 
 def run(name: str, dice: float | None = None, status: str = "finished", *, peak: float = 1.0, **settings: object) -> Run:

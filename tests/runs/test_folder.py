@@ -35,7 +35,7 @@ from medseg.runs.folder import (
     status_of_run,
     write_end,
 )
-from medseg.runs.results import find_runs, read_run
+from medseg.runs.past_runs import find_runs, read_run
 from medseg.training.extensions import make_loggers
 from medseg.training.options import TrainConfig
 

@@ -10,7 +10,7 @@ import pytest
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
-from medseg.io.machine import machine_folder
+from medseg.io.machine_cache import machine_folder
 from medseg.runs.plans import compare_with_plan, past_errors, write_plan
 from medseg.training.options import TrainConfig
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.training.assemble import make_module, make_trainer
-from medseg.training.device_map import DeviceMapStrategy
+from medseg.training.device_map_strategy import DeviceMapStrategy
 from medseg.training.network import make_network
 from medseg.training.options import TrainConfig
 

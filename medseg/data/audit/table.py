@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit, find
-from medseg.data.audit.profile import NEAR_PROFILE, Areas, areas_of, profile_distance
+from medseg.data.audit.tissue_profile import NEAR_PROFILE, Areas, areas_of, profile_distance
 from medseg.data.case_table import Case
 from medseg.findings import Finding, Severity
 from medseg.report.tables import csv_text

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from medseg.anatomy.position import apex_excess, turned_pairs
-from medseg.data.audit import profile
+from medseg.data.audit import tissue_profile as profile
 from medseg.data.audit.finding import KINDS, CaseAudit, Finding, Severity
 from medseg.data.audit.image import ImageFacts, audit_image
 from medseg.data.audit.labels import audit_extent, audit_labels
-from medseg.data.audit.profile import areas_of, make_profile, profile_distance
 from medseg.data.audit.table import AuditedCase, compare_cases, copy_distance
+from medseg.data.audit.tissue_profile import areas_of, make_profile, profile_distance
 from medseg.data.case_table import Case
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.task import Task

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from medseg.io.read import read_image, read_labels
-from medseg.phantom import dataset
-from medseg.phantom.dataset import write_phantoms
+from medseg.phantom import case_folders as dataset
+from medseg.phantom.case_folders import write_phantoms
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 
@@ -93,7 +93,7 @@ def test_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "make.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from medseg.phantom.dataset import write_phantoms\n"
+        "from medseg.phantom.case_folders import write_phantoms\n"
         "if __name__ == '__main__':\n"
         f"    write_phantoms(Path({str(tmp_path)!r}), 40, 3, num_workers=2)\n"
     )

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from medseg.training.history import History
-from medseg.training.machine import MachineLoad, peak_bytes
+from medseg.training.machine_load import MachineLoad, peak_bytes
 
 SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "optimizer=sgd", "schedule=constant", "stage=fine"]
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.losses.adapter import (
+from medseg.losses.dice_ce import DiceCrossEntropyLoss
+from medseg.losses.sample_losses import (
     Term,
     TrainingLoss,
     check_loss,
@@ -19,7 +20,6 @@ from medseg.losses.adapter import (
     mean_of_samples,
     sample_losses,
 )
-from medseg.losses.dice_ce import DiceCrossEntropyLoss
 
 
 def sample(num_classes: int = 3, shape: tuple[int, ...] = (2, 8, 10, 6)) -> tuple[Tensor, Tensor]:

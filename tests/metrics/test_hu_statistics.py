@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from medseg.geometry.grid import VoxelGrid
-from medseg.metrics import intensity
-from medseg.metrics.intensity import HU_FIGURES, PERCENTILES, label_statistics
+from medseg.metrics import hu_statistics as intensity
+from medseg.metrics.hu_statistics import HU_FIGURES, PERCENTILES, label_statistics
 
 GRID = VoxelGrid((11, 30, 40), (2.5, 0.7, 0.9))
 VALUES = {"left": 1, "right": 3, "absent": 2}

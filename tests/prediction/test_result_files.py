@@ -23,7 +23,7 @@ from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import open_slices
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
-from medseg.metrics.intensity import HU_FIGURES
+from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.pictures.overlay import Canvas
 from medseg.prediction.options import PredictConfig
 from medseg.preprocess.orient import Orientation

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.data.audit.profile import NEAR_PROFILE, Profile, areas_of, make_profile, profile_distance
+from medseg.data.audit.tissue_profile import NEAR_PROFILE, Profile, areas_of, make_profile, profile_distance
 
 SPACING_MM = (2.5, 3.0, 3.0)
 

@@ -11,7 +11,7 @@ from medseg.config.schema import ReportConfig
 from medseg.errors import UserError
 from medseg.report.compare import CaseScore
 from medseg.report.tables import read_csv
-from medseg.runs.results import MAX_KEYS, find_runs, read_run, read_scores
+from medseg.runs.past_runs import MAX_KEYS, find_runs, read_run, read_scores
 from tests.report.made_runs import make_run
 
 

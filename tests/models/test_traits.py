@@ -10,7 +10,7 @@ import torch
 from monai.networks import nets
 from torch import Tensor, nn
 
-from medseg.models.adapter import Traits, build_on_meta, channel_arguments, find_traits, outputs_of
+from medseg.models.traits import Traits, build_on_meta, channel_arguments, find_traits, outputs_of
 from medseg.models.unet import UNet
 
 

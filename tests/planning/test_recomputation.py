@@ -18,10 +18,10 @@ from medseg.memory.accounting import count_step
 from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.switches import apply_switches
 from medseg.memory.tracker import Timeline
-from medseg.models.adapter import build_on_meta
 from medseg.models.stage_network import StageNetwork
+from medseg.models.traits import build_on_meta
 from medseg.models.unet import UNet
-from medseg.planning.blocks import StepModel, without_output
+from medseg.planning.recomputation import StepModel, without_output
 from tests.memory import test_networks
 
 SIZES = {**test_networks.SIZES, "unet": (16, 8, 12)}

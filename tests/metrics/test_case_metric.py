@@ -11,7 +11,7 @@ import torch
 import torchmetrics.classification
 import torchmetrics.segmentation
 
-from medseg.metrics.adapter import CaseMetric, default_arguments
+from medseg.metrics.case_metric import CaseMetric, default_arguments
 from medseg.metrics.scores import dice_per_label
 
 SPACING_MM = (2.0, 1.0, 1.5)

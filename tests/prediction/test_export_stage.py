@@ -27,7 +27,7 @@ from medseg.io.volume import Volume
 from medseg.io.write import write_image
 from medseg.models.stage_network import Logits, StageNetwork
 from medseg.models.unet import UNet
-from medseg.prediction.export import describe_stage, export_stage
+from medseg.prediction.export_stage import describe_stage, export_stage
 from medseg.task import Channel, Region, Task
 from medseg.weights.files import shipped_weights
 

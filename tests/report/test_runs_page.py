@@ -14,7 +14,7 @@ from PIL import Image
 
 import medseg.report
 from medseg.report.compare import Picture, Run, compare
-from medseg.report.page import render
+from medseg.report.runs_page import render
 
 EVIL = '<script>alert("x")</script> & "quoted"'
 
