@@ -18,7 +18,7 @@ MAX_LABELS = 254
 
 
 @dataclass
-class RegionConfig:
+class RegionOptions:
     """One region of interest of a task."""
 
     labels: Annotated[list[str], Knob("Labels of the region, in the order of the fine network's classes.")]
@@ -26,7 +26,7 @@ class RegionConfig:
 
 
 @dataclass
-class ChannelConfig:
+class ChannelOptions:
     """One channel of the input: the column `image` of a case table, then `image_1`, `image_2` and so on."""
 
     modality: Annotated[Modality, Knob("ct: values in HU, which the audit checks; mr, other: values of any scale.")] = Modality.ct
@@ -37,7 +37,7 @@ class ChannelConfig:
 
 
 @dataclass
-class TaskConfig:
+class TaskOptions:
     """Task: labels, regions and channels."""
 
     name: Annotated[str, Knob("Name of the task.")]
@@ -45,11 +45,11 @@ class TaskConfig:
         dict[str, int], Knob("Label names and their values in every label map that medseg writes: 1, 2, … without a gap.")
     ]
     regions: Annotated[
-        dict[str, RegionConfig] | None,
+        dict[str, RegionOptions] | None,
         Knob("Regions of interest; the fine stage makes one crop of each. null: one stage segments all labels."),
     ] = None
     channels: Annotated[
-        list[ChannelConfig] | None,
+        list[ChannelOptions] | None,
         Knob("Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."),
     ] = None
     window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1], of a task with one CT channel.", unit="HU")] = None
@@ -180,7 +180,7 @@ def _is_range(values: Any) -> bool:
     return 0 <= values[0] < values[1]
 
 
-def make_task(config: TaskConfig) -> Task:
+def make_task(config: TaskOptions) -> Task:
     """Make the task of a configuration."""
     regions = tuple(
         Region(name, tuple(region.labels), region.side.value if region.side else None)

@@ -14,15 +14,15 @@ from typing import Annotated, Any, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
-from medseg.data.options import DataConfig, LabelsConfig, PhantomCountsConfig
+from medseg.data.options import DataOptions, LabelsOptions, PhantomCountsOptions
 from medseg.geometry.sizes import Shape
 from medseg.knob import Knob, Text, Triple
-from medseg.losses.options import DICE_CE, DiceCeConfig, LossConfig
-from medseg.models.options import UNET, NetworkConfig, UNetConfig
+from medseg.losses.options import DICE_CE, DiceCeOptions, LossOptions
+from medseg.models.options import UNET, NetworkOptions, UNetOptions
 from medseg.prediction.options import PredictConfig, as_texts, text_clashes
-from medseg.preprocess.options import SpacingConfig
+from medseg.preprocess.options import SpacingOptions
 from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
-from medseg.task_options import TaskConfig
+from medseg.task_options import TaskOptions
 from medseg.training.options import Metric, TrainConfig
 
 Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])  # see `medseg.planning.choose`
@@ -142,9 +142,9 @@ class TimeToDiceConfig(TrainConfig):
 class PrepareConfig:
     """Keys of `prepare`."""
 
-    task: TaskConfig
-    data: DataConfig
-    spacings: Annotated[dict[str, SpacingConfig], Knob("Target grids of the cache.")]
+    task: TaskOptions
+    data: DataOptions
+    spacings: Annotated[dict[str, SpacingOptions], Knob("Target grids of the cache.")]
     output: Annotated[str, Knob("Folder of audit.csv and audit.png.")]
 
 
@@ -205,16 +205,16 @@ class EvaluateConfig:
     trusted_targets: Annotated[
         list[str], Knob("Prefixes of classes that metrics may name beyond the white list, such as my_package.")
     ]
-    task: TaskConfig
-    data: LabelsConfig
+    task: TaskOptions
+    data: LabelsOptions
 
 
 @dataclass(kw_only=True)
-class PhantomsConfig(PhantomCountsConfig):
+class PhantomsConfig(PhantomCountsOptions):
     """Keys of `phantom`."""
 
     output: Annotated[str, Knob("Folder of the scans and their case table.")]
-    task: TaskConfig
+    task: TaskOptions
     data: Annotated[dict[str, Any] | None, Knob("Accepted because files of tasks set it; the scans do not depend on it.")] = None
 
 
@@ -280,8 +280,8 @@ class CrossValidateConfig(RecipeConfig):
         ),
     ]
     diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its regions.")]
-    task: TaskConfig
-    data: LabelsConfig
+    task: TaskOptions
+    data: LabelsOptions
 
 
 @dataclass
@@ -302,8 +302,8 @@ class DemoConfig:
 
 
 # Schemas of classes: keys that every class of an extension point has, and all keys of a class of ours.
-POINT_SCHEMAS: dict[str, type] = {"model": NetworkConfig, "loss": LossConfig}
-CLASS_SCHEMAS: dict[str, type] = {UNET: UNetConfig, DICE_CE: DiceCeConfig}
+POINT_SCHEMAS: dict[str, type] = {"model": NetworkOptions, "loss": LossOptions}
+CLASS_SCHEMAS: dict[str, type] = {UNET: UNetOptions, DICE_CE: DiceCeOptions}
 
 
 def schema_defaults(schema: type) -> dict[str, Any]:

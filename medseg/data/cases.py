@@ -6,20 +6,20 @@ from pathlib import Path
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
 from medseg.data.importers.formats import read_cases
-from medseg.data.options import DataConfig, Detail, PhantomCountsConfig, Scene
+from medseg.data.options import DataOptions, Detail, PhantomCountsOptions, Scene
 from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, locked
 from medseg.phantom.spec import PHANTOM_LABELS
 from medseg.preprocess.scale import HuScale
 from medseg.task import LabelValues
-from medseg.task_options import TaskConfig, make_task
+from medseg.task_options import TaskOptions, make_task
 
 # Synthetic scans made at a time; one of full detail takes 2 to 5 GB.
 MAX_PHANTOM_WORKERS = 4
 
 
-def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], LabelValues]]:
+def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], LabelValues]]:
     """Find all cases of the `data` group with their label values, whatever the split; makes missing synthetic scans.
 
     Returns:
@@ -46,7 +46,7 @@ def find_cases(data: DataConfig, task: TaskConfig) -> list[tuple[list[Case], Lab
     return [(cases, label_values), (extra, PHANTOM_LABELS if is_chest else file_values(make_task(task).values))]
 
 
-def find_sources(data: DataConfig, task: TaskConfig) -> list[CaseSource]:
+def find_sources(data: DataOptions, task: TaskOptions) -> list[CaseSource]:
     """Find the cases of the `data` group with their split, label values and share of the samples.
 
     Raises:
@@ -68,7 +68,7 @@ def find_sources(data: DataConfig, task: TaskConfig) -> list[CaseSource]:
     ]
 
 
-def make_phantoms(config: PhantomCountsConfig, task: TaskConfig, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
+def make_phantoms(config: PhantomCountsOptions, task: TaskOptions, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
     """Make the missing synthetic scans and their case table.
 
     Returns:

@@ -26,7 +26,7 @@ COARSE_KEYS = {
 
 
 @dataclass(kw_only=True)
-class StageConfig:
+class StageOptions:
     """Input, region and validation of a stage."""
 
     name: Annotated[StageName, Knob("Stage of the cascade, or single for a task of one stage.")]
@@ -79,9 +79,9 @@ class StageConfig:
         return self.name is not StageName.fine
 
     @property
-    def for_validation(self) -> "StageConfig":
+    def for_validation(self) -> "StageOptions":
         """The same stage with whole volumes, or the crops that prediction would cut: no key of the sampling is set."""
-        return StageConfig(name=self.name)
+        return StageOptions(name=self.name)
 
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each key of another stage, and for each one that this stage lacks."""
@@ -102,7 +102,7 @@ class StageConfig:
 
 
 @dataclass(kw_only=True)
-class PhantomCountsConfig:
+class PhantomCountsOptions:
     """Kind and number of synthetic scans."""
 
     detail: Annotated[Detail, Knob("Voxel size. small: 2 to 3 mm (organs: 5 mm); full: 0.6 to 1 mm in plane (organs: 1.6 mm).")]
@@ -118,7 +118,7 @@ class PhantomCountsConfig:
 
 
 @dataclass(kw_only=True)
-class PhantomConfig(PhantomCountsConfig):
+class PhantomOptions(PhantomCountsOptions):
     """Synthetic scans of a run."""
 
     folder: Annotated[str, Knob("Folder of the scans; they are made on first use.", neutral=True)]
@@ -126,7 +126,7 @@ class PhantomConfig(PhantomCountsConfig):
 
 
 @dataclass(kw_only=True)
-class LabelsConfig:
+class LabelsOptions:
     """Reference labels."""
 
     labels_column: Annotated[str, Knob("Column of the case table with the reference.")] = "labels"
@@ -140,7 +140,7 @@ class LabelsConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig(LabelsConfig):
+class DataOptions(LabelsOptions):
     """Cases, their labels, the split and the cache."""
 
     cases: Annotated[
@@ -162,7 +162,7 @@ class DataConfig(LabelsConfig):
     num_folds: Annotated[int, Knob("Folds, by patient; 1 only for a table that names its folds.", "[1, inf)")]
     val_patients: Annotated[list[str], Knob("Patients for validation, whatever the split is.")]
     test_patients: Annotated[list[str], Knob("Test patients, excluded from training and validation.")]
-    phantoms: PhantomConfig
+    phantoms: PhantomOptions
     phantom_share: Annotated[float, Knob("Share of samples drawn from the extra synthetic scans.", "(0, 1)")]
     num_workers: Annotated[
         int | None,
@@ -198,7 +198,7 @@ class DataConfig(LabelsConfig):
 
 
 @dataclass
-class AugmentConfig:
+class AugmentOptions:
     """Random changes of a training sample, see `medseg.data.augment`."""
 
     enabled: Annotated[bool, Knob("Augment training samples.")]

@@ -21,7 +21,7 @@ from medseg.console import say
 from medseg.data.audit.labels import ABSENT
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
-from medseg.data.options import StageConfig
+from medseg.data.options import StageOptions
 from medseg.data.sampler import draw_from_pass, normalised_weights, sample_rng
 from medseg.data.transforms import Transforms
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
@@ -145,7 +145,7 @@ class Samples(Dataset[Sample]):
         cases: Sequence[CachedCase],
         task: Task,
         crops: StageCrops,
-        stage: StageConfig,
+        stage: StageOptions,
         *,
         seed: int,
         augmentation: Transforms | None = None,

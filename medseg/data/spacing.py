@@ -1,19 +1,19 @@
 """Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
 
 from medseg.console import say
-from medseg.data.options import DataConfig
+from medseg.data.options import DataOptions
 from medseg.geometry.grid_rule import GridRule
-from medseg.preprocess.options import FOUND_IN_DATA, Fill, SpacingConfig, SpacingStrategy
-from medseg.task_options import TaskConfig
+from medseg.preprocess.options import FOUND_IN_DATA, Fill, SpacingOptions, SpacingStrategy
+from medseg.task_options import TaskOptions
 
 
-def make_grid_rule(spacing: SpacingConfig) -> GridRule:
+def make_grid_rule(spacing: SpacingOptions) -> GridRule:
     """Make the rule that a spacing strategy has for the size of crops."""
     is_cube = spacing.strategy is SpacingStrategy.fixed_resolution
     return GridRule(spacing.size, is_cube, is_padded=spacing.fill is Fill.pad, range_mm=spacing.range_mm)
 
 
-def find_spacing(spacing: SpacingConfig, data: DataConfig, task: TaskConfig) -> None:
+def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) -> None:
     """Fill in the target spacing of a strategy of `FOUND_IN_DATA`, in place.
 
     Other strategies, and a target that is given already, stay as they are.

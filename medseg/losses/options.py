@@ -10,7 +10,7 @@ DICE_CE = "medseg.losses.dice_ce.DiceCrossEntropyLoss"
 
 
 @dataclass(kw_only=True)
-class LossConfig:
+class LossOptions:
     """Loss: its class with the arguments of the class, and the keys below."""
 
     _target_: Annotated[str, Knob("Class of the loss, of medseg.losses, monai.losses, torch.nn or trusted_targets.")] = DICE_CE
@@ -23,7 +23,7 @@ class LossConfig:
 
 
 @dataclass(kw_only=True)
-class DiceCeConfig(LossConfig):
+class DiceCeOptions(LossOptions):
     """Dice and cross-entropy, see `medseg.losses.dice_ce`; another `_target_` replaces these keys by the arguments of its class."""
 
     dice_weight: Annotated[float, Knob("Weight of the Dice term.", "[0, inf)")]

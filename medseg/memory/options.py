@@ -13,7 +13,7 @@ Accelerator = StrEnum("Accelerator", ["auto", "cpu", "gpu"])
 
 
 @dataclass
-class MemoryConfig:
+class MemoryOptions:
     """Switches that are applied to the network from outside."""
 
     precision: Annotated[Precision, Knob("Number format of forward and backward pass; weights stay fp32. tf32, fp16: GPU only.")]

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from medseg.errors import UserError
-from medseg.memory.options import MemoryConfig
+from medseg.memory.options import MemoryOptions
 from medseg.models.stage_network import StageNetwork
 
 
@@ -86,7 +86,7 @@ def apply_switches(
 
 def switch_on(
     network: StageNetwork,
-    memory: MemoryConfig,
+    memory: MemoryOptions,
     device_type: str,
     *,
     sync_batchnorm: bool = False,

@@ -17,7 +17,7 @@ UNET = "medseg.models.unet.UNet"
 
 
 @dataclass(kw_only=True)
-class NetworkConfig:
+class NetworkOptions:
     """Network: its class with the arguments of the class, and the keys below. Input and output channels follow the task."""
 
     _target_: Annotated[
@@ -40,7 +40,7 @@ class NetworkConfig:
 
 
 @dataclass(kw_only=True)
-class UNetConfig(NetworkConfig):
+class UNetOptions(NetworkOptions):
     """Network, see `medseg.models.unet.UNet`; another `_target_` replaces these keys by the arguments of its class."""
 
     width: Annotated[int, Knob("Channels of the first level; doubled per level.", "[1, inf)", "channels")]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.data.options import LabelsConfig
+from medseg.data.options import LabelsOptions
 from medseg.inference.options import InferenceOptions
 from medseg.knob import Knob, Pair, Text
 from medseg.memory.options import Accelerator, Precision
@@ -115,7 +115,7 @@ class PredictConfig:
     ] = field(default_factory=list)
     dicom_seg: DicomSegOptions = field(default_factory=DicomSegOptions)
     viewer: ViewerOptions = field(default_factory=ViewerOptions)
-    data: LabelsConfig = field(default_factory=LabelsConfig)
+    data: LabelsOptions = field(default_factory=LabelsOptions)
     inference: InferenceOptions = field(default_factory=InferenceOptions)
 
     def __post_init__(self) -> None:

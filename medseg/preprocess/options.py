@@ -40,7 +40,7 @@ OWN_SPACING_KEYS = {
 
 
 @dataclass
-class SpacingConfig:
+class SpacingOptions:
     """Grid that a stage works on."""
 
     target_spacing_mm: Annotated[

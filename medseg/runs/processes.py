@@ -16,7 +16,7 @@ from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
 from medseg.runs.ranks import is_under_torchrun
 from medseg.runs.status import Status, exit_code_of, num_oom_kills, status_of
 from medseg.runs.train_run import run_rank
-from medseg.training.options import TrainConfig, TrainerConfig
+from medseg.training.options import TrainConfig, TrainerOptions
 from medseg.training.preemption import SIGNALS, STOP
 
 # How often the parent of a job looks at it.
@@ -25,7 +25,7 @@ LOOK_S = 0.5
 STOP_S = 600
 
 
-def check_start(trainer: TrainerConfig, resume: str | None) -> None:
+def check_start(trainer: TrainerOptions, resume: str | None) -> None:
     """Refuse a run on several machines that was not started by torchrun, or that its restarted ranks could not resume.
 
     Raises:

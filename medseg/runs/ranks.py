@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from medseg.errors import require
-from medseg.memory.options import MemoryConfig
-from medseg.training.options import Strategy, TrainerConfig
+from medseg.memory.options import MemoryOptions
+from medseg.training.options import Strategy, TrainerOptions
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def choose_gpus(gpus: Sequence[int] | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus)
 
 
-def share_among_ranks(trainer: TrainerConfig, memory: MemoryConfig) -> None:
+def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:
     """Divide the batch among the ranks that were started, even if another number was configured, in place.
 
     The micro-batch and the result stay the same: half as many ranks accumulate twice as often.

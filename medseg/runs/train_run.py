@@ -19,7 +19,7 @@ from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, num_oom_kills, status_of
 from medseg.targets import TARGET
-from medseg.training.options import DebugConfig, Profiler, TrainConfig
+from medseg.training.options import DebugOptions, Profiler, TrainConfig
 from medseg.training.preemption import STOP
 
 if TYPE_CHECKING:
@@ -203,12 +203,12 @@ def remove_parts(run_dir: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def debug_switches(debug: DebugConfig) -> dict[str, bool]:
+def debug_switches(debug: DebugOptions) -> dict[str, bool]:
     """Name the debug switches and whether they are on."""
     return {**vars(debug), "profiler": debug.profiler is not Profiler.none}
 
 
-def _announce(debug: DebugConfig) -> None:
+def _announce(debug: DebugOptions) -> None:
     """Name the debug switches that are on."""
     for key, is_on in debug_switches(debug).items():
         if is_on:

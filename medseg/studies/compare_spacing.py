@@ -22,7 +22,7 @@ from medseg.io.read import read_grid
 from medseg.memory.accounting import StepMemory
 from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.step import count_memory
-from medseg.preprocess.options import SpacingConfig
+from medseg.preprocess.options import SpacingOptions
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
 from medseg.report.tables import read_csv, write_csv
@@ -239,11 +239,11 @@ def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
         return None
 
 
-def spacing_in_words(spacing: SpacingConfig) -> str:
+def spacing_in_words(spacing: SpacingOptions) -> str:
     """Describe the grid of a stage for a table.
 
     Example:
-        >>> spacing_in_words(SpacingConfig((2.5, 1.0, 1.0)))
+        >>> spacing_in_words(SpacingOptions((2.5, 1.0, 1.0)))
         '2.5×1×1 mm'
     """
     if spacing.size:

@@ -23,7 +23,7 @@ from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import check_writable, replace_text
 from medseg.memory.device import pick_device
-from medseg.memory.options import MemoryConfig, Precision
+from medseg.memory.options import MemoryOptions, Precision
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.pictures.plots import Panel, draw_panels
@@ -278,7 +278,7 @@ def measure_row(
     return {**measured, "device": f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}"}
 
 
-def table_row(row: Row, memory: MemoryConfig, measured: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+def table_row(row: Row, memory: MemoryOptions, measured: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
     """Make a row of `ladder.csv`; None = not known."""
     # The switches of a row are not applied to a baseline, but for its precision.
     checkpointing = "none" if row.baseline else memory.checkpointing

@@ -6,12 +6,12 @@ from typing import Any
 from medseg.geometry.sizes import Shape
 from medseg.geometry.strides import level_strides, total_strides
 from medseg.models.options import UNET
-from medseg.preprocess.options import FOUND_IN_DATA, SpacingConfig, SpacingStrategy
+from medseg.preprocess.options import FOUND_IN_DATA, SpacingOptions, SpacingStrategy
 from medseg.targets import TARGET
 from medseg.training.options import TrainConfig
 
 
-def stated_divisor(model: Mapping[str, Any], spacing: SpacingConfig) -> Shape | None:
+def stated_divisor(model: Mapping[str, Any], spacing: SpacingOptions) -> Shape | None:
     """Required multiple of the network's input size, in voxels (z, y, x), where the configuration alone decides it.
 
     A spacing that is not known yet counts as the same for all axes, which requires the largest multiple.
@@ -26,7 +26,7 @@ def stated_divisor(model: Mapping[str, Any], spacing: SpacingConfig) -> Shape | 
     return total_strides(choose_strides(model, spacing))
 
 
-def choose_strides(model: Mapping[str, Any], spacing: SpacingConfig) -> tuple[Shape, ...]:
+def choose_strides(model: Mapping[str, Any], spacing: SpacingOptions) -> tuple[Shape, ...]:
     """Choose the strides of each level of our UNet, finest first; they follow the spacing where the strategy says so."""
     num_levels = model["depth"] + (model["stem"] != "conv")
     if spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA):

@@ -12,7 +12,7 @@ from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import build_on_meta
 from medseg.models.unet import UNet
-from medseg.preprocess.options import SpacingConfig
+from medseg.preprocess.options import SpacingOptions
 from medseg.targets import TARGET
 from medseg.task_options import make_task
 from medseg.training.input_sizes import choose_strides, stated_divisor
@@ -36,7 +36,7 @@ def make_network(config: TrainConfig) -> StageNetwork:
     return make_described_network(node, make_task(config.task), config.stage.name.value, config.trusted_targets)
 
 
-def network_node(model: dict[str, Any], spacing: SpacingConfig) -> dict[str, Any]:
+def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, Any]:
     """Describe the network of the `model` group by its class and arguments; the strides of our UNet follow the spacing."""
     # Null is an argument like any other, but for the keys of the framework.
     node = {

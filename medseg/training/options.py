@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.data.options import AugmentConfig, DataConfig, StageConfig
+from medseg.data.options import AugmentOptions, DataOptions, StageOptions
 from medseg.inference.options import TilingOptions
 from medseg.knob import Knob, Text
-from medseg.memory.options import Accelerator, MemoryConfig
-from medseg.preprocess.options import SpacingConfig
-from medseg.task_options import TaskConfig
+from medseg.memory.options import Accelerator, MemoryOptions
+from medseg.preprocess.options import SpacingOptions
+from medseg.task_options import TaskOptions
 
 LrScaling = StrEnum("LrScaling", ["none", "linear", "sqrt"])
 Strategy = StrEnum("Strategy", ["auto", "ddp"])
@@ -20,7 +20,7 @@ Metric = StrEnum("Metric", ["val_dice", "val_dice_worst"])  # columns of history
 
 
 @dataclass
-class TrainerConfig:
+class TrainerOptions:
     """Devices and ranks."""
 
     accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.", neutral=True)]
@@ -68,7 +68,7 @@ class TrainerConfig:
 
 
 @dataclass
-class DebugConfig:
+class DebugOptions:
     """Tools to find faults; they cost time, and the run prints those that are on."""
 
     anomaly: Annotated[bool, Knob("Stop at the operation that produced a NaN; several times slower.", neutral=True)]
@@ -120,11 +120,11 @@ class TrainConfig:
             neutral=True,
         ),
     ] = field(default_factory=list)
-    stage: StageConfig
-    task: TaskConfig
-    spacing: SpacingConfig
-    data: DataConfig
-    augment: AugmentConfig
+    stage: StageOptions
+    task: TaskOptions
+    spacing: SpacingOptions
+    data: DataOptions
+    augment: AugmentOptions
     model: Annotated[dict[str, Any], Knob("Network (_target_) with its arguments.")]
     loss: Annotated[dict[str, Any], Knob("Loss (_target_) with its arguments, or terms: a list of losses, each with its factor.")]
     optimizer: Annotated[dict[str, Any], Knob("Class of torch.optim or pytorch_optimizer (_target_) with its arguments.")]
@@ -135,8 +135,8 @@ class TrainConfig:
     lr_scaling: Annotated[
         LrScaling, Knob("How learning rates grow with stage.batch_size; with linear and sqrt, give the rates for a batch of one.")
     ]
-    memory: MemoryConfig
-    trainer: TrainerConfig
+    memory: MemoryOptions
+    trainer: TrainerOptions
     inference: TilingOptions
     logger: Annotated[
         dict[str, Any], Knob("Lightning logger (_target_) beside history.csv, or several by name; empty: none.", neutral=True)
@@ -150,7 +150,7 @@ class TrainConfig:
         default_factory=list
     )
     notes: Annotated[str, Knob("Remark on the run, for loggers that support it.", neutral=True)] = ""
-    debug: DebugConfig
+    debug: DebugOptions
 
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each contradiction between keys of several groups."""

@@ -16,12 +16,12 @@ from medseg.cascade.cascade import Cascade
 from medseg.data.cache import CachedCase, prepare_case
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import StageCrops
-from medseg.data.options import StageConfig, StageName
+from medseg.data.options import StageName, StageOptions
 from medseg.data.samples import Samples, collate
 from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.io.read import read_image
 from medseg.io.write import write_image, write_labels
-from medseg.preprocess.options import Fill, Resampling, SpacingConfig, SpacingStrategy
+from medseg.preprocess.options import Fill, Resampling, SpacingOptions, SpacingStrategy
 from medseg.preprocess.resample import RESAMPLINGS
 from medseg.task import Channel, Region
 from medseg.training.data_module import CasesDataModule
@@ -69,28 +69,30 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(r
 
     names = {1: "left_lung", 2: "right_lung"}
     entries = [prepare_case(case, tmp_path, one.spacing_mm, TASK, names, resampling=resampling) for one in stages]
-    whole = Samples(entries[:1], TASK, StageCrops(divisor=coarse.divisor), StageConfig(name=StageName.coarse), seed=0)[0]["image"]
+    whole = Samples(entries[:1], TASK, StageCrops(divisor=coarse.divisor), StageOptions(name=StageName.coarse), seed=0)[0][
+        "image"
+    ]
     torch.testing.assert_close(coarse.seen[0][0], whole, rtol=0, atol=ONE_HU)
 
     class PredictedCrops(StageCrops):
         def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
             return Crop(case.grid, result.boxes[region.name].voxels)
 
-    samples = Samples(entries[1:], TASK, PredictedCrops(), StageConfig(name=StageName.fine), seed=0)
+    samples = Samples(entries[1:], TASK, PredictedCrops(), StageOptions(name=StageName.fine), seed=0)
     crops = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
     assert np.ptp(crops[0].numpy()) == 2.0
     for number, seen in enumerate(fine.seen):
         torch.testing.assert_close(seen[0], crops[number], rtol=0, atol=ONE_HU)
 
 
-def spacing_of(rule: GridRule, spacing_mm: tuple[float, float, float] | None, resampling: str) -> SpacingConfig:
+def spacing_of(rule: GridRule, spacing_mm: tuple[float, float, float] | None, resampling: str) -> SpacingOptions:
     """The keys that make a rule."""
     strategy = SpacingStrategy.multi_scale
     if rule.is_cube:
         strategy = SpacingStrategy.fixed_resolution
     elif rule.size is not None:
         strategy = SpacingStrategy.fixed_size
-    return SpacingConfig(
+    return SpacingOptions(
         target_spacing_mm=spacing_mm,
         strategy=strategy,
         size=rule.size,
@@ -151,7 +153,7 @@ def test_a_second_channel_looks_the_same_in_training_and_in_prediction(normalise
     Cascade(one).segment(read_image(case.image), [read_image(tmp_path / "mr.nii.gz").array])
     entry = prepare_case(case, tmp_path, one.spacing_mm, task, {1: "left_lung", 2: "right_lung"})
     (batch,) = collate(
-        [Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageConfig(name=StageName.coarse), seed=0)[0]], (8, 8, 8)
+        [Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0)[0]], (8, 8, 8)
     )
     assert watching.seen[0].shape == batch["image"].shape
     torch.testing.assert_close(watching.seen[0][:, 1], batch["image"][:, 1], rtol=0, atol=1e-4)

@@ -19,8 +19,8 @@ from medseg.data.options import RegionFrom
 from medseg.errors import UserError
 from medseg.memory.options import Accelerator, Precision
 from medseg.prediction.options import PredictConfig
-from medseg.preprocess.options import Fill, Resampling, SpacingConfig, SpacingDraw, SpacingStrategy
-from medseg.task_options import ChannelConfig, Modality, Normalise, RegionConfig, Side
+from medseg.preprocess.options import Fill, Resampling, SpacingDraw, SpacingOptions, SpacingStrategy
+from medseg.task_options import ChannelOptions, Modality, Normalise, RegionOptions, Side
 from medseg.training.notes import notes
 from medseg.training.options import ClipBy, LrScaling, Strategy, TrainConfig
 
@@ -65,8 +65,8 @@ def labels(count: int) -> dict[str, int]:
     return {f"label_{number}": number for number in range(1, count + 1)}
 
 
-def regions(**labels_by_region: list[str]) -> dict[str, RegionConfig]:
-    return {name: RegionConfig(labels=items, side=None) for name, items in labels_by_region.items()}
+def regions(**labels_by_region: list[str]) -> dict[str, RegionOptions]:
+    return {name: RegionOptions(labels=items, side=None) for name, items in labels_by_region.items()}
 
 
 # Stage, changed values, and a part of the sentence.
@@ -85,25 +85,25 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("coarse", {"task.ignore_label": 2}, "task.ignore_label=2 is the value of a label"),
     ("coarse", {"task.window_hu": (400.0, 400.0)}, "task.window_hu: expected a lower bound below"),
     ("coarse", {"task.window_hu": None, "task.channels": []}, "task.channels and task.window_hu: expected one of the two"),
-    ("coarse", {"task.window_hu": None, "task.channels": [ChannelConfig(modality=MR)]}, "task.channels.0: expected a window_hu"),
+    ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(modality=MR)]}, "task.channels.0: expected a window_hu"),
     (
         "coarse",
-        {"task.window_hu": None, "task.channels": [ChannelConfig(**CT_CHANNEL), ChannelConfig(MR, None, Normalise.window)]},
+        {"task.window_hu": None, "task.channels": [ChannelOptions(**CT_CHANNEL), ChannelOptions(MR, None, Normalise.window)]},
         "task.channels.1: expected a window_hu",
     ),
     (
         "coarse",
-        {"task.window_hu": None, "task.channels": [ChannelConfig(Modality.ct, (0.0, 1.0), Normalise.zscore)]},
+        {"task.window_hu": None, "task.channels": [ChannelOptions(Modality.ct, (0.0, 1.0), Normalise.zscore)]},
         "task.channels.0: expected a window_hu",
     ),
     (
         "coarse",
-        {"task.window_hu": None, "task.channels": [ChannelConfig(Modality.other, (0.0, 1.0))]},
+        {"task.window_hu": None, "task.channels": [ChannelOptions(Modality.other, (0.0, 1.0))]},
         "task.channels.0.normalise=window: values of modality=other",
     ),
     (
         "coarse",
-        {"task.window_hu": None, "task.channels": [ChannelConfig(Modality.ct, (1.0, 1.0))]},
+        {"task.window_hu": None, "task.channels": [ChannelOptions(Modality.ct, (1.0, 1.0))]},
         "task.channels.0.window_hu: expected a lower bound",
     ),
     ("coarse", {"task.volume_ml": {"left_lung": [5, 5]}}, "task.volume_ml.left_lung: expected two increasing"),
@@ -282,9 +282,9 @@ ACCEPTED: list[tuple[str, Change]] = [
     ("single", {"task.name": "..my task"}),
     ("single", {"task.labels": labels(254), "task.codes": None, "task.volume_ml": None}),
     ("coarse", {"task.ignore_label": 3}),
-    ("coarse", {"task.window_hu": None, "task.channels": [ChannelConfig(**CT_CHANNEL)]}),
-    ("coarse", {"task.window_hu": None, "task.channels": [ChannelConfig(MR, None, Normalise.percentile)]}),
-    ("coarse", {"task.window_hu": None, "task.channels": [ChannelConfig(Modality.ct, None, Normalise.zscore)]}),
+    ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(**CT_CHANNEL)]}),
+    ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(MR, None, Normalise.percentile)]}),
+    ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(Modality.ct, None, Normalise.zscore)]}),
     ("coarse", {"task.volume_ml": {"left_lung": [0, 0.5]}}),
     ("coarse", {"task.regions": regions(chest=["left_lung", "right_lung"]), "task.volume_ml": {"chest": [1, 2]}}),
     ("coarse", {"task.codes": {"left_lung": ["1" * 16, "x" * 64], "right_lung": [7, "L", "right"]}}),
@@ -387,7 +387,7 @@ def test_what_lies_beside_a_contradiction_is_accepted(checked: dict[str, TrainCo
 
 
 def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(checked: dict[str, TrainConfig]) -> None:
-    sided = {"chest": RegionConfig(labels=["organ"], side=Side.left)}
+    sided = {"chest": RegionOptions(labels=["organ"], side=Side.left)}
     changes: Change = {
         "task.labels": {"organ": 1},
         "task.codes": None,
@@ -497,8 +497,8 @@ def test_ranges_of_spacing_that_overlap_are_refused(ranges: dict[str, tuple[floa
 def test_each_spacing_of_a_preparation_is_checked_under_its_name() -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("prepare"), PrepareConfig)
-    fine = SpacingConfig((1.0, 1.0, 1.0))
-    config.spacings = {"fine": fine, "other": SpacingConfig((1.0, 1.0, 3.0))}
+    fine = SpacingOptions((1.0, 1.0, 1.0))
+    config.spacings = {"fine": fine, "other": SpacingOptions((1.0, 1.0, 3.0))}
     with pytest.raises(UserError, match=r"spacings\.other\.target_spacing_mm"):
         check_clashes(config)
     config.spacings = {"fine": fine}

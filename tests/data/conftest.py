@@ -15,7 +15,7 @@ from medseg.data.audit.finding import CaseAudit
 from medseg.data.cache import CachedCase
 from medseg.data.case_table import Case
 from medseg.data.crops import StageCrops
-from medseg.data.options import StageConfig, StageName
+from medseg.data.options import StageName, StageOptions
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.task import Channel, Region, Task
@@ -114,7 +114,7 @@ def write_case(tmp_path: Path) -> Callable[..., Case]:
     return write
 
 
-def stage_of(name: str, options: dict[str, Any]) -> StageConfig:
+def stage_of(name: str, options: dict[str, Any]) -> StageOptions:
     """Take the keys of a stage out of the options of a test, in place."""
-    keys = {field.name for field in fields(StageConfig)} & options.keys()
-    return StageConfig(name=StageName(name), **{key: options.pop(key) for key in keys})
+    keys = {field.name for field in fields(StageOptions)} & options.keys()
+    return StageOptions(name=StageName(name), **{key: options.pop(key) for key in keys})

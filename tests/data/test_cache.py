@@ -23,7 +23,7 @@ import pytest
 from medseg.data.cache import FORMAT_VERSION, CachedCase, is_current, open_case, prepare_case, prepare_cases
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.crops import StageCrops
-from medseg.data.options import StageConfig, StageName
+from medseg.data.options import StageName, StageOptions
 from medseg.data.samples import Samples
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import fingerprint, is_same_source
@@ -496,13 +496,13 @@ from pathlib import Path
 from medseg.data.cache import open_case
 from medseg.data.case_table import Case
 from medseg.data.crops import StageCrops
-from medseg.data.options import StageConfig, StageName
+from medseg.data.options import StageOptions, StageName
 from medseg.data.samples import Samples
 from medseg.task import Task
 task = Task.from_dict(json.loads({json.dumps(json.dumps(task.to_dict()))}))
 case = Case({case.name!r}, Path({str(case.image)!r}), Path({str(case.labels)!r}), "p")
 entry = open_case(case, Path({str(tmp_path)!r}), {SPACING_MM}, task, {NAMES})
-print(Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageConfig(name=StageName.coarse), seed=0)[0]["target"].sum().item())
+print(Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0)[0]["target"].sum().item())
 loaded = {{name.partition(".")[0] for name in sys.modules}}
 assert not loaded & {{"SimpleITK", "nibabel", "pydicom", "monai", "scipy"}}, sorted(loaded)
 """
@@ -537,7 +537,7 @@ def test_a_real_scan(shared_ct: Path, tmp_path: Path, task: Task) -> None:
     litres = {name: np.count_nonzero(entry.labels == value) * 64e-6 for name, value in task.labels.items()}
     assert litres["left_lung"] == pytest.approx(2.135, rel=0.03)
     assert litres["right_lung"] == pytest.approx(2.419, rel=0.03)
-    sample = Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageConfig(name=StageName.coarse), seed=0)[0]
+    sample = Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0)[0]
     assert float(sample["image"][0][sample["target"] > 0].median()) < -0.75
     swapped = Task(
         task.name,

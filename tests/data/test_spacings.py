@@ -15,13 +15,13 @@ from composed import train_config
 
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import AVERAGES, ScanSpacings, draw_spacing_mm, typical_spacing_mm
-from medseg.data.options import StageConfig, StageName
+from medseg.data.options import StageName, StageOptions
 from medseg.data.sampler import sample_rng
 from medseg.data.source_case import read_source
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import clamp_spacing, region_crop
 from medseg.preprocess.intensity import normalise_hu
-from medseg.preprocess.options import SpacingConfig, SpacingDraw, SpacingStrategy
+from medseg.preprocess.options import SpacingDraw, SpacingOptions, SpacingStrategy
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Task
 from medseg.training.data_module import CasesDataModule
@@ -70,8 +70,8 @@ def set_up(write_case: Callable[..., Case], tmp_path: Path, task: Task) -> Calla
         source = CaseSource(Split(tuple(cases), tuple(cases), ()), LABEL_VALUES, 1.0)
         base = train_config(f"stage={name}", "data.num_workers=0")
         keys = {"batch_size": 2, "boundary_share": 1.0, "region_margin_mm": 5.0} | changes
-        stage = StageConfig(name=StageName(name), **keys)
-        spacing = SpacingConfig(strategy=SpacingStrategy.multi_scale, range_mm=RANGE_MM, draw=draw)
+        stage = StageOptions(name=StageName(name), **keys)
+        spacing = SpacingOptions(strategy=SpacingStrategy.multi_scale, range_mm=RANGE_MM, draw=draw)
         data_options = replace(base.data, cache=str(tmp_path / "cache"))
         config = replace(base, seed=5, steps=4, stage=stage, spacing=spacing, data=data_options)
         data = CasesDataModule(config, [source], task, divisor=(8, 8, 8))

@@ -14,7 +14,7 @@ import yaml
 from layouts import LEFT, blocks, save, write_json
 
 from medseg.io.read import read_labels
-from medseg.task_options import TaskConfig
+from medseg.task_options import TaskOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "organ.md").read_text(encoding="utf-8")
@@ -55,4 +55,4 @@ def test_the_task_of_the_page_is_valid() -> None:
     (text,) = re.findall(r"^    task:\n(?:      .*\n)+", PAGE, re.MULTILINE)
     task = yaml.safe_load(text)["task"]
     assert task["labels"] == {"spleen": 1}
-    assert task.keys() <= set(TaskConfig.__dataclass_fields__)
+    assert task.keys() <= set(TaskOptions.__dataclass_fields__)
