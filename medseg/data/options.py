@@ -49,6 +49,7 @@ class StageOptions:
         float | None,
         Knob("Coarse and single stage: share of samples cut to a random range of columns: half chests.", "[0, 1]"),
     ] = None
+    side_least: Annotated[float, Knob("With side_share: least share of the columns that is kept.", "(0, 1]")] = 0.35
     boundary_share: Annotated[
         float | None, Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]")
     ] = None

@@ -35,9 +35,8 @@ from medseg.task import Region, Task
 
 # Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
 BOUNDARY_TRIES = 8
-# Smallest part of a volume that is cut out as a scan of its own, along z and along x.
+# Smallest part of a volume that is cut out as a scan of its own, along z.
 LEAST_SLAB = 0.15
-LEAST_SIDE = 0.35
 
 
 Found = tuple[VoxelBox, tuple[int, ...]]
@@ -239,7 +238,7 @@ class Samples(Dataset[Sample]):
         if (
             self.stage.side_share and rng.random() < self.stage.side_share
         ):  # without it nothing is drawn: the samples of older runs stay
-            scan, body = _cut(scan, body, 2, LEAST_SIDE, rng)
+            scan, body = _cut(scan, body, 2, self.stage.side_least, rng)
         if rule != PLAIN:
             spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
             scan, body = self._cut_slab(scan, body, rng)

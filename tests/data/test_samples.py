@@ -189,6 +189,17 @@ def test_half_chests_are_ranges_of_columns_of_whole_scans(cached_cases: list[Cac
     assert len(places) > 20
 
 
+def test_a_half_chest_keeps_the_least_share_of_the_columns(cached_cases: list[CachedCase], task: Task) -> None:
+    shares = []
+    for least in (0.1, 0.9, 1.0):
+        samples = coarse(cached_cases[:1], task, augmentation=None, side_share=1.0, side_least=least)
+        width = cached_cases[0].grid.shape[2]
+        shares.append([int(samples[n]["inside"][2, 1]) / width for n in range(20)])
+    assert min(shares[0]) < 0.5
+    assert min(shares[1]) >= 0.85
+    assert set(shares[2]) == {max(shares[2])}
+
+
 def test_a_fine_sample_is_its_box_with_the_region_alone(cached_cases: list[CachedCase], task: Task) -> None:
     by_name = {case.name: case for case in cached_cases}
     samples = fine(cached_cases, task, augmentation=None, patch_size=None, jitter=False)
