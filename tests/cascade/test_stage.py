@@ -356,11 +356,11 @@ def test_tile_workers_are_asked_for_the_network_of_the_stage(monkeypatch: pytest
             jobs.append((job, len(batches)))
             return [run_here(batch) for batch in batches]
 
-    alone = trained.predict_probs(image(), 1, InferenceOptions())
+    alone = trained.predict_probs(image(), InferenceOptions())
     trained.tile_workers = Workers()  # type: ignore[assignment]
-    shared = trained.predict_probs(image(), 1, InferenceOptions())
+    shared = trained.predict_probs(image(), InferenceOptions())
     assert torch.equal(alone.probs, shared.probs)
-    assert {job for job, _ in jobs} == {("fine", 0, 1, None), ("fine", 1, 1, None)}
+    assert {job for job, _ in jobs} == {("fine", 0, None), ("fine", 1, None)}
     assert max(count for _, count in jobs) <= 3
     on_cpu = trained._on_cpu()
     assert on_cpu.tile_workers is None
@@ -370,7 +370,7 @@ def test_tile_workers_are_asked_for_the_network_of_the_stage(monkeypatch: pytest
 def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = []
 
-    def run(trained: TrainedStage, given: Tensor, region_index: int, plan: TilingPlan, options: InferenceOptions) -> Any:
+    def run(trained: TrainedStage, given: Tensor, plan: TilingPlan, options: InferenceOptions) -> Any:
         plans.append(plan.slab_bytes)
         if plan.slab_bytes is None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -378,10 +378,10 @@ def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(monkeypatch: pyte
 
     monkeypatch.setattr(TrainedStage, "_run", run)
     trained = unet_stage()
-    result = trained.predict_probs(image(), 0, InferenceOptions(budget_gib=2.0))
+    result = trained.predict_probs(image(), InferenceOptions(budget_gib=2.0))
     assert plans == [None, 2.0 * 2**28]
     assert result.remarks == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
     plans.clear()
     monkeypatch.setattr(TrainedStage, "_least_slab_bytes", lambda *_: 7e9)
-    trained.predict_probs(image(), 0, InferenceOptions(budget_gib=8.0))
+    trained.predict_probs(image(), InferenceOptions(budget_gib=8.0))
     assert plans == [None, 7e9]

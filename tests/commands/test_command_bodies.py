@@ -21,6 +21,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import ExportConfig, FindLrConfig
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
+from medseg.inference.options import Backend, InferenceOptions
 from medseg.report.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE
 from medseg.runs.status import Status
@@ -242,7 +243,7 @@ def test_an_export_says_which_sizes_the_file_takes(
     exported = SimpleNamespace(fixed_size=fixed_size, form="ONNX, opset 18", difference=1.5e-6)
     monkeypatch.setattr(export, "load_stage", lambda *arguments, **options: calls.append((arguments, options)) or stage)
     monkeypatch.setattr(export, "export_stage", lambda *arguments: calls.append(arguments) or exported)
-    config = compose("export", ExportConfig, "checkpoint=a.ckpt", "output=model.onnx", "region=left_lung")
+    config = compose("export", ExportConfig, "checkpoint=a.ckpt", "output=model.onnx")
     assert export.export(config) == 0
     ((path, name, device, precision, trusted), options), given = calls
     assert (path, name, device.type, precision, list(trusted), options) == (
@@ -251,9 +252,9 @@ def test_an_export_says_which_sizes_the_file_takes(
         "cpu",
         "fp32",
         [],
-        {"backend": "torch"},
+        {"options": InferenceOptions(backend=Backend.torch)},
     )
-    assert given == (stage, Path("model.onnx"), "left_lung")
+    assert given == (stage, Path("model.onnx"))
     said = capsys.readouterr().out
     assert words in said
     assert "logits within 1.5e-06 of torch" in said
@@ -310,7 +311,7 @@ def test_the_command_named_like_a_word_of_python_calls_its_function(monkeypatch:
     mains: list[int] = []
     jobs: dict[str, Any] = {}
     monkeypatch.setattr(entry, "import_module", lambda name: module)
-    monkeypatch.setattr(entry, "run", lambda command, job: jobs.update({command: job}))
+    monkeypatch.setattr(entry, "run", lambda command, job, read=None: jobs.update({command: job}))
     for name in ("import", "plan", "train"):
         entry.run_command(name)
     assert {name: job(None) for name, job in jobs.items()} == {"import": 3, "plan": 4}

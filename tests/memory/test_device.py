@@ -11,7 +11,7 @@ import torch
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
-from medseg.memory import device
+from medseg.training import data_module
 from medseg.training.assemble import make_device_map
 from medseg.training.data_module import propose_workers
 from medseg.training.options import TrainConfig
@@ -62,6 +62,6 @@ def test_an_automatic_device_map_balances_what_a_step_keeps(monkeypatch: pytest.
 def test_loader_processes_share_sixteen_processors_with_the_ranks(
     kind: str, num_gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "pick_device", lambda _: torch.device(kind))
+    monkeypatch.setattr(data_module, "pick_device", lambda _: torch.device(kind))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
     assert propose_workers(compose("trainer=ddp", "stage.batch_size=16", f"trainer.devices={num_gpus}")) == expected

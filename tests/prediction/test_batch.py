@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from medseg.io.inputs import input_format
 from medseg.io.write import write_image
 from medseg.prediction import batch
 from medseg.prediction.case import CaseData, is_small
-from medseg.prediction.options import PredictConfig
+from medseg.prediction.options import PredictConfig, RangeOptions
 from medseg.prediction.scans import Scan
 from medseg.task import Channel, Region, Task
 
@@ -333,22 +334,19 @@ def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(tmp_path: 
     served: list[Any] = []
     cascade = SimpleNamespace(serve_tiles=lambda: served.append("tiles"))
     loaded: list[Any] = []
-    monkeypatch.setattr(batch, "is_under_torchrun", lambda: True)
+    monkeypatch.setattr(batch, "has_other_ranks", lambda: True)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(batch, "find_scans", lambda *_: pytest.fail("read"))
     monkeypatch.setattr(batch, "load_cascades", lambda *given: loaded.append(given) or [SimpleNamespace(cascade=cascade)])
-    given: Any = {"": "checkpoints"}
-    ends: dict[str, Any] = {"on_begin": lambda *_: None, "on_end": lambda _: None}
-    settings: dict[str, Any] = {"accelerator": "cpu", "threads": 3, "precision": "bf16", "trusted": ("mine.",)}
-    result = batch.predict_scans(tmp_path, tmp_path, given, inference={"tta": True}, **settings, **ends)
-    assert result == []
+    config = PredictConfig(input=str(tmp_path), output=str(tmp_path), coarse="c", threads=3)
+    assert batch.predict_scans(config) == []
     assert served == ["tiles"]
-    assert loaded == [(given, {"tta": True}, "cpu", 3, "bf16", ("mine.",))]
-    ranges: Any = {"thin": "a", "thick": "b"}
+    assert loaded == [(config,)]
+    thin = RangeOptions(range_mm=(0.0, 2.0), coarse="a")
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
-        batch.predict_scans(tmp_path, tmp_path, ranges, inference={}, **ends)
+        batch.predict_scans(replace(config, by_spacing={"thin": thin}))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(batch, "find_scans", lambda *_: served.append("scans") or sys.exit(9))
     with pytest.raises(SystemExit):
-        batch.predict_scans(tmp_path, tmp_path, given, inference={}, **ends)
+        batch.predict_scans(config)
     assert served == ["tiles", "scans"]

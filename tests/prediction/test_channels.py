@@ -76,7 +76,9 @@ def folder(tmp_path: Path) -> Path:
 
 def use(monkeypatch: pytest.MonkeyPatch, task: Any) -> None:
     networks = {"coarse": Both(len(task.channels), len(task.labels)), "fine": Both(len(task.channels), 1)}
-    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name, task))
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name if task.regions else "single", task)
+    )
 
 
 def predict(source: str, output: Path, *overrides: str) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -25,12 +26,13 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
 from medseg.io.write import write_image
+from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction import ray_engine
 from medseg.prediction.batch import BatchCase, Observer
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.forecast import forecast
-from medseg.prediction.options import PredictConfig
+from medseg.prediction.options import PredictConfig, RayOptions
 from medseg.prediction.scans import Scan
 from medseg.report.tables import read_csv
 from medseg.runs.signature import plain
@@ -399,14 +401,13 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # so that it is put back, also where it was absent
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
-    begun: list[Any] = []
     cases: Any = [SimpleNamespace(name=number) for number in range(num_cases)]
-    loading = {"accelerator": accelerator, "threads": 2, "inference": {}}
-    options: Any = SimpleNamespace(address=None, gpus=gpus, memory_gib=memory_gib, num_actors=num_actors, retries=7)
-    ray_engine.predict_on_ray(
-        cases, None, options=options, loading=loading, overwrite=True, wanted="wanted",  # type: ignore[arg-type]
-        on_begin=lambda *given: begun.append(given), on_end="on_end",  # type: ignore[arg-type]
+    config = PredictConfig(
+        input="scans", output="out", accelerator=Accelerator(accelerator), threads=2,
+        ray=RayOptions(gpus=gpus, memory_gib=memory_gib, num_actors=num_actors, retries=7),
     )  # fmt: skip
+    observer = Observer()
+    ray_engine.predict_on_ray(cases, None, config, observer)  # type: ignore[arg-type]
     expected_gpus, memory, count = expected
     assert cluster.calls["actor"] == {"num_cpus": 2, "num_gpus": expected_gpus, "memory": memory, "max_concurrency": 2}
     address, settings = cluster.calls["init"]
@@ -416,11 +417,8 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     (arguments, (given_cases, given_count)) = made
     assert (given_cases, given_count) == (cases, count)
-    assert arguments[2:4] == ((os.getcwd(), loading, True, "wanted", num_cases), 7)
-    assert arguments[5] == "on_end"
-    arguments[4]("case a")
-    assert begun == [("case a", num_cases)]
-    is_lost = arguments[6]
+    assert arguments[2:5] == ((os.getcwd(), config, num_cases), 7, observer)
+    is_lost = arguments[5]
     assert not is_lost()
     cluster.known_nodes[0]["Alive"] = False
     assert is_lost()
@@ -431,9 +429,12 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(tmp_path: Pa
     made: list[Any] = []
     steps: list[Any] = []
 
-    class FakeBatch(SimpleNamespace):
+    @dataclass
+    class FakeBatch:
+        config: PredictConfig
+
         def read(self, case: BatchCase, is_ahead: bool) -> Any:
-            steps.append(("read", is_ahead, self.overwrite))
+            steps.append(("read", is_ahead, self.config.overwrite))
             return None if is_ahead and case.scan.name == "large" else "data"
 
         def compute(self, case: BatchCase, data: Any) -> Any:
@@ -447,31 +448,22 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(tmp_path: Pa
             case.exit_code, case.report, case.is_skipped = 4, {"a": 1}, True
             case.messages.append("said")
 
-    def batch(*arguments: Any) -> Any:
+    def make(*arguments: Any) -> FakeBatch:
         made.append(arguments)
-        return FakeBatch(overwrite=arguments[3])
+        return FakeBatch(arguments[1])
 
-    ranged = SimpleNamespace(cascade=SimpleNamespace(within=lambda gib: f"within {gib}"))
-    ranged._replace = lambda cascade: cascade
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray_engine, "load_cascades", lambda **loading: [ranged] * len(loading["checkpoints"]))
-    shares = SimpleNamespace(network_gib=1.5, array_bytes=77)
-    monkeypatch.setattr(
-        ray_engine, "share_batch_memory", lambda cascades, inference: (made.append((cascades, inference)), shares)[1]
-    )
-    monkeypatch.setattr(ray_engine, "resident_bytes", lambda: 55)
-    monkeypatch.setattr(ray_engine, "Batch", batch)
-    monkeypatch.setattr(ray_engine, "replace", lambda given, **changes: FakeBatch(**{**vars(given), **changes}))
+    monkeypatch.setattr(ray_engine, "load_cascades", lambda config: [config.coarse])
+    monkeypatch.setattr(ray_engine, "make_batch", make)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     actor = ray_engine.CaseActor()
     folder = tmp_path / "work"
     folder.mkdir()
-    loading = {"checkpoints": ["a", "b"], "inference": {"x": 1}}
-    assert actor.load(str(folder), loading, True, "wanted", 1) == os.uname().nodename  # type: ignore[arg-type]
+    config = PredictConfig(input="scans", output="out", coarse="c", overwrite=True)
+    assert actor.load(str(folder), config, 1) == os.uname().nodename
     assert Path.cwd() == folder
-    assert made[0] == ([ranged, ranged], {"x": 1})
-    assert made[1][:6] == (["within 1.5"] * 2, 55, 77, True, "wanted", 2), "at least as many as an actor holds"
+    assert made[0][:3] == ([["c"]], config, 2), "at least as many as an actor holds"
     output = tmp_path / "a.nii.gz"
     outcome = actor.predict(Scan("small", tmp_path / "a"), output, False)
     assert outcome == (["said"], 4, {"a": 1}, True)
@@ -481,4 +473,4 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(tmp_path: Pa
     assert steps == [("read", True, False), ("read", False, False), ("compute", "data"), ("finish", "computed")]
     assert threads == [torch.get_num_threads()] * 2
     with pytest.raises(UserError, match=r"has no folder .*gone; the nodes must share their files"):
-        actor.load(str(tmp_path / "gone"), loading, True, "wanted", 1)  # type: ignore[arg-type]
+        actor.load(str(tmp_path / "gone"), config, 1)

@@ -196,7 +196,7 @@ def test_a_step_that_cannot_be_counted_leaves_its_cells_empty(
     strategy = row()
     assert len(strategy.scores) == 2
     assert strategy.costs["fine"]["whole_peak_mib"] is None
-    assert "a step of 16×16×16 voxels was not counted, its cells stay empty (plan: Expected" in capsys.readouterr().err
+    assert "a step of 32×32×32 voxels was not counted, its cells stay empty (plan: Expected" in capsys.readouterr().err
 
 
 def test_a_failed_row_says_the_cause_of_its_case(row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch) -> None:

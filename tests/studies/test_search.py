@@ -141,6 +141,7 @@ def test_a_search_that_is_asked_to_stop_before_its_first_trial_draws_none(
         assert STOP.is_asked
 
     monkeypatch.setattr(search, "settle", settle)
+    monkeypatch.setattr(STOP, "is_safe", False)
     try:
         assert run() == EXIT_RESUME
     finally:

@@ -116,8 +116,8 @@ def test_the_ranks_share_the_validation_cases_and_take_equally_many(
 
 def test_a_resumed_rank_takes_its_own_samples_from_the_step_of_the_trainer(tiny_table: Path, tmp_path: Path) -> None:
     first, second, *_ = read_case_table(tiny_table)
-    data = set_up(first, second, tmp_path)
-    data.steps, data.batch_size = 3, 4
+    config = config_of(batch_size=4)
+    data = set_up(first, second, tmp_path, replace(config, steps=3))
     numbers = {}
     for rank in range(2):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=2, global_step=1)  # type: ignore[assignment]

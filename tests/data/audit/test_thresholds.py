@@ -170,8 +170,8 @@ def test_a_filled_value_has_a_hundredth_and_lies_inside(value: int, share: int, 
     ("low", "voxels", "expected"),
     [
         (-1010, 2000, []),
-        (-1009, 2000, [("clipped", Severity.note)]),
-        (-1000, 2000, [("clipped", Severity.note)]),
+        (-1009, 2000, [("clipped", Severity.information)]),
+        (-1000, 2000, [("clipped", Severity.information)]),
         (-999, 2000, [("clipped", Severity.warning)]),
         (-999, 900, []),
     ],
@@ -422,7 +422,7 @@ def test_an_apex_fills_its_rectangle_and_a_base_does_not(task: Task) -> None:
 def test_findings_are_sorted_by_severity_and_ignored_by_code() -> None:
     one = audited("a")
     assert one.audit is not None
-    findings = [Finding(code, severity, code, "") for code, severity in (("x", "note"), ("y", "error"), ("z", "warning"))]
+    findings = [Finding(code, severity, code, "") for code, severity in (("x", "information"), ("y", "error"), ("z", "warning"))]
     findings = [replace(finding, severity=Severity(finding.severity)) for finding in findings]
     changed = replace(one, audit=replace(one.audit, findings=tuple(findings)))
     assert [finding.code for finding in changed.findings()] == ["y", "z", "x"]
