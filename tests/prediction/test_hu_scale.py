@@ -63,6 +63,9 @@ def test_predict_says_that_values_are_no_hu_and_takes_an_offset(folder: Path, ca
         "(for predict: hu_slope and hu_offset)"
     )
     assert any(warning.endswith(said) for warning in warned["warnings"])
+    told = {finding["sentence"]: finding for finding in warned["findings"]}
+    assert [sentence for sentence, finding in told.items() if finding["severity"] != "information"] == warned["warnings"]
+    assert all(finding.keys() == {"code", "severity", "sentence"} and finding["code"] for finding in told.values())
     assert f"{said}\n" in capsys.readouterr().err
     assert (warned["status"], report["status"] in ("ok", "warnings")) == ("not_hu", True)
     assert not np.array_equal(wrong, labels)
