@@ -11,9 +11,10 @@ from rich.progress import Progress
 from medseg.console import say
 from medseg.errors import EXIT_FAILED
 from medseg.io.inputs import with_case_name
-from medseg.prediction.batch import BatchCase, Observer, predict_scans
+from medseg.prediction.batch import BatchCase, Observer
 from medseg.prediction.case import report_path
 from medseg.prediction.options import PredictConfig
+from medseg.prediction.predict import predict_scans
 
 # Files of a case that its line names.
 MAX_FILES = 3

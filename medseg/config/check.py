@@ -19,6 +19,8 @@ from medseg.errors import UserError, require
 from medseg.knob import Knob
 from medseg.target_arguments import range_of
 from medseg.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
+from medseg.training.clashes import train_clashes
+from medseg.training.options import TrainConfig
 
 T = TypeVar("T")
 
@@ -88,8 +90,11 @@ def check_clashes(options: Any, key: str = "") -> None:
         for group_key, group in groups.items():
             if dataclasses.is_dataclass(group):
                 check_clashes(group, group_key)
-    if hasattr(options, "clashes"):
-        for sentence in options.clashes(key):
+    sentences = options.clashes(key) if hasattr(options, "clashes") else ()
+    for sentence in sentences:
+        raise UserError(sentence)
+    if isinstance(options, TrainConfig):
+        for sentence in train_clashes(options):
             raise UserError(sentence)
 
 

@@ -1,11 +1,11 @@
-"""Batch prediction: every scan of an input read, segmented and written in an overlapping pipeline, with an outcome for each case."""
+"""Batch: scans read, segmented and written in an overlapping pipeline, with an outcome for each case."""
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -13,25 +13,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from medseg.cascade.bound import StatedBound
-from medseg.cascade.cascade import Cascade, require_channels
-from medseg.console import say
+from medseg.cascade.cascade import Cascade
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory
-from medseg.evaluation.reports import read_bounds
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.options import Backend
-from medseg.io.atomic import check_writable
-from medseg.io.inputs import is_dicomdir
 from medseg.io.scratch import scratch_above
-from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
-from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
 from medseg.prediction.case import (
     CaseData,
     is_small,
     is_up_to_date,
-    locked_folder,
     read_case,
     read_report,
     scan_grid,
@@ -40,26 +31,12 @@ from medseg.prediction.case import (
 )
 from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import Forecast, forecast, forecast_text, machine_key, seconds_per_voxel
-from medseg.prediction.options import Engine, PredictConfig
-from medseg.prediction.result_files import check_kinds, result_paths
+from medseg.prediction.options import PredictConfig
+from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import (
     Scan,
-    check_outputs,
-    describe_studies,
-    divide_studies,
-    find_scans,
-    join_channels,
-    may_hold_studies,
-    output_paths,
 )
-from medseg.report.tables import read_csv, refuse_table, write_csv
-from medseg.task import Task
 
-SUMMARY_FILE = "summary.csv"
-# First columns of the table of the same name that `evaluate` writes.
-SCORES = ("region", "trust", "metric")
-# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see `label_statistics` for the figures.
-SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "dice_at_least", "warnings")
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
 # With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not be read twice.
@@ -112,176 +89,6 @@ class Observer:
 
     def case_ends(self, case: BatchCase) -> None:
         """Called with each case when it is done: in the order of the cases, but with engine=ray."""
-
-
-def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
-    """Segment every scan of an input; a failing case does not affect the others.
-
-    Under torchrun rank 0 does this, and the other processes run networks for it and return an empty list.
-
-    Args:
-        config: Checked configuration.
-        observer: Is told what happens.
-
-    Returns:
-        The cases with their outcomes.
-
-    Raises:
-        UserError: If the input, the output or a checkpoint is not usable at all.
-    """
-    observer = observer or Observer()
-    is_shared, is_on_ray = has_other_ranks(), config.engine is Engine.ray
-    if is_shared:
-        _refuse_on_several_processes(config)
-        if int(os.environ["RANK"]) > 0:
-            (chosen,) = load_cascades(config)
-            chosen.cascade.serve_tiles()
-            return []
-    source = _source_of(config)
-    scans, protected = find_scans(source, config.split, config.series, config.hu, config.data.labels_column)
-    is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
-    # Whether there is a summary does not depend on what the headers will say.
-    is_batch = _is_batch(source)
-    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds slices.
-    is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
-    output = Path(config.output)
-    # Which DICOM files are one case depends on the task, which is in the checkpoints.
-    if not (is_folder and any(map(may_hold_studies, scans))):
-        check_outputs(_outputs(output, scans, is_one_scan), protected)
-    cascades = load_cascades(_for_the_task_alone(config) if is_on_ray else config)
-    task = cascades[0].cascade.coarse.task
-    if not isinstance(source, Path):
-        require_channels(task, len(source))
-    elif is_folder:
-        by_study = divide_studies(source, scans, task.channels[0].modality, observer.header_read)
-        if sentence := describe_studies(by_study, scans):
-            say(f"{source}: {sentence}")
-        scans = join_channels(by_study, len(task.channels))
-    outputs = _outputs(output, scans, is_one_scan)
-    check_outputs(outputs, protected)
-    is_batch = is_batch and output not in outputs
-    if is_batch:
-        refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
-    placed = [result_paths(path, cascades[0].cascade, config.save) for path in outputs]
-    check_outputs([file for paths in placed for file in paths.values()], protected)
-    for folder in {path.parent for path in outputs}:
-        check_writable(folder)
-    cases = []
-    for scan, path, paths in zip(scans, outputs, placed, strict=True):
-        cases.append(BatchCase(scan, path, list(paths.values())))
-    if is_on_ray:
-        from medseg.prediction.ray_engine import predict_on_ray
-
-        predict_on_ray(cases, cascades[0].cascade, config, observer)
-    else:
-        _predict_here(cases, cascades, config, observer, is_shared)
-    if is_batch:
-        write_summary(output, cases, task)
-    return cases
-
-
-def _refuse_on_several_processes(config: PredictConfig) -> None:
-    """Refuse what the processes of torchrun cannot share.
-
-    Raises:
-        UserError: With the key.
-    """
-    if config.engine is Engine.ray:
-        raise UserError("engine=ray distributes scans by itself; start the command without torchrun")
-    if config.by_spacing:
-        raise UserError(
-            "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or "
-            "start without torchrun"
-        )
-
-
-def _source_of(config: PredictConfig) -> Path | list[Path]:
-    """Path of a scan, folder or case table; or those of the channels of one case."""
-    if isinstance(config.input, list):
-        return [Path(path) for path in config.input]
-    return Path(config.input)
-
-
-def _for_the_task_alone(config: PredictConfig) -> PredictConfig:
-    """Change what this process does not need where others segment the scans: it may lack their device."""
-    inference = replace(config.inference, backend=Backend.torch, half_weights=False)
-    return replace(config, inference=inference, accelerator=Accelerator.cpu, precision=None)
-
-
-def _predict_here(
-    cases: Sequence[BatchCase],
-    cascades: Sequence[RangeCascade],
-    config: PredictConfig,
-    observer: Observer,
-    is_shared: bool,
-) -> None:
-    """Segment cases in this process; `is_shared` says whether other processes of torchrun run networks for it."""
-    batch = make_batch(cascades, config, len(cases), observer)
-    if sentence := batch.describe_cost(cases):
-        observer.forecast(sentence)
-    shared_tiles = batch.cascades[0].cascade.shared_tiles() if is_shared else nullcontext()
-    with shared_tiles:
-        run_overlapped(cases, batch.read, batch.compute, batch.finish)
-
-
-def _is_batch(source: Path | Sequence[Path]) -> bool:
-    """Whether an input is a case table, or a folder or medium, which may hold any number of scans."""
-    if not isinstance(source, Path):
-        return False
-    return source.suffix.lower() == ".csv" or source.is_dir() or is_dicomdir(source)
-
-
-def _outputs(output: Path, scans: Sequence[Scan], is_one_scan: bool) -> list[Path]:
-    """Choose the paths of the label maps; errors as for `output_paths`."""
-    return output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)
-
-
-def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
-    """Write `summary.csv`: a row for each case and label, and one for a case that failed.
-
-    Rows of cases that earlier predictions wrote into the folder stay.
-
-    Args:
-        folder: Folder of the results.
-        cases: Cases with their outcomes.
-        task: Its regions tell which bound on Dice belongs to a label.
-
-    Raises:
-        UserError: If the file cannot be written, unless cases have failed already, such as on a full disk, which the command reports.
-    """
-    path, rows = folder / SUMMARY_FILE, []
-    for case in cases:
-        report = case.report or read_report(case.output)
-        failed = {"status": "failed", "warnings": " | ".join(case.messages)}
-        status = (
-            failed
-            if case.exit_code
-            else {"status": report.get("status"), "warnings": " | ".join(map(str, report.get("warnings", [])))}
-        )
-        volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
-        figures = report.get("statistics", {})
-        bounds = read_bounds({} if case.exit_code else report)
-        for label, volume_ml in volumes.items():
-            row = {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml}
-            rows.append({**row, **status, "dice_at_least": _bound_of(label, bounds, task)})
-    with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(), locked_folder(folder):
-        try:
-            known = read_csv(path)
-        except UserError:  # none yet, or a damaged one
-            known = []
-        own = {case.scan.name for case in cases}
-        kept = [row for row in known if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own]
-        write_csv(path, [*kept, *rows], SUMMARY)
-
-
-def _bound_of(label: str, bounds: Mapping[str, StatedBound], task: Task) -> str:
-    """Say the bounds on Dice of the regions of a label; a region of another name is named."""
-    sentences = []
-    for region in task.regions:
-        if label in region.labels and region.name in bounds:
-            name = "" if region.name == label else f"{region.name} "
-            sentences.append(f"{name}{bounds[region.name]}")
-    return " | ".join(sentences)
 
 
 def has_other_ranks() -> bool:

@@ -151,10 +151,3 @@ class TrainConfig:
     )
     notes: Annotated[str, Knob("Remark on the run, for loggers that support it.", neutral=True)] = ""
     debug: DebugOptions
-
-    def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each contradiction between keys of several groups."""
-        # The module is long, and this one is imported for each `--help`.
-        from medseg.training.clashes import train_clashes
-
-        yield from train_clashes(self)

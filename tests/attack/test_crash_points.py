@@ -28,9 +28,9 @@ from medseg.inference.options import InferenceOptions
 from medseg.io.atomic import PART_PREFIX
 from medseg.io.read import read_image
 from medseg.memory.options import Accelerator
-from medseg.prediction.batch import predict_scans
 from medseg.prediction.case import checksums
 from medseg.prediction.options import PredictConfig
+from medseg.prediction.predict import predict_scans
 from medseg.preprocess.scale import HuScale
 from medseg.runs.folder import find_run, load_config
 from medseg.runs.past_runs import find_runs, read_run

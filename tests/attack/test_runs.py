@@ -23,8 +23,8 @@ from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_image
 from medseg.memory.options import Accelerator
-from medseg.prediction.batch import predict_scans
 from medseg.prediction.options import PredictConfig
+from medseg.prediction.predict import predict_scans
 from medseg.runs.folder import load_config, open_run
 from medseg.training.options import TrainConfig
 from tests.integration import killed_runs

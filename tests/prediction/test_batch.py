@@ -30,6 +30,7 @@ from medseg.inference.options import InferenceOptions
 from medseg.io.inputs import input_format
 from medseg.io.write import write_image
 from medseg.prediction import batch
+from medseg.prediction import predict as predict_module
 from medseg.prediction.case import CaseData, is_small
 from medseg.prediction.options import PredictConfig, RangeOptions
 from medseg.prediction.scans import Scan
@@ -334,19 +335,21 @@ def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(tmp_path: 
     served: list[Any] = []
     cascade = SimpleNamespace(serve_tiles=lambda: served.append("tiles"))
     loaded: list[Any] = []
-    monkeypatch.setattr(batch, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(predict_module, "has_other_ranks", lambda: True)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(batch, "find_scans", lambda *_: pytest.fail("read"))
-    monkeypatch.setattr(batch, "load_cascades", lambda *given: loaded.append(given) or [SimpleNamespace(cascade=cascade)])
+    monkeypatch.setattr(predict_module, "find_scans", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(
+        predict_module, "load_cascades", lambda *given: loaded.append(given) or [SimpleNamespace(cascade=cascade)]
+    )
     config = PredictConfig(input=str(tmp_path), output=str(tmp_path), coarse="c", threads=3)
-    assert batch.predict_scans(config) == []
+    assert predict_module.predict_scans(config) == []
     assert served == ["tiles"]
     assert loaded == [(config,)]
     thin = RangeOptions(range_mm=(0.0, 2.0), coarse="a")
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
-        batch.predict_scans(replace(config, by_spacing={"thin": thin}))
+        predict_module.predict_scans(replace(config, by_spacing={"thin": thin}))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(batch, "find_scans", lambda *_: served.append("scans") or sys.exit(9))
+    monkeypatch.setattr(predict_module, "find_scans", lambda *_: served.append("scans") or sys.exit(9))
     with pytest.raises(SystemExit):
-        batch.predict_scans(config)
+        predict_module.predict_scans(config)
     assert served == ["tiles", "scans"]

@@ -103,7 +103,7 @@ def test_ranges_that_leave_a_doubt_are_refused(by_spacing: str, said: str, tmp_p
 
 
 def test_processes_that_share_a_cascade_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("medseg.prediction.batch.has_other_ranks", lambda: True)
+    monkeypatch.setattr("medseg.prediction.predict.has_other_ranks", lambda: True)
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
         app.predict(configured(tmp_path, tmp_path / "out", THIN_AND_THICK))
 
