@@ -12,7 +12,7 @@ from PIL import Image
 
 from medseg.report.cases import Files, render_cases
 
-from .test_page import EVIL, Outline
+from .test_runs_page import EVIL, Outline
 
 
 def score(case: str, region: str, dice: float, pred_ml: float = 100.0, ref_ml: float = 100.0, **more: Any) -> dict[str, Any]:

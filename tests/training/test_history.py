@@ -26,7 +26,7 @@ from medseg.training import history as history_module
 from medseg.training.history import HISTORY_COLUMNS, History, HistoryBar
 from medseg.training.options import TrainConfig
 
-from .test_machine import SMALL, make_batch
+from .test_machine_load import SMALL, make_batch
 
 
 def test_lines_of_the_history_are_as_far_apart_as_asked_for(tiny_table: Path, tmp_path: Path) -> None:
