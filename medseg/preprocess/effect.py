@@ -1,4 +1,4 @@
-"""What changes a sample at random: the class from which each effect is derived."""
+"""Base class of the random changes of a sample."""
 
 import numpy as np
 from torch import Tensor

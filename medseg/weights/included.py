@@ -1,4 +1,4 @@
-"""Which task the included weights are for; read without torch."""
+"""Name of the task of the included weights, without torch."""
 
 INCLUDED_TASK = "lungs"
 """Task of the included weights, which is also that of `conf/train.yaml`."""
