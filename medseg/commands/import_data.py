@@ -1,6 +1,5 @@
 """The `import` command: reads a data set in the layout of another program, and writes its case table and its task."""
 
-import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.text import read_text
 from medseg.report.tables import print_table, write_csv
+from medseg.wording import quote_for_shell
 
 ACCOUNT_FILE = "account.csv"
 # Beyond this number the labels are probably not all wanted.
@@ -56,7 +56,7 @@ def import_data(config: ImportConfig) -> int:
     print_table(closing_rows(items), COLUMNS)
     print(f"written: {table}, {output / TASK_FILE}, {output / ACCOUNT_FILE}")
     stage = "coarse" if content["task"]["regions"] else "single"
-    print(f"next: medseg train stage={stage} {shlex.quote(f'data.cases={output}')}", flush=True)
+    print(f"next: medseg train stage={stage} {quote_for_shell(f'data.cases={output}')}", flush=True)
     return 0
 
 

@@ -15,6 +15,7 @@ from medseg.prediction.batch import BatchCase, Observer
 from medseg.prediction.case import report_path
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
+from medseg.wording import first_few
 
 # Files of a case that its line names.
 MAX_FILES = 3
@@ -120,5 +121,4 @@ def _results_of(case: BatchCase) -> str:
     if case.output in case.result_paths:
         return str(case.output)
     files = [str(path) for path in case.result_paths or [report_path(case.output)]]
-    more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
-    return ", ".join(files[:MAX_FILES]) + more
+    return first_few(files, MAX_FILES)

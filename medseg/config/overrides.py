@@ -9,6 +9,7 @@ from typing import Any
 
 from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, require
+from medseg.wording import first_few
 
 # Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or `a=b`.
 PATH_KEYS = frozenset(
@@ -103,7 +104,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         values += [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
         several = ", and several scans as their folder or a case table" if command == "predict" else ""
         cure = f"; give the output as -o <path>{several}" if key == "input" else ""
-        require(len(values) == 1, f"{key}: expected one path, but got {', '.join(values[:3])}{' …' * (len(values) > 3)}{cure}")
+        require(len(values) == 1, f"{key}: expected one path, but got {first_few(values, 3)}{cure}")
     return expanded
 
 

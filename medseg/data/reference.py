@@ -23,6 +23,7 @@ from medseg.io.inputs import (
 from medseg.io.read import read_labels, read_layer
 from medseg.io.volume import Volume
 from medseg.task import LabelValues
+from medseg.wording import first_few
 
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment
@@ -153,9 +154,8 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
         for one in known.get(plain_name(name), [])
     }
     if not found:
-        listed = ", ".join(sorted(one for several in known.values() for one in several)[:MAX_LISTED]) + (
-            ", …" if len(known) > MAX_LISTED else ""
-        )
+        names = sorted(name for several in known.values() for name in several)
+        listed = first_few(names, MAX_LISTED)
         expected = [name for several in wanted.values() for name in several][:MAX_LISTED]
         raise UserError(
             f"{path}: expected a structure named {' or '.join(expected)}, but it holds {listed or 'none'}; name the structures of each label in "

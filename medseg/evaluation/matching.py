@@ -125,11 +125,6 @@ def _describe(grid: VoxelGrid) -> str:
     return f"{times(grid.shape)} voxels of {times(grid.spacing_mm)} mm from ({origin})"
 
 
-def some_of(names: Sequence[str]) -> str:
-    """Format the first five names of a list and the number of the others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def _key(name: str) -> str:
     """Name to match by: some systems store ü in a file's name as u and dots."""
     return unicodedata.normalize("NFC", name)

@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError, require
-from medseg.evaluation.matching import some_of
 from medseg.io.atomic import replace_text
 from medseg.report.cases import Files, render_cases
 from medseg.report.differences import FORMATS, Difference, describe_patients, paired_difference, write_difference
 from medseg.report.tables import read_csv, write_csv
+from medseg.wording import first_few
 
 # Metric to 1 where more is better, or -1 where less is.
 RANKED = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
@@ -107,7 +107,7 @@ def _describe_pairs(
         ("this evaluation", [case for case in scored if case not in before]),
     ):
         if alone:
-            sentences.append(f"not compared, as only {where} has scores of them: {some_of(alone)}")
+            sentences.append(f"not compared, as only {where} has scores of them: {first_few(alone)}")
     return sentences
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError, require
 from medseg.evaluation.case_viewer import SUFFIX
-from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair, some_of
+from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
@@ -22,6 +22,7 @@ from medseg.metrics.scores import score_region
 from medseg.pictures.plots import score_plot
 from medseg.report.tables import refuse_table, table_lines, write_csv
 from medseg.task import LabelValues, Region, Task
+from medseg.wording import first_few
 
 METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
@@ -147,7 +148,7 @@ def evaluate_folder(
     if summary.without_prediction:
         progress(
             f"{len(summary.without_prediction)} of {len(labelled)} cases of the {'folder' if ref.is_dir() else 'table'} "
-            f"have no prediction: {some_of(summary.without_prediction)}"
+            f"have no prediction: {first_few(summary.without_prediction)}"
         )
     return summary
 
@@ -168,7 +169,7 @@ def _common_keys(
     require(
         bool(common),
         f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
-        f"(predictions: {some_of(list(predictions))}; references: {some_of(list(references))}); "
+        f"(predictions: {first_few(list(predictions))}; references: {first_few(list(references))}); "
         "name each prediction after its case.",
     )
     return common
@@ -316,7 +317,7 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
     for text in summary.warnings:
         progress(f"warning: {text}")
     if summary.without_reference:
-        progress(f"warning: no reference for {len(summary.without_reference)}: {some_of(summary.without_reference)}")
+        progress(f"warning: no reference for {len(summary.without_reference)}: {first_few(summary.without_reference)}")
     for line in console_table(summary.statistics):
         progress(line)
     if summary.costs:
@@ -326,7 +327,7 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
             f"(at most {most['memory_gb_s']:.1f}), {most['peak_gb']:.2f} GB at the peak"
         )
     if summary.failed:
-        progress(f"{len(summary.failed)} failed: {some_of(list(summary.failed))}")
+        progress(f"{len(summary.failed)} failed: {first_few(list(summary.failed))}")
 
 
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from medseg.io.inputs import (
     volume_suffix,
 )
 from medseg.preprocess.scale import AS_STORED, HuScale
+from medseg.wording import first_few
 
 if TYPE_CHECKING:
     from medseg.io.dicom.frames import Series
@@ -261,9 +262,8 @@ def describe_studies(scans: Sequence[Scan], before: Sequence[Scan]) -> str:
     names = [scan.name for scan in scans if scan not in before]
     if not names:
         return ""
-    listed = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if names[MAX_NAMED:] else "")
     number = "1 case" if len(names) == 1 else f"{len(names)} cases"
-    return f"by the patients and studies in their headers the DICOM files are {number}: {listed}"
+    return f"by the patients and studies in their headers the DICOM files are {number}: {first_few(names, MAX_NAMED)}"
 
 
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:

@@ -8,6 +8,7 @@ from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from medseg.report.differences import Difference, is_established, paired_difference
+from medseg.wording import first_few
 
 FINISHED = "finished"
 # No result yet: neither a success nor a failure.
@@ -281,9 +282,8 @@ class Comparison:
         test = f"paired t-test over {num_patients} validation patients, corrected for the choice among {num_settings} settings"
         if not self.tied:
             return f"The best setting is established: it is better than each of the others ({test})."
-        labels = [self.settings[number].label for number in self.tied[:MAX_NAMED]]
-        more = len(self.tied) - len(labels)
-        named = "; ".join(labels) + (f"; and {more} more" if more else "")
+        labels = [self.settings[number].label for number in self.tied]
+        named = first_few(labels, MAX_NAMED, "; ")
         return (
             f"The best setting is not established: it has the best mean, but {len(self.tied)} of "
             f"{num_settings - 1} others may be as good ({test}): {named}."

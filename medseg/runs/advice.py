@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from medseg.memory.options import Accelerator
 from medseg.memory.profile import free_memory_bytes, private_bytes
 from medseg.training.options import TrainConfig
 from medseg.weights.included import INCLUDED_TASK
+from medseg.wording import quote_for_shell, shell_line
 
 # Arguments of `train` that say where a run goes on, or that `fit_gib` excludes.
 NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
@@ -39,7 +39,7 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
     # Rounded down: a plan for more than there is would run out of memory again.
     tenths = max(1, math.floor(10 * _free_gib(config)))
     fit_gib = f"fit_gib={tenths / 10:.1f}"
-    return shlex.join(["medseg", "plan", *_planned(overrides), fit_gib])
+    return shell_line(["medseg", "plan", *_planned(overrides), fit_gib])
 
 
 def next_command(config: TrainConfig, checkpoint: Path) -> str:
@@ -71,7 +71,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
     return " ".join(
         [
             "medseg",
-            *(argument if "<" in argument else shlex.quote(argument) for argument in arguments),
+            *(argument if "<" in argument else quote_for_shell(argument) for argument in arguments),
         ]
     )
 

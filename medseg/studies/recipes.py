@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from medseg.runs.status import Status, status_of
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
+from medseg.wording import shell_line
 
 BOUND = "bound.json"
 """File of `cross_validate` with the lower bound on Dice."""
@@ -61,7 +61,7 @@ def run_until_failure(steps: Sequence[Step]) -> int:
         SystemExit: With the exit code of a command that was interrupted.
     """
     for step in steps:
-        print(f"\n$ medseg {shlex.join(step)}", flush=True)
+        print(f"\n$ medseg {shell_line(step)}", flush=True)
         code = subprocess.run([sys.executable, "-m", "medseg.commands.cli", *step], check=False).returncode
         if status_of(code) is Status.interrupted:
             sys.exit(code)
@@ -81,7 +81,7 @@ def failure_of(step: Step) -> str:
     Raises:
         SystemExit: With the exit code of a command that was interrupted.
     """
-    print(f"\n$ medseg {shlex.join(step)}", flush=True)
+    print(f"\n$ medseg {shell_line(step)}", flush=True)
     message = ""
     command = [sys.executable, "-m", "medseg.commands.cli", *step]
     with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as process:

@@ -41,6 +41,7 @@ from medseg.preprocess.options import SpacingDraw
 from medseg.task import Task
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS
+from medseg.wording import first_few
 
 T = TypeVar("T")
 
@@ -165,7 +166,7 @@ class CasesDataModule(pl.LightningDataModule):
                 "changed": [name for name in now if name in then and now[name] != then[name]],
                 "in another order": [] if list(then) == list(now) or then.keys() != now.keys() else list(now),
             }
-            found = [f"{', '.join(names[:5])}{', …' * (len(names) > 5)} {how}" for how, names in changes.items() if names]
+            found = [f"{first_few(names)} {how}" for how, names in changes.items() if names]
             if found:
                 raise UserError(
                     f"The {'training' if side == 'train' else 'validation'} cases are not those that the run began with ({'; '.join(found)}), so "

@@ -12,13 +12,13 @@ from medseg.data.importers.dataset import (
     DICOM,
     DataSet,
     channel_of,
-    first_of,
     named_groups,
     plain_name,
 )
 from medseg.errors import UserError, require
 from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS
+from medseg.wording import first_few
 
 
 def import_dicom(folder: Path) -> DataSet:
@@ -98,7 +98,7 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
             "move the other one to another folder."
         )
     if lost and not chosen:
-        raise UserError(f"{first_of(lost)}: the series that it labels is not below {folder}; copy it there.")
+        raise UserError(f"{first_few(lost, 1)}: the series that it labels is not below {folder}; copy it there.")
     return chosen
 
 

@@ -19,7 +19,6 @@ from medseg.data.importers.dataset import (
     FileValues,
     Structures,
     channel_of,
-    first_of,
     named_groups,
     require_pairs,
 )
@@ -36,6 +35,7 @@ from medseg.io.inputs import (
 )
 from medseg.io.text import read_text
 from medseg.task import Channel
+from medseg.wording import first_few
 
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment
@@ -153,7 +153,7 @@ def import_luna16(folder: Path) -> DataSet:
         f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of its own; download and unpack it there.",
     )
     if alone := sorted(set(images) - set(masks)):
-        raise UserError(f"{folder / LUNA16_MASKS}: no mask of the scan {first_of(alone)}; unpack the masks completely.")
+        raise UserError(f"{folder / LUNA16_MASKS}: no mask of the scan {first_few(alone, 1)}; unpack the masks completely.")
     account.explain(folder / LUNA16_MASKS, "its scan is in none of the subsets")
     subsets: dict[str, int] = {}
     for name, path in images.items():
@@ -267,7 +267,7 @@ def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
     }
     present = {kind: paths for kind, paths in kinds.items() if paths}
     if len(present) > 1:
-        names = " and ".join(f"{kind} ({first_of([path.name for path in paths])})" for kind, paths in present.items())
+        names = " and ".join(f"{kind} ({first_few([path.name for path in paths], 1)})" for kind, paths in present.items())
         raise UserError(f"{place}: expected labels of one kind, but found {names}; save all of them alike.")
 
 

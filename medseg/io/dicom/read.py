@@ -23,9 +23,10 @@ from medseg.errors import UserError, require
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.pixels import READ_FILE, is_whole, read_hu
-from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of, some
+from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of
 from medseg.io.volume import LazyVolume, grid_from_columns
 from medseg.task import AIR_HU
+from medseg.wording import first_few
 
 JITTER_TOLERANCE_MM = 0.1
 """Largest distance of a slice from its position on an even, straight stack: positions are rounded decimals."""
@@ -82,7 +83,7 @@ def open_slices(path: Path, series: str | None = None, modality: str = "ct", fil
     without = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without) < len(stack.frames):
         raise UserError(
-            f"{path}: expected rescale slope and intercept in every slice or in none, but {some(without)} lack them; export the "
+            f"{path}: expected rescale slope and intercept in every slice or in none, but {first_few(without, 1)} lack them; export the "
             "series again."
         )
     frames, heights_mm, repairs = _without_duplicates(path, stack)
@@ -182,7 +183,7 @@ def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np
                 kept[-1], frame = (frame, height_mm), other
         dropped.setdefault(why, []).append(frame)
     frames, heights_mm = zip(*kept, strict=True)
-    return frames, np.array(heights_mm), [why + some(dropped[why]) for why in sorted(dropped)]
+    return frames, np.array(heights_mm), [why + first_few(dropped[why], 1) for why in sorted(dropped)]
 
 
 def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[list[tuple[int, float]], float, list[str]]:

@@ -15,6 +15,7 @@ from medseg.io.dicom.choice import parse_series
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
 from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicom_file, is_dicomdir
 from medseg.io.volume import shown
+from medseg.wording import first_few
 
 Item = TypeVar("Item")
 
@@ -34,11 +35,6 @@ def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, lis
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
-
-
-def some(names: Sequence[object]) -> str:
-    """Join a list to its first name and the number of the others."""
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else str(names[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,10 +238,10 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
     in_folder = group_by(images, lambda image: image.path.parent)
     broken = [image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])]
     if broken:
-        raise UserError(f"{some([image.path for image in broken])}: {broken[0].reason}")
+        raise UserError(f"{first_few([image.path for image in broken], 1)}: {broken[0].reason}")
     is_any = not is_named and only_file is None
     listed = Counter((str(image.series), image.reason) for image in left_out if is_any or image.series.uid in uids)
-    summary = _first([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], ", ")
+    summary = first_few([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], MAX_LISTED)
     require(
         bool(in_file),
         f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
@@ -260,7 +256,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
     )
     remarks = [f"left out, because they are not slices of the scan: {summary}"] if summary else []
     for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
-        names = some([f"'{image.path.name}'" for image in lost])
+        names = first_few([f"'{image.path.name}'" for image in lost], 1)
         remarks.append(f"{series} was left out, since it cannot be read: {names}: {lost[0].reason.rstrip('.')}")
     return chosen[0], remarks
 
@@ -274,11 +270,6 @@ def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoS
         return image.series.uid in uids
     near = {neighbour.series.uid for neighbour in neighbours} - {""}
     return not near or not near.isdisjoint(uids) or "" in uids
-
-
-def _first(texts: list[str], separator: str) -> str:
-    """Join the first texts, and count the others."""
-    return separator.join(texts[:MAX_LISTED]) + (f"{separator}and {len(texts) - MAX_LISTED} more" if texts[MAX_LISTED:] else "")
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
@@ -306,7 +297,7 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
         spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *first.spacing_mm))
         size = f"({len(stack.frames)} slices, {spacing} mm)"
         names.append(" ".join(filter(None, (f"series={key}", words, size))))
-    return _first(names, "; ")
+    return first_few(names, MAX_LISTED, "; ")
 
 
 def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:

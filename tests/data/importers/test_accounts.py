@@ -365,7 +365,9 @@ ODDITIES: dict[str, Oddity] = {
         ),
         num_cases=4,
     ),
-    "listed file that is missing": Oddity(make_msd, add("training", image="imagesTr/x.nii.gz"), "x.nii.gz does not exist, but"),
+    "listed file that is missing": Oddity(
+        make_msd, add("training", image="imagesTr/x.nii.gz"), "x.nii.gz: there is no such file, but"
+    ),
     "entry twice": Oddity(
         make_msd,
         add("training"),
@@ -571,7 +573,7 @@ ODDITIES: dict[str, Oddity] = {
     "labels of two kinds": Oddity(
         masks_of_pairs,
         lambda at: (shutil.rmtree(at / "labels/p1"), save(at / "labels/p1.nii.gz", blocks(1)[1])),
-        "expected labels of one kind, but found folders of masks (p0 (and 1 more)) and label maps (p1.nii.gz)",
+        "expected labels of one kind, but found folders of masks (p0 and 1 more) and label maps (p1.nii.gz)",
     ),
     "mask missing in a case": Oddity(
         masks_of_pairs,

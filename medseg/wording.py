@@ -1,0 +1,61 @@
+"""Wording of messages: lists that are cut short, and commands that a shell takes as they are printed."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+
+
+def first_few(names: Iterable[object], most: int = 5, separator: str = ", ") -> str:
+    """Join the first of several names, and count the others.
+
+    Args:
+        names: The names; none give an empty text.
+        most: How many are named, at least 1.
+        separator: Between two names.
+
+    Example:
+        >>> first_few(["a", "b", "c"], 2), first_few(["a", "b"]), first_few(["a", "b", "c"], 1, "; ")
+        ('a, b and 1 more', 'a, b', 'a; and 2 more')
+    """
+    texts = [str(name) for name in names]
+    shown = separator.join(texts[:most])
+    num_others = len(texts) - most
+    if num_others <= 0:
+        return shown
+    end = " " if separator == ", " else separator
+    return f"{shown}{end}and {num_others} more"
+
+
+def quote_for_shell(argument: str) -> str:
+    r"""Quote an argument of a printed command.
+
+    Bytes of a name that is not UTF-8, control characters, and letters that the terminal lacks are written as their codes
+    in `$'…'`, which bash, zsh and ksh read.
+
+    Example:
+        >>> print(quote_for_shell("a b"), quote_for_shell("data.cases=M\udcfcller's"))
+        'a b' $'data.cases=M\xfcller\x27s'
+    """
+    if argument.isprintable() and _can_show(argument):
+        return shlex.quote(argument)
+    letters = []
+    for byte in os.fsencode(argument):
+        letter = chr(byte)
+        is_plain = letter.isascii() and letter.isprintable() and letter not in "'\\"
+        letters.append(letter if is_plain else f"\\x{byte:02x}")
+    return f"$'{''.join(letters)}'"
+
+
+def shell_line(arguments: Iterable[str]) -> str:
+    """Join the arguments of a printed command, each quoted where it must be."""
+    return " ".join(map(quote_for_shell, arguments))
+
+
+def _can_show(text: str) -> bool:
+    """Whether the standard output has all letters of a text."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
