@@ -16,6 +16,7 @@ from medseg.data.source_files import files_of
 from medseg.errors import UserError, require
 from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.task import IGNORE, Channel
+from medseg.wording import first_few
 
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
 # Label maps have one byte for each voxel.
@@ -93,28 +94,17 @@ class DataSet:
         """
         if wanted is None:
             return self
-        known = {**self.background, **self.labels}
-        groups = wanted if isinstance(wanted, Mapping) else {name: [name] for name in wanted}
-        members = {name: given if isinstance(given, list) else [given] for name, given in groups.items()}
-        values = {one for several in known.values() for one in several}
-        unknown = [one for several in members.values() for one in several if one not in known and one not in values]
-        require(
-            bool(members) and not unknown,
-            f"labels: {', '.join(map(str, unknown)) or 'no label'} is not in the data set, which has {', '.join(known)}; give some of these names.",
-        )
-        chosen = {name: [value for one in several for value in known.get(str(one), [one])] for name, several in members.items()}
-        owners: dict[int | str, str] = {}
-        for name, several in chosen.items():
-            for value in several:
-                owner = owners.setdefault(value, name)
-                if owner != name:
-                    raise UserError(f"labels: {value} would be {owner} and {name}; name it in one of them.")
-        rest = {name: left for name, several in known.items() if (left := [one for one in several if one not in owners])}
-        return replace(
-            self,
-            labels=chosen,
-            background={name: left for name, left in rest.items() if name not in chosen},
-        )
+        named = {**self.background, **self.labels}
+        chosen = _choose(wanted, named)
+        owners = _owners(chosen)
+        background: FileValues = {}
+        for name, members in named.items():
+            rest = [member for member in members if member not in owners]
+            if rest == members and name not in chosen:
+                background[name] = rest
+            elif rest:
+                background[_name_of_rest(name, {*named, *chosen, *background})] = rest
+        return replace(self, labels=chosen, background=background)
 
     def require_structures(self) -> None:
         """Refuse labels of which a case lacks a structure: its voxels would be trained on as background.
@@ -127,13 +117,12 @@ class DataSet:
                 lacking = self._cases_without(member)
                 if not lacking:
                     continue
-                shown = ", ".join(lacking[:MAX_CASES]) + (", …" if len(lacking) > MAX_CASES else "")
                 part = f" (a part of {label})" if len(members) > 1 else ""
                 # Others may be incomplete too, and would be refused next.
                 complete = [name for name, parts in self.labels.items() if not any(map(self._cases_without, parts))]
                 choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
                 raise UserError(
-                    f"{shown} ({len(lacking)} of {len(self.structures or ())} cases): the structure {_shown(member, label)}{part} is "
+                    f"{first_few(lacking, MAX_CASES)} ({len(lacking)} of {len(self.structures or ())} cases): the structure {_shown(member, label)}{part} is "
                     "missing, and would be trained on as background; add it, leave the label out with medseg import … "
                     f"{choice}, or state with missing=absent that these patients do not have it."
                 )
@@ -180,9 +169,9 @@ class DataSet:
             if self.structures is not None:
                 items += [self._structure_item(member, label, len(members)) for member in members]
         for name, members in self.background.items():
-            items.append(Item(Kind.label, name, Fate.left_out, "no label of the task: background"))
+            why = "no label of the task: background"
+            items.append(Item(Kind.label, f"{name} ({_origin(members)})", Fate.left_out, why))
             if self.structures is not None:
-                why = "no label of the task: background"
                 items += [Item(Kind.structure, str(member), Fate.left_out, why) for member in members]
         if self.ignore is not None:
             items.append(Item(Kind.label, IGNORE, Fate.used, f"value {self.ignore}: its voxels count nowhere"))
@@ -270,6 +259,60 @@ class DataSet:
         }
 
 
+def _choose(wanted: Sequence[str] | Mapping[str, Any], named: FileValues) -> FileValues:
+    """Find the members of each label that a person has chosen.
+
+    Args:
+        wanted: Names of labels, or new labels with the names or members that they consist of.
+        named: Members of each name in the data set.
+
+    Raises:
+        UserError: If a name is not in the data set, or none is chosen.
+    """
+    groups = wanted if isinstance(wanted, Mapping) else {name: [name] for name in wanted}
+    members = {member for several in named.values() for member in several}
+    choices = ", ".join(named)
+    if not groups:
+        raise UserError(f"labels: no label is chosen from the data set, which has {choices}; give some of these names.")
+    chosen: FileValues = {}
+    unknown = []
+    for label, parts in groups.items():
+        chosen[label] = []
+        for part in parts if isinstance(parts, list) else [parts]:
+            if str(part) in named:
+                chosen[label] += named[str(part)]
+            elif part in members:
+                chosen[label].append(part)
+            else:
+                unknown.append(str(part))
+    if unknown:
+        raise UserError(f"labels: {', '.join(unknown)} is not in the data set, which has {choices}; give some of these names.")
+    return {label: list(dict.fromkeys(parts)) for label, parts in chosen.items()}
+
+
+def _owners(chosen: FileValues) -> dict[int | str, str]:
+    """Map each member to its label.
+
+    Raises:
+        UserError: If a member would have two labels.
+    """
+    owners: dict[int | str, str] = {}
+    for label, members in chosen.items():
+        for member in members:
+            owner = owners.setdefault(member, label)
+            if owner != label:
+                raise UserError(f"labels: {member} would be {owner} and {label}; name it in one of them.")
+    return owners
+
+
+def _name_of_rest(name: str, taken: Collection[str]) -> str:
+    """Name the members of a label that are left: an own name, since a task may give the label's name to other members."""
+    rest_name = f"{name}_rest"
+    while rest_name in taken:
+        rest_name += "_"
+    return rest_name
+
+
 def check_dataset(data: DataSet, folder: Path) -> DataSet:
     """Refuse a data set that cannot be trained on, and close its account.
 
@@ -282,7 +325,9 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
     _check_names(data, folder)
     files = [path for case in data.cases for path in (case.image, *case.more_images, case.labels) if path is not None]
     if missing := [path for path in files if not path.exists()]:
-        raise UserError(f"{first_of(missing)} does not exist, but the data set names it; copy the data set completely.")
+        raise UserError(
+            f"{first_few(missing, 1)}: there is no such file, but the data set names it; copy the data set completely."
+        )
     if all(case.labels is None for case in data.cases):
         raise UserError(f"{folder}: none of the {len(data.cases)} cases has labels, so nothing can be trained; add them.")
     _check_images(data.cases, folder)
@@ -416,11 +461,6 @@ def _origin(members: Sequence[int | str]) -> str:
     return f"{kind}{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
 
 
-def first_of(paths: Sequence[Any]) -> str:
-    """Name the first of several, and count the others."""
-    return f"{paths[0]}{f' (and {len(paths) - 1} more)' if len(paths) > 1 else ''}"
-
-
 def side_of(name: str) -> tuple[str | None, str]:
     """Find the side that a name begins or ends with, and the name of the organ without it.
 
@@ -516,9 +556,9 @@ def require_pairs(images: Collection[str], labels: Collection[str], images_at: P
     """
     if alone := sorted(set(images) - set(labels)):
         raise UserError(
-            f"{labels_at}: no labels for {first_of(alone)}, which {images_at.name} holds; add them, or move the image to another folder."
+            f"{labels_at}: no labels for {first_few(alone, 1)}, which {images_at.name} holds; add them, or move the image to another folder."
         )
     if alone := sorted(set(labels) - set(images)):
         raise UserError(
-            f"{images_at}: no image for {first_of(alone)}, which {labels_at.name} holds; add it, or move the labels to another folder."
+            f"{images_at}: no image for {first_few(alone, 1)}, which {labels_at.name} holds; add it, or move the labels to another folder."
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from medseg.data.case_table import Case
-from medseg.data.importers.dataset import DataSet, channel_of, check_dataset, label_names
+from medseg.data.importers.dataset import DataSet, FileValues, channel_of, check_dataset, label_names
 from medseg.errors import UserError
 from medseg.task import Channel
 
@@ -51,9 +53,30 @@ def test_labels_are_kept_and_merged_by_name() -> None:
     both = dataset(lobes).keep({"lungs": ["left_lung", "right_lung"], "organ": "liver"})
     assert both.labels == {"lungs": ["a", "b", "c"], "organ": ["liver"]}
     assert both.background == {"trachea": [5]}
-    assert dataset({"x": [1, 2, 3]}).keep({"y": [2]}).task()["data"]["label_values"] == {"y": 2, "trachea": 5, "x": [1, 3]}
+    assert dataset({"x": [1, 2, 3]}).keep({"y": [2]}).task()["data"]["label_values"] == {"y": 2, "trachea": 5, "x_rest": [1, 3]}
     with pytest.raises(UserError, match="labels: spleen is not in the data set, which has trachea, left_lung"):
         dataset(lobes).keep(["spleen"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "wanted", "kept", "background"),
+    [
+        ({"x": [1, 2, 3]}, {"x": [2]}, {"x": [2]}, {"x_rest": [1, 3]}),
+        ({"x": [1, 2], "y": [3]}, {"x": ["y"]}, {"x": [3]}, {"x_rest": [1, 2]}),
+        ({"x": [1, 2], "x_rest": [3]}, {"x": [2]}, {"x": [2]}, {"x_rest_": [1], "x_rest": [3]}),
+        ({"x": [1, 2], "y": [3]}, {"z": ["x", 1]}, {"z": [1, 2]}, {"y": [3]}),
+    ],
+)
+def test_no_member_is_lost_when_a_part_of_a_label_is_kept(
+    labels: FileValues, wanted: dict[str, Any], kept: FileValues, background: FileValues
+) -> None:
+    some = dataset(labels).keep(wanted)
+    assert some.labels == kept
+    assert some.background == {"trachea": [5], **background}
+    lines = [item.name for item in some.closing_items() if (item.kind, item.fate) == ("label", "left out")]
+    assert [line.split(" (")[0] for line in lines] == list(some.background)
+    named = [int(number) for line in lines for number in re.findall(r"\d+", line.partition("(")[2])]
+    assert sorted(named) == sorted(value for values in some.background.values() for value in values)
 
 
 def test_names_of_labels_are_safe_and_sides_written_out_only_in_pairs() -> None:
@@ -95,7 +118,7 @@ def test_names_that_clash_or_cannot_be_files_are_refused_and_files_elsewhere_are
         check_dataset(dataset({"x": [1]}, (case, case)), inside.parent)
     with pytest.raises(UserError, match=r"the case name '../a' cannot name a file"):
         check_dataset(dataset({"x": [1]}, (Case("../a", inside, None, "a"),)), inside.parent)
-    with pytest.raises(UserError, match=r"gone.nii.gz does not exist, but the data set names it"):
+    with pytest.raises(UserError, match=r"gone.nii.gz: there is no such file, but the data set names it"):
         check_dataset(dataset({"x": [1]}, (Case("a", tmp_path / "gone.nii.gz", None, "a"),)), inside.parent)
     with pytest.raises(UserError, match="has no case"):
         check_dataset(dataset({"x": [1]}), inside.parent)
