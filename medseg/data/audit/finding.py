@@ -51,6 +51,19 @@ KINDS = {
         "the values run from {low:g} to {high:g}, and soft tissue lies near 0: they are HU divided by {slope:g}",
         "data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column hu_slope of the case table",
     ),
+    "hu_range:clipped": Kind(
+        ERROR,
+        "the values run from {low:g} to {high:g}, and most of them lie near 0 or at the lower end: they may be HU divided by {slope:g} "
+        "and clipped, or those of another window",
+        "if soft tissue lies near 0 and lung near -0.8, data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column "
+        "hu_slope of the case table; otherwise convert the scan again from its DICOM files",
+    ),
+    "hu_range:inverted": Kind(
+        ERROR,
+        "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie near {air}, where bone is rare, with hardly any in the "
+        "range of air: the image is inverted",
+        "write the file again with its values times -1, or convert it again from its DICOM files",
+    ),
     "hu_range:far": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie below {limit:g}, far below air: this is no CT in HU",

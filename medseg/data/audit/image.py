@@ -35,6 +35,8 @@ FAT_HU = -50  # every CT shows fat or air below
 OFFSET_HU = 1024
 TISSUE_SHARE = 0.05  # images in HU hold 8 to 60 % of soft tissue, and 0.1 % at the place to which an offset would move it
 DARK_SHARE = 0.01
+# An inverted image has this many times more voxels at the values of bone, where its air lies, than at those of air.
+INVERTED_CONTRAST = 5.0
 AIR_SHARE = 0.001
 MAX_WINDOWED_RANGE = 256
 # Ends to which programs scale a window, the narrowest first, and the window that the advice takes as an example.
@@ -241,6 +243,9 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
                 way=way,
                 offset=-offset_hu,
             )
+    if _is_inverted(tissue):
+        bright_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
+        return find("hu_range:inverted", **ends, share=bright_share, air=-HARMLESS_CLIP_HU)
     if not is_dark or share_of(tissue, SOFT_HU[0], np.inf) < AIR_SHARE:
         return find("hu_range:other", **ends, lacking="soft tissue" if is_dark else "fat or air")
     return None
@@ -252,9 +257,10 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
     # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image of mean 0 and standard deviation 1.
     num_near_zero, num_near_one = facts.counts[32768], facts.counts[32769]
     is_in_range = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1] and high <= DIVIDED_HIGH
-    is_window = low >= -1 and high <= 1
-    if is_in_range and not is_window and num_near_zero > num_near_one:
-        return find("hu_range:divided", low=low, high=high, slope=DIVISOR)
+    if is_in_range and num_near_zero > num_near_one:
+        # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were divided and clipped.
+        kind = "hu_range:clipped" if low >= -1 and high <= 1 else "hu_range:divided"
+        return find(kind, low=low, high=high, slope=DIVISOR)
     # A range that fills less than half of the usual ends was not scaled to them.
     fitting = ((bottom, top) for bottom, top in USUAL_ENDS if bottom <= low and high <= top and high - low >= (top - bottom) / 2)
     bottom, top = next(fitting, (low, high))
@@ -266,6 +272,14 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
     """Whether soft tissue lies where an offset would move it: enough voxels, and more than in the gap below."""
     soft, gap = (share_of(tissue, low_hu + offset_hu, high_hu + offset_hu) for low_hu, high_hu in (SOFT_HU, GAP_HU))
     return soft >= max(TISSUE_SHARE, gap)
+
+
+def _is_inverted(tissue: np.ndarray) -> bool:
+    """Whether air lies at the values of dense bone: more voxels than in sparse bone, which is otherwise the larger part."""
+    bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
+    dark = share_of(tissue, *AIR_RANGE_HU)
+    sparse_bone = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
+    return bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
 
 
 def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:

@@ -74,6 +74,33 @@ def test_other_images_are_no_hu() -> None:
     assert codes(only_air) == [("hu_range", "error")]
 
 
+@pytest.mark.parametrize("lung", [0.0, 0.2, 0.6])
+def test_an_inverted_ct_is_named(lung: float) -> None:
+    image = ct(12, lung)
+    (finding,) = audit_image(measure_image(-image))
+    assert (finding.code, finding.severity.value) == ("hu_range", "error")
+    assert "the image is inverted" in finding.message
+
+
+def test_bone_without_air_around_it_is_not_inverted() -> None:
+    rng = np.random.default_rng(13)
+    bone = rng.choice([-120.0, 50.0, 350.0, 800.0], p=[0.1, 0.3, 0.4, 0.2], size=(12, 40, 50))
+    image = bone + rng.normal(0, 40, bone.shape)
+    assert codes(image.astype(np.int16)) == [("no_air", "warning")]
+
+
+@pytest.mark.parametrize("high", [1.0, 3.0])
+def test_hu_divided_by_1000_and_clipped_are_named(high: float) -> None:
+    image_hu = ct(5)
+    image_hu[0, 0, :9] = 2900
+    stored = np.clip(image_hu / 1000, -1, high).astype(np.float32)
+    (finding,) = audit_image(measure_image(stored))
+    assert "HU divided by 1000" in finding.message
+    assert "data.hu_slope=1000 corrects them" in finding.cure
+    again = HuScale(1000.0, 0.0).apply(stored)
+    assert "error" not in {severity for _, severity in codes(again)}
+
+
 @pytest.mark.parametrize("value", [-1500, -2000, -2048, -3024])
 def test_padding_below_air_is_noted(value: int) -> None:
     image = ct(5)
