@@ -12,7 +12,7 @@ from medseg.console import say
 from medseg.errors import EXIT_OUT_OF_MEMORY, require
 from medseg.runs import sweeps
 from medseg.runs.advice import plan_command
-from medseg.runs.folder import find_run, is_finished, open_run, remove_if_empty
+from medseg.runs.folder import find_run, is_finished, note_abandoned, open_run, remove_if_empty
 from medseg.runs.processes import check_start, start_ranks
 from medseg.runs.ranks import choose_gpus, from_first_rank, is_under_torchrun, num_restarts, rank
 from medseg.runs.status import Status
@@ -78,7 +78,14 @@ def _train(config: TrainConfig) -> int:
     if is_under_torchrun():
         opened = from_first_rank(opened)
     remove_if_empty(Path(hydra_config.runtime.output_dir))
-    return 0 if opened is None else start_ranks(opened)
+    if opened is None:
+        return 0
+    try:
+        return start_ranks(opened)
+    except BaseException:
+        if rank() == 0:
+            note_abandoned(Path(opened.run_dir))
+        raise
 
 
 def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:

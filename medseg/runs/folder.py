@@ -24,6 +24,8 @@ from medseg.training.options import TrainConfig
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
+# What each start of the run depends on beside the configuration.
+VERSIONS_FILE = "versions.json"
 # Held by the first rank.
 LOCK_FILE = ".lock"
 # How long the ranks of a killed run may take to end, in s.
@@ -47,7 +49,7 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
         The run folder, which is `config.run_dir` from now on.
 
     Raises:
-        UserError: If a new run's folder holds a run already, or the run to resume does not exist, is running, or would get
+        UserError: If a new run's folder holds a run that has a checkpoint or may still run, or the run to resume does not exist, is running, or would get
             another result.
     """
     settle(config)
@@ -76,8 +78,40 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
         _set_run_dir(config, run_dir)
         if create_text(run_dir / CONFIG_FILE, _text(config)):
             break
+        if is_named and _take_over(run_dir):
+            say(f"{run_dir}: the run there ended before its first checkpoint; this one starts in its place")
+            replace_text(run_dir / CONFIG_FILE, _text(config))
+            break
         require(not is_named, f"{run_dir} already contains a run; give resume={run_dir} to continue it, or another hydra.run.dir")
     return run_dir
+
+
+def _take_over(run_dir: Path) -> bool:
+    """Claim the folder of a run that ended without a checkpoint, such as one that was refused by its data.
+
+    Exactly one of several processes can remove its summary. A run that began and has not ended has none.
+    """
+    if not (run_dir / SUMMARY_FILE).is_file():
+        return False
+    with locked(run_dir / LOCK_FILE, 0.0) as is_free:
+        has_checkpoint = any((run_dir / "checkpoints").glob("*.ckpt"))
+        has_finished = Status(read_summary(run_dir).get("status")) is Status.finished
+        if not is_free or has_checkpoint or has_finished:
+            return False
+        try:
+            (run_dir / SUMMARY_FILE).unlink()
+        except FileNotFoundError:
+            return False
+    # Of the start that ended.
+    (run_dir / VERSIONS_FILE).unlink(missing_ok=True)
+    return True
+
+
+def note_abandoned(run_dir: Path) -> None:
+    """Write the `summary.json` of a start that ended before its run began; a run writes its own."""
+    if not (run_dir / SUMMARY_FILE).exists() and not is_locked(run_dir / LOCK_FILE):
+        with suppress(UserError):  # the disk is full
+            write_end(run_dir, Status.interrupted, "ended before its first step")
 
 
 def numbered(folder: Path) -> Iterator[Path]:

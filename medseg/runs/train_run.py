@@ -14,7 +14,7 @@ from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.io.atomic import PART_PREFIX, locked, replace_text
 from medseg.preprocess.options import SpacingStrategy
 from medseg.runs.advice import next_command
-from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, read_config, read_record, write_end
+from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, VERSIONS_FILE, read_config, read_record, write_end
 from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, num_oom_kills, status_of
@@ -217,5 +217,5 @@ def _announce(debug: DebugOptions) -> None:
 
 def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
     """Add a start of the run, with what its result depends on beside the configuration, to `versions.json`."""
-    path = run_dir / "versions.json"
+    path = run_dir / VERSIONS_FILE
     replace_text(path, json.dumps([*read_record(path, list), start], indent=1))

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from medseg.runs.folder import (
     CONFIG_FILE,
     LOCK_FILE,
     SUMMARY_FILE,
+    VERSIONS_FILE,
     Status,
     changed_config,
     find_run,
@@ -262,6 +264,35 @@ def test_runs_that_start_at_the_same_moment_never_share_a_folder(tmp_path: Path)
     assert load_config(tmp_path / "named").seed == seed
     assert all("already contains a run" in str(one) for one in results if isinstance(one, UserError))
     assert sorted(path.name for path in (tmp_path / "named").iterdir()) == ["checkpoints", "config.yaml"]
+
+
+def test_one_start_takes_the_place_of_a_run_that_ended_without_a_checkpoint(run_dir: Path) -> None:
+    write_end(run_dir, Status.refused, "data.fold=9 does not exist")
+    (run_dir / VERSIONS_FILE).write_text("[{}]")
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose(f"run_dir={run_dir}")
+    results = race(config, is_named=True)
+    (seed,) = [seed for seed, result in enumerate(results) if isinstance(result, Path)]
+    assert load_config(run_dir).seed == seed
+    assert load_config(run_dir).stage.name.value == "coarse"
+    assert sorted(path.name for path in run_dir.iterdir()) == [".lock", "checkpoints", "config.yaml"]
+    assert all("already contains a run" in str(result) for result in results if isinstance(result, UserError))
+
+
+@pytest.mark.parametrize("reason", ["has a checkpoint", "has finished", "may be starting", "runs"])
+def test_no_start_takes_the_place_of_a_run_that(reason: str, run_dir: Path) -> None:
+    if reason != "may be starting":
+        write_end(run_dir, Status.finished if reason == "has finished" else Status.failed, "")
+    if reason == "has a checkpoint":
+        (run_dir / "checkpoints" / "last.ckpt").touch()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose(f"run_dir={run_dir}")
+    before = load_config(run_dir)
+    holder = locked(run_dir / LOCK_FILE) if reason == "runs" else nullcontext()
+    with holder, pytest.raises(UserError, match="already contains a run"):
+        open_run(config)
+    assert load_config(run_dir) == before
+    assert (run_dir / SUMMARY_FILE).exists() == (reason != "may be starting")
 
 
 DAMAGED_CONFIGS = {
