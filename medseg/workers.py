@@ -7,15 +7,30 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 Result = TypeVar("Result")
+# How long a process that has closed its pipe may take to end, in s.
+END_WAIT_S = 5.0
 
 
 class WorkerDiedError(Exception):
-    """The worker process ended before it had answered."""
+    """The worker process ended before it had answered.
+
+    Attributes:
+        is_killed: Whether it was killed, as the system does where memory is full.
+    """
+
+    def __init__(self, exit_code: int | None) -> None:
+        self.is_killed = exit_code == -signal.SIGKILL
+        super().__init__(f"its process {_describe_end(exit_code)}")
+
+
+class NotSentError(Exception):
+    """The worker could not send a result, or read a request: a defect of the function that was called."""
 
 
 class Worker:
@@ -44,13 +59,16 @@ class Worker:
 
         Raises:
             WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of memory.
+            NotSentError: If the arguments, the result or the error cannot pass between processes.
             Exception: What the function raises.
         """
+        request = ForkingPickler.dumps((function, arguments))
         try:
-            self._pipe.send((function, arguments))
+            self._pipe.send_bytes(request)
             result, error = self._pipe.recv()
         except (EOFError, OSError) as lost:
-            raise WorkerDiedError("the worker process ended") from lost
+            self._process.join(END_WAIT_S)
+            raise WorkerDiedError(self._process.exitcode) from lost
         if error is not None:
             raise error
         answer: Result = result
@@ -70,17 +88,48 @@ def _serve(pipe: Connection) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError):
         while True:
-            function, arguments = pipe.recv()
-            pipe.send(_answer(function, arguments))
+            request = pipe.recv_bytes()
+            pipe.send_bytes(_answer(request))
 
 
-def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
-    """Call a function; its result, or its error with the lines of the traceback as a note."""
+def _answer(request: bytes) -> memoryview:
+    """Call the function of a request; the answer holds its result, or its error with the traceback as a note."""
     try:
-        return function(*arguments), None
+        function, arguments = ForkingPickler.loads(request)
+    except Exception as error:
+        return _packed_error(NotSentError(f"the request cannot be read: {error!r}"))
+    try:
+        result = function(*arguments)
     except Exception as error:
         error.add_note(traceback.format_exc())
-        return None, error
+        return _packed_error(error)
+    try:
+        return ForkingPickler.dumps((result, None))
+    except Exception as error:
+        return _packed_error(NotSentError(f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: {error!r}"))
+
+
+def _packed_error(error: Exception) -> memoryview:
+    """Pack an error; one that cannot pass between processes is told in words."""
+    try:
+        packed = ForkingPickler.dumps((None, error))
+        # Some can be packed and not be unpacked again.
+        ForkingPickler.loads(packed)
+    except Exception:
+        lines = [f"{type(error).__qualname__}: {error}", *getattr(error, "__notes__", ())]
+        return ForkingPickler.dumps((None, NotSentError("\n".join(lines))))
+    return packed
+
+
+def _describe_end(exit_code: int | None) -> str:
+    """Say how a process ended, by its exit code or, if negative, its signal."""
+    if exit_code is None:
+        return "no longer answers"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    if exit_code == -signal.SIGKILL:
+        return "was killed, as the system does when memory is full"
+    return f"was ended by {signal.Signals(-exit_code).name}"
 
 
 def _end_with_parent() -> None:

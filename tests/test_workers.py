@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from medseg.workers import Worker, WorkerDiedError
+from medseg.workers import NotSentError, Worker, WorkerDiedError
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tells the worker's process number and lets it work for ever.
@@ -25,6 +28,17 @@ if __name__ == "__main__":
         print(worker.call(os.getpid), flush=True)
         worker.call(time.sleep, 600)
 """
+
+
+class PairError(Exception):
+    """It is packed with one argument, and cannot be unpacked with that."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def raise_pair_error() -> None:
+    raise PairError("a", "b")
 
 
 def test_a_worker_answers_in_another_process_and_returns_errors() -> None:
@@ -40,8 +54,31 @@ def test_a_worker_that_is_killed_is_an_error() -> None:
     with Worker() as worker:
         number = worker.call(os.getpid)
         os.kill(number, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
+        with pytest.raises(WorkerDiedError, match=r"^its process was killed, as the system does when memory is full$") as died:
             worker.call(os.getpid)
+    assert died.value.is_killed
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "said"),
+    [
+        (os._exit, 7, "its process ended with exit code 7"),
+        (signal.raise_signal, signal.SIGSEGV, "its process was ended by SIGSEGV"),
+    ],
+)
+def test_a_worker_that_ends_otherwise_says_how(function: Callable[[int], Any], argument: int, said: str) -> None:
+    with Worker() as worker, pytest.raises(WorkerDiedError, match=f"^{said}$") as died:
+        worker.call(function, argument)
+    assert not died.value.is_killed
+
+
+def test_what_cannot_pass_between_processes_is_told_and_the_worker_goes_on() -> None:
+    with Worker() as worker:
+        with pytest.raises(NotSentError, match=r"^the result of \w*lock, .*cannot pickle"):
+            worker.call(threading.Lock)
+        with pytest.raises(NotSentError, match=r"PairError: a and b\nTraceback"):
+            worker.call(raise_pair_error)
+        assert worker.call(int, "7") == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])

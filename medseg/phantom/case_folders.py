@@ -12,13 +12,14 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.report.tables import write_csv
-from medseg.workers import Worker
+from medseg.workers import Worker, WorkerDiedError
 
 VERSION = 3
 """Format of the data set; raise it when equal specs give other voxels, so that finished cases are made again."""
@@ -56,6 +57,7 @@ def write_phantoms(
 
     Raises:
         ValueError: If the splits do not add up.
+        UserError: If a process ends before its phantom is finished.
     """
     if splits is not None and sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
@@ -92,6 +94,12 @@ def _call_idle(idle: SimpleQueue[Worker], folder: Path, spec: Spec) -> dict[str,
     worker = idle.get()
     try:
         return worker.call(write_case, folder, spec)
+    except WorkerDiedError as error:
+        cure = "free some memory and start" if error.is_killed else "start"
+        raise UserError(
+            f"{folder}: the phantom could not be made: {error}; {cure} the command again, which keeps the phantoms "
+            "that are finished."
+        ) from error
     finally:
         idle.put(worker)
 

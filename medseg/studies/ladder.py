@@ -200,10 +200,8 @@ def measure(
         with Worker() as worker:
             measured = worker.call(measure_row, config, shape, timed_steps, baseline, packages)
     except WorkerDiedError as error:
-        raise UserError(
-            f"{folder.name} could not be measured: the system ended its process, as it does when memory is full; "
-            "choose a smaller shape"
-        ) from error
+        cure = "choose a smaller shape" if error.is_killed else "start it again, and report it if it ends so again"
+        raise UserError(f"{folder.name} could not be measured: {error}; {cure}") from error
     except UserError as error:
         raise UserError(f"{folder.name} could not be measured: {error}") from error
     replace_text(path, json.dumps({"request": request, **measured}, indent=1))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
 
+from medseg.errors import UserError
 from medseg.io.read import read_image, read_labels
 from medseg.phantom import case_folders as dataset
 from medseg.phantom.case_folders import write_phantoms
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
+from medseg.workers import WorkerDiedError
 
 
 def _coarse(seed: int, index: int, detail: str) -> PhantomSpec:
@@ -107,3 +112,20 @@ def test_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
     said = process.stdout.read()  # ends when the last process that holds it has ended
     assert b"leaked" not in said, "semaphores of a queue would be left to Python's resource tracker"
     assert len(list(tmp_path.glob("phantom_*"))) < 40
+
+
+def test_a_process_that_dies_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class DyingWorker(nullcontext[None]):
+        def __enter__(self) -> Self:
+            return self
+
+        def call(self, *_: object) -> None:
+            raise WorkerDiedError(-signal.SIGKILL)
+
+    monkeypatch.setattr(dataset, "Worker", DyingWorker)
+    said = (
+        r"phantom_00\d: the phantom could not be made: its process was killed, as the system does when memory is full; free "
+        r"some memory and start the command again, which keeps the phantoms that are finished\.$"
+    )
+    with pytest.raises(UserError, match=said):
+        write_phantoms(tmp_path, 4, 3, num_workers=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from medseg.memory.options import Precision
 from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
 from medseg.training.options import TrainConfig
+from medseg.workers import WorkerDiedError
 
 
 def ladder_config(*overrides: str) -> LadderConfig:
@@ -134,6 +136,25 @@ def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_
     assert ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)["peak_bytes"] == first["peak_bytes"]
     with pytest.raises(TypeError):
         ladder_app.measure(tmp_path, other, (16, 16, 16), 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "said"),
+    [
+        (-signal.SIGKILL, "its process was killed, as the system does when memory is full; choose a smaller shape"),
+        (1, "its process ended with exit code 1; start it again"),
+    ],
+)
+def test_a_row_whose_process_ends_says_how(exit_code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*_: object) -> None:
+        raise WorkerDiedError(exit_code)
+
+    monkeypatch.setattr(ladder_app.Worker, "call", call)
+    (row, *_) = ladder_app.ladder_rows(ladder_config(), [])
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = ladder_app.compose(row)
+    with pytest.raises(UserError, match=f"{tmp_path.name} could not be measured: {said}"):
+        ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)
 
 
 @pytest.mark.slow
