@@ -35,7 +35,8 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.read import read_image
 from medseg.io.write import write_image
-from medseg.memory.precision import autocast
+from medseg.memory.options import Precision
+from medseg.memory.precision import autocast, inference_precision
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
@@ -71,12 +72,14 @@ class Part(NamedTuple):
         ways: Ways to do the whole work with passes like these.
         passes_a_run: Passes that a function counts for.
         run_name: What one function does, after its seconds.
+        precision: Number format of the passes.
     """
 
     runs: Sequence[Callable[[], Any]]
     ways: Sequence[Way]
     passes_a_run: int = 1
     run_name: str = "each"
+    precision: str = "fp32"
 
 
 BASELINES = {
@@ -84,11 +87,13 @@ BASELINES = {
     "nnunet": "nnU-Net, default network at 1 mm",
     "monai": "MONAI, sliding window with our fine network at 1 mm",
 }
-# Column of bench.csv to its heading in bench.md.
-COLUMNS = {
-    "contender": "", "wall_s": "wall s", "cpu_s": "CPU s", "peak_gb": "peak GB", "wall_ratio": "wall ratio", "cpu_ratio": "CPU ratio",
+# Key of a row to its heading in bench.md.
+HEADINGS = {
+    "contender": "", "precision": "precision", "wall_s": "wall s", "cpu_s": "CPU s", "peak_gb": "peak GB", "wall_ratio": "wall ratio", "cpu_ratio": "CPU ratio",
     "measured": "measured, rest scaled",
 }  # fmt: skip
+# Columns of bench.csv, which programs outside read.
+COLUMNS = [key for key in HEADINGS if key != "precision"]
 LUNGMASK_SLICES = 20  # lungmask's own batch size
 LUNGMASK_BATCHES = 3  # batches that are timed
 LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in each slice
@@ -149,14 +154,16 @@ def run_benchmark(options: Options) -> None:
         "-m", "medseg.commands.cli", "predict", f"input={scan}", f"output={output / 'lungs.nii.gz'}", "accelerator=cpu",
         f"threads={options.threads}", "overwrite=true",
     ]  # fmt: skip
-    rows = [measure("medseg, from file to file", command, options.threads)[0]]
+    ours = measure("medseg, from file to file", command, options.threads)[0]
+    rows = [ours | {"precision": our_precision()}]
     for name, title in BASELINES.items() if packages else ():
         command = [__file__, "measure", name, str(scan), str(options.threads)]
         row, printed = measure(title, command, options.threads, packages)
         rows += [scaled(row, **part) for part in json.loads(printed.splitlines()[-1])]
     rows = [row | {f"{kind}_ratio": row[f"{kind}_s"] / rows[0][f"{kind}_s"] for kind in ("wall", "cpu")} for row in rows]
-    text = markdown_table(rows, COLUMNS, FORMATS)
-    write_csv(output / "bench.csv", rows, list(COLUMNS), FORMATS)
+    text = markdown_table(rows, HEADINGS, FORMATS)
+    table = [{key: row[key] for key in COLUMNS} for row in rows]
+    write_csv(output / "bench.csv", table, COLUMNS, FORMATS)
     replace_text(output / "bench.md", text)
     print(text, end="")
 
@@ -173,6 +180,15 @@ def make_scan(folder: Path) -> Path:
         )
         write_image(path, phantom.image_hu, phantom.grid)
     return path
+
+
+def our_precision() -> str:
+    """Name the number formats in which the included networks run on this processor, where none is asked for."""
+    formats = {}
+    for stage in ("coarse", "fine"):
+        metadata, _ = read_weights(shipped_weights("lungs", stage), stage, stage)
+        formats[inference_precision(Precision(metadata["precision"]).value, "cpu")] = stage
+    return " and ".join(formats)
 
 
 def measure(name: str, arguments: Sequence[str], threads: int, packages: Path | None = None) -> tuple[Row, str]:
@@ -214,7 +230,7 @@ def measure(name: str, arguments: Sequence[str], threads: int, packages: Path | 
     return row, process.stdout
 
 
-def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: str, title: str = "") -> Row:
+def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: str, precision: str, title: str = "") -> Row:
     """Scale the part of the work that a process did to the whole; start-up and reading are counted once.
 
     Args:
@@ -223,6 +239,7 @@ def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: s
         part_cpu_s: CPU seconds of the part.
         share: Share of the part in the whole work, in (0, 1].
         measured: The part in words, for the row.
+        precision: Number format of the part.
         title: What distinguishes the row from others of the same baseline.
     """
     more = 1 / share - 1
@@ -231,6 +248,7 @@ def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: s
         "wall_s": row["wall_s"] + more * part_s,
         "cpu_s": row["cpu_s"] + more * part_cpu_s,
         "measured": measured,
+        "precision": precision,
     }
 
 
@@ -274,6 +292,7 @@ def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -
         "part_cpu_s": sum(cpu_s),
         "share": min(1.0, num_timed / way.num_passes),
         "measured": measured,
+        "precision": part.precision,
         "title": way.title,
     }
 
@@ -334,7 +353,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
         image = normalise_hu(resampled, stage.task.window_hu)
         sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
 
-    return Part([run], [Way(1, "")])
+    return Part([run], [Way(1, "")], precision=stage.precision)
 
 
 if __name__ == "__main__":

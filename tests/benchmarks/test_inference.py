@@ -23,10 +23,17 @@ from medseg.phantom.spec import PhantomSpec
 
 def test_a_part_is_scaled_and_the_rest_counted_once() -> None:
     row = {"contender": "them", "wall_s": 7.0, "cpu_s": 9.0, "peak_gb": 2.0, "measured": "all"}
-    scaled = app.scaled(row, part_s=4.0, part_cpu_s=6.0, share=0.25, measured="1 of 4", title="slow")
-    expected = {"contender": "them, slow", "wall_s": 3.0 + 4 * 4.0, "cpu_s": 3.0 + 4 * 6.0, "measured": "1 of 4"}
+    scaled = app.scaled(row, part_s=4.0, part_cpu_s=6.0, share=0.25, measured="1 of 4", precision="bf16", title="slow")
+    expected = {
+        "contender": "them, slow",
+        "wall_s": 3.0 + 4 * 4.0,
+        "cpu_s": 3.0 + 4 * 6.0,
+        "measured": "1 of 4",
+        "precision": "bf16",
+    }
     assert scaled == row | expected
-    assert app.scaled(row, part_s=4.0, part_cpu_s=6.0, share=1.0, measured="all") == row
+    whole = app.scaled(row, part_s=4.0, part_cpu_s=6.0, share=1.0, measured="all", precision="fp32")
+    assert whole == row | {"precision": "fp32"}
 
 
 def test_a_row_that_was_scaled_says_which_part_was_timed_and_how_much_it_varied() -> None:
@@ -38,6 +45,7 @@ def test_a_row_that_was_scaled_says_which_part_was_timed_and_how_much_it_varied(
         "part_cpu_s": 8.5,
         "share": 0.01,
         "measured": "8 of 800 passes, 8 a tile, 0.5 to 2.0 CPU s each",
+        "precision": "fp32",
         "title": "mirrored",
     }
     assert (plain["share"], plain["measured"]) == (0.08, "8 of 100 passes, 1 a tile, 0.5 to 2.0 CPU s each")
@@ -72,12 +80,13 @@ def test_the_tables_hold_ratios_to_the_first_row(tmp_path: Path, monkeypatch: py
     def measure(name: str, arguments: list[str], threads: int, packages: Path | None = None) -> tuple[app.Row, str]:
         if packages is None:
             return {"contender": "us, here", "wall_s": 2.0, "cpu_s": 4.0, "peak_gb": 1.25, "measured": "all"}, ""
-        answer = [{"part_s": 1.0, "part_cpu_s": 2.0, "share": 0.5, "measured": "1 of 2 tiles"}]
+        answer = [{"part_s": 1.0, "part_cpu_s": 2.0, "share": 0.5, "measured": "1 of 2 tiles", "precision": "fp32"}]
         return {"contender": name, "wall_s": 49.0, "cpu_s": 88.0, "peak_gb": 3.0, "measured": "all"}, "a warning\n" + json.dumps(
             answer
         )
 
     monkeypatch.setattr(app, "measure", measure)
+    monkeypatch.setattr(app, "inference_precision", lambda *_: "bf16")
     monkeypatch.setattr(app, "install_baselines", lambda folder: folder)
     monkeypatch.setattr(app, "BASELINES", {"them": "them"})
     (tmp_path / "ct.nii.gz").touch()
@@ -87,7 +96,10 @@ def test_the_tables_hold_ratios_to_the_first_row(tmp_path: Path, monkeypatch: py
         '"us, here",2.0,4.0,1.25,1.0,1.0,all',
         "them,50.0,90.0,3.00,25.0,22.5,1 of 2 tiles",
     ]
-    assert "| them | 50.0 | 90.0 | 3.00 | 25.0 | 22.5 | 1 of 2 tiles |" in (tmp_path / "bench.md").read_text(encoding="utf-8")
+    heading, _, ours, theirs = (tmp_path / "bench.md").read_text(encoding="utf-8").splitlines()
+    assert heading.startswith("|  | precision | wall s | CPU s |")
+    assert ours == "| us, here | bf16 | 2.0 | 4.0 | 1.25 | 1.0 | 1.0 | all |"
+    assert theirs == "| them | fp32 | 50.0 | 90.0 | 3.00 | 25.0 | 22.5 | 1 of 2 tiles |"
 
 
 @pytest.mark.parametrize("argument", ["inputs=ct.nii.gz", "threads=two", "--help"])

@@ -207,7 +207,7 @@ def test_precision_of_a_gpu_is_refused_on_cpu() -> None:
     ("trained", "device_type", "has_bf16", "expected"),
     [
         ("bf16", "cpu", True, "bf16"),
-        ("bf16", "cpu", False, "fp32"),  # emulated: nine times slower than fp32 with AVX2 alone
+        ("bf16", "cpu", False, "fp32"),  # emulated: with AVX2 alone several times slower than fp32
         ("fp16", "cpu", True, "fp32"),
         ("tf32", "cpu", True, "fp32"),
         ("fp32", "cpu", True, "fp32"),
