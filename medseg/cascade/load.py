@@ -1,5 +1,6 @@
 """Trained stages, loaded from checkpoints or safetensors files."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def load_stage(
     precision: str | None = None,
     trusted: Sequence[str] = (),
     options: InferenceOptions | None = None,
+    backend_room_bytes: float = math.inf,
 ) -> TrainedStage:
     """Load a stage from a checkpoint with `weights_only`: no code in the file runs.
 
@@ -52,6 +54,7 @@ def load_stage(
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
         options: `half_weights`: whether convolutions and linear layers store their weights in the half precision that
             they compute in. `backend`: None measures on a CPU without the bf16 of the training, and is torch elsewhere.
+        backend_room_bytes: Memory that another backend than torch may take, where none is named.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format, or the backend does not work.
@@ -125,7 +128,8 @@ def load_stage(
                 module.to(HALF[precision])
     network.to(device).eval()
     trained.count_memory()
-    if backend is None and lacks_half and has_openvino():
+    has_room = lacks_half and has_openvino() and openvino_bytes(network) <= backend_room_bytes
+    if backend is None and has_room:
         backend = Backend(quickest_backend(network))
     if backend is Backend.openvino:
         require(
@@ -147,6 +151,7 @@ def load_stages(
     precision: str | None = None,
     trusted: Sequence[str] = (),
     options: InferenceOptions | None = None,
+    backend_room_bytes: float = math.inf,
 ) -> TrainedStage:
     """Load one or several checkpoints of a stage, whose results are averaged.
 
@@ -157,11 +162,16 @@ def load_stages(
         precision: See `load_stage`.
         trusted: See `load_stage`.
         options: See `load_stage`.
+        backend_room_bytes: See `load_stage`, for all checkpoints together.
 
     Raises:
         UserError: As `load_stage`, and if the checkpoints differ in their input.
     """
-    first, *others = (load_stage(path, stage, device, precision, trusted, options) for path in paths)
+    loaded: list[TrainedStage] = []
+    for path in paths:
+        room_bytes = backend_room_bytes - sum(trained.backend_bytes for trained in loaded)
+        loaded.append(load_stage(path, stage, device, precision, trusted, options, room_bytes))
+    first, *others = loaded
     for path, other in zip(paths[1:], others, strict=True):
         for name in (
             "task",

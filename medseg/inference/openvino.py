@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
-import json
 import os
 import platform
 import sys
@@ -21,7 +20,7 @@ import zipfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +28,8 @@ from torch import Tensor, nn
 
 from medseg.errors import UserError, first_line, require
 from medseg.geometry.sizes import Shape
-from medseg.io.atomic import replace_bytes, replace_text
+from medseg.io.atomic import replace_bytes
+from medseg.io.calibration import Circumstances, measure_until, read_calibration, write_calibration
 from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
@@ -42,6 +42,9 @@ LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 # model and in the layout of its kernels.
 KERNELS_BYTES = 25 * 2**20
 WEIGHT_COPIES = 2
+# Part of the longer of two durations by which they may differ, and how often they are measured.
+SECONDS_BOUND = 0.2
+MOST_MEASUREMENTS = 5
 
 
 def has_openvino() -> bool:
@@ -50,7 +53,10 @@ def has_openvino() -> bool:
 
 
 def openvino_bytes(network: nn.Module) -> int:
-    """Estimate what OpenVINO holds for a network from its first pass on, beside the feature maps of a pass."""
+    """Estimate what OpenVINO holds for a network from its first pass on, beside the feature maps of a pass.
+
+    This decides whether OpenVINO may be chosen, and is kept free for it where it is.
+    """
     weights = sum(parameter.nbytes for parameter in network.parameters())
     return KERNELS_BYTES + WEIGHT_COPIES * weights
 
@@ -203,8 +209,18 @@ class _Compiled:
         return model
 
 
+class PassSeconds(NamedTuple):
+    """Durations of a pass in both backends, in s."""
+
+    torch: float
+    openvino: float
+
+
 def quickest_backend(network: StageNetwork) -> str:
-    """Measure a network in torch and in OpenVINO, both in fp32, once per machine; the answer is kept in the user's cache.
+    """Measure a network in torch and in OpenVINO, both in fp32.
+
+    The measurement is repeated until two agree, and kept for this machine and these versions, see
+    `medseg.io.calibration`.
 
     Args:
         network: Network on the CPU, in evaluation mode.
@@ -212,27 +228,44 @@ def quickest_backend(network: StageNetwork) -> str:
     Returns:
         `torch` or `openvino`.
     """
-    path = machine_folder() / "backends.json"
     machine = (
-        f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"openvino {importlib.metadata.version('openvino')}"
+        f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, openvino {importlib.metadata.version('openvino')}"
     )
-    try:
-        known = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        known = {}
-    if known.get(machine) not in ("torch", "openvino"):
-        depth, height, width = (2 * size for size in network.traits.small_size)
-        image = torch.zeros(1, network.in_channels, depth, height, width)
+    path = machine_folder() / "backends" / f"{machine}.json".replace("/", "_")
+    numbers = read_calibration(path, len(PassSeconds._fields))
+    if numbers is None:
         try:
-            compiled = _Compiled(network.network, network.in_channels, network.traits.small_size, "f32")
-            is_quicker = _seconds(compiled, image) < _seconds(network.network, image)
-            known[machine] = "openvino" if is_quicker else "torch"
+            numbers, circumstances = _measure_backends(network)
         except UserError:  # it cannot be converted
             return "torch"
-        with suppress(OSError, UserError):
-            replace_text(path, json.dumps(known, indent=1))
-    return str(known[machine])
+        write_calibration(path, numbers, circumstances)
+    seconds = PassSeconds(*numbers)
+    return "openvino" if seconds.openvino < seconds.torch else "torch"
+
+
+def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances]:
+    """Time a pass in both backends until two measurements agree.
+
+    Raises:
+        UserError: If OpenVINO cannot convert the network.
+    """
+    depth, height, width = (2 * size for size in network.traits.small_size)
+    in_torch = network.network
+    channels = network.in_channels
+    image = torch.zeros(1, channels, depth, height, width)
+    in_openvino = _Compiled(in_torch, channels, network.traits.small_size, "f32")
+    previous, latest, circumstances = measure_until(
+        lambda: PassSeconds(_seconds(in_torch, image), _seconds(in_openvino, image)), _agree, MOST_MEASUREMENTS
+    )
+    # Other programs only lengthen a duration.
+    return [min(durations) for durations in zip(previous, latest, strict=True)], circumstances
+
+
+def _agree(first: PassSeconds, second: PassSeconds) -> bool:
+    """Whether each backend took as long in two measurements, within `SECONDS_BOUND`."""
+    pairs = zip(first, second, strict=True)
+    return all(abs(one - other) <= SECONDS_BOUND * max(one, other) for one, other in pairs)
 
 
 def _seconds(call: Any, image: Tensor) -> float:

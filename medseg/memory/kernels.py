@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
-from medseg.memory.calibration import Circumstances, LoadMeter, present_load
+from medseg.io.calibration import Circumstances, LoadMeter, present_load
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks, used_bytes
 from medseg.memory.instructions import instruction_limit
 from medseg.memory.profile import peak_resident_bytes, release_free_memory, reset_peak_resident, resident_bytes
@@ -139,7 +139,7 @@ class KernelCosts:
         return durations_s
 
     def _read(self) -> None:
-        """Read the costs that still count, see `medseg.memory.calibration`."""
+        """Read the costs that still count, see `medseg.io.calibration`."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             for key, (workspace, written, kept, seconds, load, time_s) in content.items():

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
-from medseg.memory.calibration import LoadMeter, read_calibration, write_calibration
+from medseg.io.calibration import LoadMeter, measure_until, read_calibration, write_calibration
 from medseg.memory.kernels import processor_name
 from medseg.runs.signature import plain
 from medseg.workers import Worker
@@ -36,7 +37,6 @@ SMALL_MONAI = ["model=segresnet", "model.init_filters=8", "model.blocks_down=[1,
 MEMORY_BOUND, SECONDS_BOUND = 0.02, 0.2
 # Trainings after which a calibration is taken as it is, and made anew the next time.
 MOST_TRAININGS = 5
-UNSETTLED_LOAD = 1.0
 
 
 class ProcessCost(NamedTuple):
@@ -73,7 +73,7 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
     """Measure the memory and the seconds of a run beside its tensors by tiny trainings.
 
     The trainings are repeated until two of them agree. The result is kept for this machine and these versions, see
-    `medseg.memory.calibration`.
+    `medseg.io.calibration`.
 
     Args:
         folder: Folder of the machine's measurements.
@@ -92,22 +92,18 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
         main, pictures, worker, copies = map(int, numbers[:-1])
         return ProcessCost(main, pictures, worker, copies, numbers[-1])
     say("plan: measuring a run without its tensors by tiny trainings, about a minute; kept for later plans")
-    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name, LoadMeter() as meter:
+    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
         arguments = [*REHEARSAL, *(SMALL_MONAI if has_monai else SMALL_UNET)]
         if not has_logger:
             arguments.append("logger=none")
         arguments += [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache"]
         # The first training also makes scan and cache, which takes more memory.
-        _watched_training(arguments, Path(name) / "0")
-        costs = [_watched_training(arguments, Path(name) / "1")]
-        while len(costs) < MOST_TRAININGS:
-            costs.append(_watched_training(arguments, Path(name) / str(len(costs) + 1)))
-            if agree(costs[-2], costs[-1]):
-                break
-    circumstances = meter.circumstances()
-    if not agree(costs[-2], costs[-1]):
-        circumstances = circumstances._replace(load=UNSETTLED_LOAD)
-    cost = joined(costs[-2], costs[-1])
+        folders = (Path(name) / str(number) for number in itertools.count())
+        _watched_training(arguments, next(folders))
+        previous, latest, circumstances = measure_until(
+            lambda: _watched_training(arguments, next(folders)), agree, MOST_TRAININGS
+        )
+    cost = joined(previous, latest)
     write_calibration(path, cost, circumstances)
     return cost
 

@@ -1,7 +1,7 @@
 """Cascades of a prediction: loading them, and choosing one for a scan by its spacing."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,12 +9,12 @@ from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stages
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError, require
-from medseg.inference.options import Backend, InferenceOptions
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
-from medseg.prediction.contract import has_room_for_openvino
+from medseg.prediction.contract import backend_room_bytes
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan
 from medseg.weights.files import TILE_CHANGES, shipped_weights
@@ -72,16 +72,16 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     options = options or InferenceOptions()
-    loading = options
-    if options.backend is None and not has_room_for_openvino(options.max_ram_gib, options.budget_gib):
-        loading = replace(options, backend=Backend.torch)
     stages: list[TrainedStage] = []
     measured = ""
     for name, checkpoints in (("coarse", coarse), ("fine", fine)):
         if checkpoints or not stages or stages[0].name == "coarse":
             paths = [Path(path) for path in checkpoints or ()] or [shipped_weights(INCLUDED_TASK, name)]
             measured = "" if checkpoints else TILE_CHANGES
-            stages.append(load_stages(paths, name, device, precision, trusted, loading))
+            # OpenVINO takes memory with its first pass only: that of the stages before is still to come.
+            room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
+            room_bytes -= sum(stage.backend_bytes for stage in stages)
+            stages.append(load_stages(paths, name, device, precision, trusted, options, room_bytes))
     if options.tile_size is not None:
         stages[-1].use_tiles(options.tile_size, measured)
     for stage in stages:

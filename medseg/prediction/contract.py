@@ -14,8 +14,6 @@ LIBRARIES_BYTES = 60 * 2**20
 # Slabs that are resampled, and components of a label, at most.
 SLABS_BYTES = 240 * 2**20
 OVERHEAD_BYTES = LIBRARIES_BYTES + SLABS_BYTES
-# What OpenVINO takes beside torch for the two included networks; measured.
-OPENVINO_BYTES = 100 * 2**20
 # Smallest rest for networks and arrays.
 LEAST_BYTES = 80 * 2**20
 NETWORK_SHARE = 0.6
@@ -57,8 +55,8 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
     return MemoryShares(NETWORK_SHARE * rest / 2**30, (1 - NETWORK_SHARE) * rest / NUM_ARRAYS)
 
 
-def has_room_for_openvino(max_ram_gib: float | None, budget_gib: float) -> bool:
-    """Whether a pass that takes all of `inference.budget_gib` fits beside OpenVINO, before the weights are loaded.
+def backend_room_bytes(max_ram_gib: float | None, budget_gib: float) -> float:
+    """Measure what is left for another backend beside a pass that takes all of `inference.budget_gib`.
 
     Torch takes less: it runs in slabs where a pass does not fit, and has no libraries of its own to load.
 
@@ -67,4 +65,4 @@ def has_room_for_openvino(max_ram_gib: float | None, budget_gib: float) -> bool:
         budget_gib: Memory of a network pass.
     """
     limit_bytes = memory_limit_bytes() if max_ram_gib is None else max_ram_gib * 2**30
-    return resident_bytes() + OVERHEAD_BYTES + OPENVINO_BYTES + budget_gib * 2**30 <= limit_bytes
+    return limit_bytes - resident_bytes() - OVERHEAD_BYTES - budget_gib * 2**30

@@ -18,6 +18,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid_rule import PLAIN, GridRule
+from medseg.inference.openvino import openvino_bytes
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.models.stage_network import StageNetwork
 from medseg.prediction.export_stage import describe_stage
@@ -90,6 +91,12 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
     load_stage(path, "fine", CPU)
     load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(backend=Backend.openvino))
     assert used == ["fp32", "bf16"]
+    need_bytes = openvino_bytes(load_stage(path, "fine", CPU, backend="torch").network)
+    load_stage(path, "fine", CPU, backend_room_bytes=need_bytes - 1)
+    assert used == ["fp32", "bf16"], "no room: torch"
+    load_stage(path, "fine", CPU, backend_room_bytes=need_bytes)
+    load_stages([path, path], "fine", CPU, backend_room_bytes=1.5 * need_bytes)
+    assert used == ["fp32", "bf16", "fp32", "fp32"], "of two networks one has room"
     with pytest.raises(UserError, match=r"inference\.half_weights=true works with inference\.backend=torch only"):
         load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(half_weights=True, backend=Backend.openvino))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import nn
 from medseg.errors import UserError
 from medseg.inference import openvino as backend
 from medseg.inference.openvino import openvino_bytes, quickest_backend, use_openvino
+from medseg.io import calibration
+from medseg.io.calibration import Circumstances
 from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
@@ -178,26 +180,69 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.M
         use_openvino(make(), "fp32")
 
 
-@pytest.mark.parametrize(("torch_s", "openvino_s", "chosen"), [(1.0, 2.0, "torch"), (2.0, 1.0, "openvino")])
-def test_the_quicker_one_is_measured_once_per_machine(
-    torch_s: float, openvino_s: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[str] = []
+@pytest.fixture
+def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """Durations of torch and OpenVINO that the next measurements give, on a quiet machine with a cache of its own."""
+    pairs: list[tuple[float, float]] = []
 
     def seconds(call: Any, image: torch.Tensor) -> float:
-        measured.append(type(call).__name__)
-        return torch_s if isinstance(call, nn.Module) else openvino_s
+        return pairs[0][0] if isinstance(call, nn.Module) else pairs.pop(0)[1]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(backend, "_seconds", seconds)
     monkeypatch.setattr(backend.importlib.metadata, "version", lambda _: "1.0")
+    monkeypatch.setattr(calibration.LoadMeter, "circumstances", lambda _: Circumstances(0.0, time.time()))
+    monkeypatch.setattr(calibration, "present_load", lambda: 0.0)
+    return pairs
+
+
+@pytest.mark.parametrize(("torch_s", "openvino_s", "chosen"), [(1.0, 2.0, "torch"), (2.0, 1.0, "openvino")])
+def test_the_quicker_one_is_measured_once_per_machine(
+    torch_s: float, openvino_s: float, chosen: str, tmp_path: Path, timings: list[tuple[float, float]]
+) -> None:
+    timings += [(torch_s, openvino_s)] * 4
     assert [quickest_backend(make()) for _ in range(2)] == [chosen, chosen]
-    assert measured == ["_Compiled", "UNet"]
-    kept = tmp_path / "medseg" / "backends.json"
-    assert list(json.loads(kept.read_text(encoding="utf-8")).values()) == [chosen]
+    assert len(timings) == 2
+    (kept,) = (tmp_path / "medseg" / "backends").iterdir()
     kept.write_text("damaged", encoding="utf-8")
     assert quickest_backend(make()) == chosen
-    assert len(measured) == 4
+    assert timings == []
+
+
+def test_durations_that_differ_are_measured_again_and_the_shorter_ones_count(timings: list[tuple[float, float]]) -> None:
+    # Another program lengthens the first pass in OpenVINO, and the last one in torch a little.
+    timings += [(2.0, 9.0), (2.0, 1.0), (2.3, 1.0)]
+    assert quickest_backend(make()) == "openvino"
+    assert timings == []
+
+
+def test_a_choice_made_under_load_is_made_anew_on_a_quiet_machine(
+    timings: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration.LoadMeter, "circumstances", lambda _: Circumstances(0.8, time.time()))
+    monkeypatch.setattr(calibration, "present_load", lambda: 0.8)
+    timings += [(1.0, 2.0)] * 2
+    assert [quickest_backend(make()) for _ in range(2)] == ["torch", "torch"]
+    monkeypatch.setattr(calibration, "present_load", lambda: 0.0)
+    timings += [(2.0, 1.0)] * 2
+    assert quickest_backend(make()) == "openvino"
+
+
+def test_durations_that_never_agree_are_not_kept_for_a_quiet_machine(timings: list[tuple[float, float]]) -> None:
+    timings += [(number, 2.0 * number) for number in (1.0, 2.0, 4.0, 8.0, 16.0)]
+    assert quickest_backend(make()) == "torch"
+    timings += [(2.0, 1.0)] * 2
+    assert quickest_backend(make()) == "openvino"
+    assert timings == []
+
+
+def test_a_choice_expires(timings: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    timings += [(1.0, 2.0)] * 2
+    assert quickest_backend(make()) == "torch"
+    later_s = time.time() + calibration.MAX_AGE_S + 60
+    monkeypatch.setattr(calibration.time, "time", lambda: later_s)
+    timings += [(2.0, 1.0)] * 2
+    assert quickest_backend(make()) == "openvino"
 
 
 SIGNAL_AFTER_THE_LAST_NETWORK = """

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from medseg.memory import calibration, kernels
+from medseg.io import calibration
+from medseg.memory import kernels
 from medseg.memory.kernels import KernelCosts, continued, parts_of
 from medseg.memory.tracker import Call, Operand
 

@@ -21,7 +21,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
-from medseg.memory import calibration
+from medseg.io import calibration
 from medseg.memory.profile import private_bytes
 from medseg.planning import process, rehearsal
 from medseg.planning import synthetic_samples as samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
 from medseg.prediction import cascades, contract
 from medseg.prediction.cascades import load_cascade
-from medseg.prediction.contract import NUM_ARRAYS, OPENVINO_BYTES, OVERHEAD_BYTES, share_memory
+from medseg.prediction.contract import NUM_ARRAYS, OVERHEAD_BYTES, backend_room_bytes, share_memory
+
+BACKEND_BYTES = 100 * 2**20
 
 
 def test_without_a_bound_everything_may_be_in_memory() -> None:
@@ -37,41 +40,39 @@ def test_a_bound_below_the_libraries_is_refused_with_one_that_is_enough(monkeypa
 
 def test_what_a_backend_takes_later_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "resident_bytes", lambda: 400 * 2**20)
-    torch_shares, openvino_shares = share_memory(2.0), share_memory(2.0, OPENVINO_BYTES)
-    for shares, backend_bytes in ((torch_shares, 0), (openvino_shares, OPENVINO_BYTES)):
+    torch_shares, openvino_shares = share_memory(2.0), share_memory(2.0, BACKEND_BYTES)
+    for shares, backend_bytes in ((torch_shares, 0), (openvino_shares, BACKEND_BYTES)):
         total = shares.network_gib * 2**30 + NUM_ARRAYS * shares.array_bytes + OVERHEAD_BYTES
         assert math.isclose(total, 1648 * 2**20 - backend_bytes)
 
 
 @pytest.mark.parametrize(
-    ("max_ram_gib", "machine_gib", "budget_gib", "backend", "used"),
+    ("max_ram_gib", "machine_gib", "budget_gib", "room_mib"),
     [
-        (None, 16.0, 1.0, None, None),  # both are measured
-        (None, 1.5, 1.0, None, "torch"),
-        (1.0, 16.0, 1.0, None, "torch"),
-        (4.0, 1.5, 1.0, None, None),
-        (1.0, 16.0, 0.1, None, None),
-        (1.0, 16.0, 1.0, "openvino", "openvino"),  # an explicit choice stands
+        (None, 16.0, 1.0, 15 * 1024 - 600),
+        (None, 1.5, 1.0, 512 - 600),
+        (1.0, 16.0, 1.0, -600),
+        (4.0, 1.5, 1.0, 3 * 1024 - 600),
     ],
 )
-def test_openvino_is_a_choice_only_where_its_memory_fits(
-    max_ram_gib: float | None,
-    machine_gib: float,
-    budget_gib: float,
-    backend: str | None,
-    used: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_another_backend_has_the_room_beside_the_largest_pass(
+    max_ram_gib: float | None, machine_gib: float, budget_gib: float, room_mib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class LoadedError(Exception):
-        pass
-
-    def load_stages(*arguments: Any) -> None:
-        raise LoadedError(arguments[-1].backend)
-
     monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * 2**20)
     monkeypatch.setattr(contract, "memory_limit_bytes", lambda: machine_gib * 2**30)
+    assert backend_room_bytes(max_ram_gib, budget_gib) / 2**20 == pytest.approx(room_mib)
+
+
+def test_the_stages_share_the_room_of_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = SimpleNamespace(backend_bytes=70, tile_size=None, task=SimpleNamespace(regions=True))
+    rooms: list[float] = []
+
+    def load_stages(*arguments: Any) -> SimpleNamespace:
+        rooms.append(arguments[-1])
+        return stage
+
+    monkeypatch.setattr(cascades, "backend_room_bytes", lambda *_: 100.0)
     monkeypatch.setattr(cascades, "load_stages", load_stages)
-    options = InferenceOptions(budget_gib=budget_gib, backend=backend, max_ram_gib=max_ram_gib)
-    with pytest.raises(LoadedError) as loaded:
-        load_cascade([], [], options=options)
-    assert loaded.value.args == (used,)
+    monkeypatch.setattr(cascades, "Cascade", lambda *stages: stages)
+    load_cascade([], [], options=InferenceOptions())
+    assert rooms == [100.0, 30.0]

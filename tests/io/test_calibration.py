@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from medseg.memory import calibration
-from medseg.memory.calibration import (
+from medseg.io import calibration
+from medseg.io.calibration import (
     MAX_AGE_S,
     Circumstances,
     LoadMeter,

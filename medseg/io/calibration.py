@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import psutil
 
@@ -21,6 +21,10 @@ MAX_AGE_S = 30 * 86400.0
 QUIET_LOAD = 0.1
 # How long the present load is watched.
 WATCH_S = 0.25
+# Load that is noted for measurements that do not agree.
+UNSETTLED_LOAD = 1.0
+
+Measurement = TypeVar("Measurement")
 
 
 class Circumstances(NamedTuple):
@@ -71,6 +75,34 @@ class LoadMeter:
     def circumstances(self) -> Circumstances:
         """Describe the block that has just ended."""
         return Circumstances(round(self.load, 3), time.time())
+
+
+def measure_until(
+    measure: Callable[[], Measurement],
+    agree: Callable[[Measurement, Measurement], bool],
+    most_times: int,
+) -> tuple[Measurement, Measurement, Circumstances]:
+    """Repeat a measurement until two in a row agree.
+
+    Args:
+        measure: Makes one measurement.
+        agree: Whether two measurements are equal within their bounds.
+        most_times: Measurements, at least 2, after which the last two are taken as they are.
+
+    Returns:
+        The last two measurements, and when and under which load they were made. Two that do not agree count as made
+        under load, so that they are made anew on a quiet machine.
+    """
+    with LoadMeter() as meter:
+        previous, latest = measure(), measure()
+        num_times = 2
+        while num_times < most_times and not agree(previous, latest):
+            previous, latest = latest, measure()
+            num_times += 1
+    circumstances = meter.circumstances()
+    if not agree(previous, latest):
+        circumstances = circumstances._replace(load=UNSETTLED_LOAD)
+    return previous, latest, circumstances
 
 
 def _readings_s() -> tuple[float, float, float]:
