@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.evaluation.case_viewer import SUFFIX, pack_case, write_case_viewer
 from medseg.evaluation.matching import Reference, check_grid, read_pair
 from medseg.evaluation.reports import read_words, scan_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image
 from medseg.metrics.hu_statistics import label_statistics
-from medseg.pictures.overlay import overlay_montage
 from medseg.preprocess.orient import orient
+from medseg.report.case_viewer import SUFFIX, pack_case, write_case_viewer
 from medseg.report.cases import worst_first
+from medseg.report.overlay import overlay_montage
 from medseg.task import LabelValues, Task
 
 Row = Mapping[str, Any]

@@ -8,11 +8,11 @@ from typing import Any
 from medseg.cascade.bound import StatedBound
 from medseg.data.case_table import Case
 from medseg.errors import UserError, require
-from medseg.evaluation.case_viewer import CaseReport
 from medseg.evaluation.matching import Reference
 from medseg.io.inputs import case_name
 from medseg.io.text import read_json
 from medseg.preprocess.scale import HuScale
+from medseg.report.case_viewer import CaseReport
 from medseg.task import Task
 
 # Costs of a prediction: seconds from file to file, area under its memory over time, most memory of its process.

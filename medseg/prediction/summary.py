@@ -7,13 +7,13 @@ from pathlib import Path
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError
 from medseg.evaluation.reports import read_bounds
+from medseg.io.tables import read_csv, write_csv
 from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.case import (
     locked_folder,
     read_report,
 )
-from medseg.report.tables import read_csv, write_csv
 from medseg.task import Task
 
 SUMMARY_FILE = "summary.csv"

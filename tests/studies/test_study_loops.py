@@ -17,9 +17,9 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import CompareSpacingConfig, DemoConfig, LadderConfig, TimeToDiceConfig
 from medseg.errors import EXIT_RESUME, UserError
+from medseg.io.tables import read_csv
 from medseg.memory.options import Precision
 from medseg.report.spacings import Strategy
-from medseg.report.tables import read_csv
 from medseg.studies import baselines, compare_spacing, ladder, recipes, time_to_dice
 from medseg.workers import WorkerDiedError
 

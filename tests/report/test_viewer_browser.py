@@ -20,7 +20,7 @@ from PIL import Image
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
-from medseg.pictures.viewer import ViewerWords, pack_volumes, write_viewer
+from medseg.report.viewer import ViewerWords, pack_volumes, write_viewer
 
 TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("right_lung", 2, "#fb923c")]
 GRID = VoxelGrid((60, 70, 80), (2.0, 2.0, 2.0), (-80.0, -70.0, 0.0))

@@ -18,7 +18,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
 from medseg.io.nifti import packed_nifti
-from medseg.pictures.overlay import ERROR_COLOURS, grey_range
+from medseg.report.overlay import ERROR_COLOURS, grey_range
 
 SPACING_MM = 1.5
 """Wanted spacing of the voxels in the page; a scan whose page would be too large gets a coarser one."""

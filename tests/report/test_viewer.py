@@ -15,8 +15,8 @@ import pytest
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
-from medseg.pictures import viewer
-from medseg.pictures.viewer import ViewerWords, pack_volumes, write_viewer
+from medseg.report import viewer
+from medseg.report.viewer import ViewerWords, pack_volumes, write_viewer
 
 TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("</script>", 2, "#fb923c")]
 OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
