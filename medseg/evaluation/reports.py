@@ -9,6 +9,7 @@ from medseg.cascade.bound import StatedBound
 from medseg.data.case_table import Case
 from medseg.errors import UserError, require
 from medseg.evaluation.matching import Reference
+from medseg.findings import Severity
 from medseg.io.inputs import case_name
 from medseg.io.text import read_json
 from medseg.preprocess.scale import HuScale
@@ -59,12 +60,19 @@ def read_words(prediction: Path) -> CaseReport:
         return CaseReport(
             str(report["status"]),
             [str(text) for text in report["warnings"]],
+            information_of(report),
             {str(name): float(dice) for name, dice in report["agreements"].items()},
             None if place is None else [float(x) for x in place],
             read_bounds(report),
         )
     except _NO_REPORT:
         return CaseReport()
+
+
+def information_of(report: Mapping[str, Any]) -> list[str]:
+    """List the findings of a report that ask for nothing; reports of older versions have none."""
+    findings = report.get("findings", [])
+    return [str(finding["sentence"]) for finding in findings if finding["severity"] == Severity.information]
 
 
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:

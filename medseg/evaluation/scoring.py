@@ -236,7 +236,8 @@ def _score_case(
         summary.costs[reference.name] = cost
     if overlays is not None and (scan := scan_of(reference, pred_files[0], task)) is not None:
         try:
-            summary.warnings += [f"{scan.name}: {remark}" for remark in draw_overlay(scan, pred, target, grid, task, overlays)]
+            warnings = draw_overlay(scan, pred, target, grid, task, overlays)
+            summary.warnings += [f"{scan.name}: {warning}" for warning in warnings]
         except (UserError, OSError, ValueError) as error:
             summary.warnings.append(f"{reference.name}: no picture, {error}")
     return f"Dice {', '.join(dices)}"

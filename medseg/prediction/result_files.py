@@ -178,7 +178,12 @@ def write_results(
         elif kind == "viewer":
             assert views.packed is not None, "a viewer takes one"
             report = CaseReport(
-                result.status, result.warnings, result.agreements, result.most_disputed_xyz_mm, result.dice_at_least
+                result.status,
+                result.warnings,
+                result.information,
+                result.agreements,
+                result.most_disputed_xyz_mm,
+                result.dice_at_least,
             )
             write_case_viewer(path, views.packed, result.statistics, report, task)
         else:

@@ -39,6 +39,7 @@ class CaseReport(NamedTuple):
 
     status: str = ""
     warnings: Sequence[str] = ()
+    information: Sequence[str] = ()
     agreements: Mapping[str, float] = {}
     most_disputed_xyz_mm: Sequence[float] | None = None
     dice_at_least: Mapping[str, StatedBound] = {}
@@ -108,6 +109,7 @@ def write_case_viewer(
         path.name.removesuffix(SUFFIX),
         report.status,
         report.warnings,
+        report.information,
         columns,
         {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
         report.agreements,

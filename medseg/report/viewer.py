@@ -150,6 +150,7 @@ class ViewerWords:
         title: Name of the case.
         status: `ok`, `warnings` or `not_hu`.
         warnings: Sentences of the report.
+        information: Sentences that ask for nothing.
         columns: Headings of the table of labels.
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient of the two stages.
@@ -161,6 +162,7 @@ class ViewerWords:
     title: str
     status: str
     warnings: Sequence[str]
+    information: Sequence[str]
     columns: Sequence[str]
     rows: Mapping[int, Sequence[str]]
     agreements: Mapping[str, float]

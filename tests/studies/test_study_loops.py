@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_a_row_is_measured_in_a_new_process_and_only_where_its_request_is_new(
         ladder.measure(folder, config, shape, steps, baseline, None)  # type: ignore[arg-type]
         assert len(calls) == before + 1
     for error, said in (
-        (WorkerDiedError(), "the system ended its process"),
+        (WorkerDiedError(-signal.SIGKILL), "its process was killed"),
         (UserError("no room"), "could not be measured: no room"),
     ):
         Worker.error = error

@@ -33,7 +33,9 @@ _IGNORE_GRID = (
     "resample it to the image, or, if only its header is wrong, use its voxels as they are with data.ignore_findings=[label_grid]"
 )
 KINDS = {
-    "reading": Kind(WARNING, "{remark}"),
+    # Sentences of the readers.
+    "reading": Kind(WARNING, "{sentence}"),
+    "left_out": Kind(INFORMATION, "{sentence}"),
     "hu_offset": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and soft tissue lies at about {peak}: they are about {size} too {way} for HU",
