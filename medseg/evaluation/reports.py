@@ -60,7 +60,7 @@ def read_words(prediction: Path) -> CaseReport:
         return CaseReport(
             str(report["status"]),
             [str(text) for text in report["warnings"]],
-            information_of(report),
+            information_in_report(report),
             {str(name): float(dice) for name, dice in report["agreements"].items()},
             None if place is None else [float(x) for x in place],
             read_bounds(report),
@@ -69,7 +69,7 @@ def read_words(prediction: Path) -> CaseReport:
         return CaseReport()
 
 
-def information_of(report: Mapping[str, Any]) -> list[str]:
+def information_in_report(report: Mapping[str, Any]) -> list[str]:
     """List the findings of a report that ask for nothing; reports of older versions have none."""
     findings = report.get("findings", [])
     return [str(finding["sentence"]) for finding in findings if finding["severity"] == Severity.information]

@@ -7,7 +7,7 @@ from typing import Any
 
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError
-from medseg.evaluation.reports import information_of, read_bounds
+from medseg.evaluation.reports import information_in_report, read_bounds
 from medseg.io.tables import read_csv, write_csv
 from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction.batch import BatchCase
@@ -45,7 +45,7 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
             status = {
                 "status": report.get("status"),
                 "warnings": " | ".join(map(str, report.get("warnings", []))),
-                "information": " | ".join(information_of(report)),
+                "information": " | ".join(information_in_report(report)),
             }
         volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
         figures = report.get("statistics", {})
