@@ -41,7 +41,8 @@ def main() -> None:
     for spacing_mm in (1.0, 2.0):
         target = GRID.resampled((spacing_mm,) * 3)
         filters: dict[str, Callable[[], Any]] = {
-            resampling: partial(resample_image, image, GRID, target, -1000.0, resampling=resampling) for resampling in RESAMPLINGS
+            resampling: partial(resample_image, image, GRID, target, -1000.0, resampling=resampling)
+            for resampling in RESAMPLINGS
         }
         filters[SIMPLE_ITK] = partial(
             SimpleITK.Resample,
@@ -52,13 +53,23 @@ def main() -> None:
             outputPixelType=SimpleITK.sitkFloat32,
         )
         times = dict.fromkeys(filters, float("inf"))
-        for _ in range(ROUNDS):  # in turn, so that other work on the machine affects all of them alike
+        for _ in range(
+            ROUNDS
+        ):  # in turn, so that other work on the machine affects all of them alike
             times = {name: min(times[name], timeit(run, number=1)) for name, run in filters.items()}
         if find_spec("skimage"):
             from skimage.transform import resize
 
-            options = {"order": 3, "mode": "edge", "anti_aliasing": False, "clip": True, "preserve_range": True}
-            times[SCIKIT_IMAGE] = timeit(partial(resize, image.astype(np.float64), target.shape, **options), number=1)
+            options = {
+                "order": 3,
+                "mode": "edge",
+                "anti_aliasing": False,
+                "clip": True,
+                "preserve_range": True,
+            }
+            times[SCIKIT_IMAGE] = timeit(
+                partial(resize, image.astype(np.float64), target.shape, **options), number=1
+            )
         rows = [{f"to {spacing_mm:g} mm": name, "seconds": taken_s, "of antialiased": taken_s / times["antialiased"],
                  "of SimpleITK": taken_s / times[SIMPLE_ITK]} for name, taken_s in times.items()]  # fmt: skip
         print_table(rows, formats=FORMATS)

@@ -12,7 +12,13 @@ from pathlib import Path
 
 MEMORY = ["plain", "amp", "amp_checkpoint"]  # files of conf/memory/
 STEPS = 200
-EXPERIMENT = ["stage=coarse", "spacing=isotropic_4mm", "data.cases=scans/table.csv", "data.cache=cache", "logger=none"]
+EXPERIMENT = [
+    "stage=coarse",
+    "spacing=isotropic_4mm",
+    "data.cases=scans/table.csv",
+    "data.cache=cache",
+    "logger=none",
+]
 
 
 def medseg(*arguments: str) -> None:
@@ -31,8 +37,17 @@ medseg("phantom", "output=scans", "num_train=8", "num_val=2", "num_test=0")
 # %%
 planned_mib = {}
 for memory in MEMORY:
-    medseg("plan", *EXPERIMENT, f"memory={memory}", "shape=[80,96,96]", "measure=false", f"output=plan_{memory}.json")
-    planned_mib[memory] = json.loads(Path(f"plan_{memory}.json").read_text(encoding="utf-8"))["peak_live_mib"]
+    medseg(
+        "plan",
+        *EXPERIMENT,
+        f"memory={memory}",
+        "shape=[80,96,96]",
+        "measure=false",
+        f"output=plan_{memory}.json",
+    )
+    planned_mib[memory] = json.loads(Path(f"plan_{memory}.json").read_text(encoding="utf-8"))[
+        "peak_live_mib"
+    ]
 print(planned_mib)
 assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 
@@ -44,7 +59,14 @@ assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 # `-m` trains each value in a process and a run folder of its own. The same command again resumes what was interrupted and repeats nothing.
 
 # %%
-medseg("train", "-m", *EXPERIMENT, f"memory={','.join(MEMORY)}", f"steps={STEPS}", "hydra.sweep.dir=sweep")
+medseg(
+    "train",
+    "-m",
+    *EXPERIMENT,
+    f"memory={','.join(MEMORY)}",
+    f"steps={STEPS}",
+    "hydra.sweep.dir=sweep",
+)
 
 # %% [markdown]
 # ## Compare

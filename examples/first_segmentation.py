@@ -13,7 +13,9 @@ import matplotlib.pyplot as plt
 from medseg import LungSegmenter
 from medseg.io.read import read_image, read_labels
 
-subprocess.run(["medseg", "phantom", "output=scans", "num_train=1", "num_val=1", "num_test=0"], check=True)
+subprocess.run(
+    ["medseg", "phantom", "output=scans", "num_train=1", "num_val=1", "num_test=0"], check=True
+)
 scan = Path("scans/phantom_000/ct.nii.gz")
 
 # %% [markdown]
@@ -25,7 +27,10 @@ result = segmenter.segment(scan)
 for label, volume_ml in result.volumes_ml.items():
     print(f"{label}: {volume_ml:.0f} ml, mean {result.statistics[label]['mean_hu']:.0f} HU")
 print("warnings:", result.warnings or "none")
-print("agreement of the two stages:", {region: round(dice, 3) for region, dice in result.agreements.items()})
+print(
+    "agreement of the two stages:",
+    {region: round(dice, 3) for region, dice in result.agreements.items()},
+)
 
 # %% [markdown]
 #     left_lung: 1827 ml, mean -820 HU

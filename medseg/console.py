@@ -39,7 +39,9 @@ def _open_nowhere(number: int) -> TextIO:
         os.dup2(nowhere, number)
         os.close(nowhere)
         nowhere = number
-    return io.TextIOWrapper(io.FileIO(nowhere, "w"), encoding="utf-8", errors=SHOWN_AS_CODE, write_through=True)
+    return io.TextIOWrapper(
+        io.FileIO(nowhere, "w"), encoding="utf-8", errors=SHOWN_AS_CODE, write_through=True
+    )
 
 
 def drop_output(stream: TextIO) -> None:
@@ -55,7 +57,10 @@ def say(message: str) -> None:
     A control character, as a file name may contain, is written as its code and cannot act on the terminal. Where nobody reads the
     error stream any more, the message is dropped.
     """
-    plain = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in message)
+    plain = "".join(
+        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1]
+        for letter in message
+    )
     try:
         print(f"medseg: {plain}", file=sys.stderr, flush=True)
     except BrokenPipeError:

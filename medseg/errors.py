@@ -39,9 +39,18 @@ def first_line(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out on the device, on the host, or in a loader worker."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+    if (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's, which is not imported here
         return True
     text, code = str(error), f"with exit code {EXIT_OUT_OF_MEMORY}."
-    words = ("can't allocate memory", "Cannot allocate memory", "CUDA out of memory", "CUDA error: out of memory")
+    words = (
+        "can't allocate memory",
+        "Cannot allocate memory",
+        "CUDA out of memory",
+        "CUDA error: out of memory",
+    )
     is_worker = text.startswith("DataLoader worker") and code in text
-    return isinstance(error, (RuntimeError, OSError)) and (is_worker or any(word in text for word in words))
+    return isinstance(error, (RuntimeError, OSError)) and (
+        is_worker or any(word in text for word in words)
+    )

@@ -96,8 +96,12 @@ class Task:
     @property
     def has_sides(self) -> bool:
         """Whether left and right differ: by the side of a region, or by the word `left` or `right` in the name of a label."""
-        words = {word for label in self.labels for word in label.lower().replace("-", "_").split("_")}
-        return any(region.side for region in self.regions) or not words.isdisjoint(("left", "right"))
+        words = {
+            word for label in self.labels for word in label.lower().replace("-", "_").split("_")
+        }
+        return any(region.side for region in self.regions) or not words.isdisjoint(
+            ("left", "right")
+        )
 
     @property
     def is_ct(self) -> bool:
@@ -142,7 +146,10 @@ class Task:
             data["name"],
             dict(data["labels"]),
             regions,
-            tuple(Channel(**{**channel, "window_hu": _pair(channel["window_hu"])}) for channel in channels),
+            tuple(
+                Channel(**{**channel, "window_hu": _pair(channel["window_hu"])})
+                for channel in channels
+            ),
             None if data.get("least_hu") is None else float(data["least_hu"]),
             data.get("ignore_label"),
             {name: _pair(range_ml) for name, range_ml in data.get("volume_ml", {}).items()},
@@ -161,5 +168,7 @@ def _pair(values: Any) -> Any:
 
 def is_side_pair(one: Region, other: Region) -> bool:
     """Whether two regions are the left and the right of one organ: same name apart from the side."""
-    names = {region.name.replace(str(region.side), "").strip(_SEPARATORS) for region in (one, other)}
+    names = {
+        region.name.replace(str(region.side), "").strip(_SEPARATORS) for region in (one, other)
+    }
     return {one.side, other.side} == {"left", "right"} and len(names) == 1

@@ -51,7 +51,12 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -106,7 +111,11 @@ def _answer(request: bytes) -> memoryview:
     try:
         return ForkingPickler.dumps((result, None))
     except Exception as error:
-        return _packed_error(NotSentError(f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: {error!r}"))
+        return _packed_error(
+            NotSentError(
+                f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: {error!r}"
+            )
+        )
 
 
 def _packed_error(error: Exception) -> memoryview:

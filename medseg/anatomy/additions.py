@@ -57,7 +57,9 @@ def add_coarse_parts(
         parts = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
         mask = additions[region.name] = parts.copy()
         if beyond is not None:
-            removed = remove_components(mask.view(np.uint8), 1, [Rejection(beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)])[0]
+            removed = remove_components(
+                mask.view(np.uint8), 1, [Rejection(beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)]
+            )[0]
             if (volume_ml := removed * voxel_ml(grid)) >= MIN_REPORTED_ML:
                 warnings.append(
                     f"{region.name}: {volume_ml:.0f} ml that the coarse stage alone found were not added: they lie beside the patient, as foam "
@@ -72,7 +74,9 @@ def add_coarse_parts(
     return additions
 
 
-def thick_parts(mask: np.ndarray, spacing_mm: tuple[float, float, float], least_mm: float) -> np.ndarray:
+def thick_parts(
+    mask: np.ndarray, spacing_mm: tuple[float, float, float], least_mm: float
+) -> np.ndarray:
     """Keep the parts of a mask into which a ball fits. The border of the volume makes no part thin.
 
     A layer of one voxel is thin, whatever the spacing: an outline.
@@ -104,4 +108,8 @@ def _raise(prob: Tensor, crop_grid: VoxelGrid, mask: np.ndarray, grid: VoxelGrid
     for start in range(0, depth, SLAB_PLANES):
         slab = VoxelBox((start, 0, 0), (min(start + SLAB_PLANES, depth), height, width))
         part = prob[slab.slices()]
-        torch.maximum(part, resample_image(share, grid, crop_grid.crop(slab), outside=0.0).to(part.dtype), out=part)
+        torch.maximum(
+            part,
+            resample_image(share, grid, crop_grid.crop(slab), outside=0.0).to(part.dtype),
+            out=part,
+        )

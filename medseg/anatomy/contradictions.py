@@ -4,7 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from medseg.anatomy.rules import MAX_DOUBTFUL_GAS_SHARE, MIN_AGREEMENT, MIN_DOUBTFUL_SHARE, USUAL_AGREEMENT
+from medseg.anatomy.rules import (
+    MAX_DOUBTFUL_GAS_SHARE,
+    MIN_AGREEMENT,
+    MIN_DOUBTFUL_SHARE,
+    USUAL_AGREEMENT,
+)
 from medseg.task import Task
 
 
@@ -35,24 +40,40 @@ def remove_contradictions(
     warnings: list[str] = []
     regions = [region for region in task.regions if region.name in agreements]
     values = {region.name: task.region_values(region) for region in regions}
-    volumes_ml = {region.name: sum(label_volumes_ml[name] for name in region.labels) for region in regions}
+    volumes_ml = {
+        region.name: sum(label_volumes_ml[name] for name in region.labels) for region in regions
+    }
     doubtful = {name for name in volumes_ml if agreements[name] < USUAL_AGREEMENT}
     contradicted = {
         name
         for name, volume_ml in volumes_ml.items()
         if agreements[name] < MIN_AGREEMENT
-        or (name in doubtful and (_is_tiny(volume_ml, name, task) or _is_gas(labels, image_hu, values[name], task.least_hu)))
+        or (
+            name in doubtful
+            and (
+                _is_tiny(volume_ml, name, task)
+                or _is_gas(labels, image_hu, values[name], task.least_hu)
+            )
+        )
     }
     # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows another one.
-    found = {name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted}
-    contradicted |= {
-        name for name in doubtful & found if found == {name} and _is_tiny(volumes_ml[name] - added_ml.get(name, 0.0), name, task)
+    found = {
+        name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted
     }
-    trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
+    contradicted |= {
+        name
+        for name in doubtful & found
+        if found == {name} and _is_tiny(volumes_ml[name] - added_ml.get(name, 0.0), name, task)
+    }
+    trusted = {
+        name for region in regions if region.name not in contradicted for name in region.labels
+    }
     for region in regions:
         volume_ml, agreed = volumes_ml[region.name], agreements[region.name]
         if not volume_ml:
-            warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks")
+            warnings.append(
+                f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks"
+            )
         elif region.name in contradicted:
             removed = [name for name in region.labels if name not in trusted]
             for plane in labels:
@@ -79,7 +100,9 @@ def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
     return volume_ml < MIN_DOUBTFUL_SHARE * least_ml
 
 
-def _is_gas(labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None) -> bool:
+def _is_gas(
+    labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None
+) -> bool:
     """Whether more than a third of a region lies below the bound of gas, as air below a blanket does."""
     if least_hu is None:
         return False

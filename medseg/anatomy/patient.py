@@ -27,7 +27,9 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     is_soft = image_hu[:: strides[0], :: strides[1], :: strides[2]] > SOFT_TISSUE_HU
     sizes = (1, *(1 + 2 * round(EROSION_MM / mm) for mm in (y_mm, x_mm)))
     # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by corners.
-    pieces, _ = ndimage.label(ndimage.minimum_filter(is_soft, sizes, mode="nearest"), np.ones((3, 3, 3)))
+    pieces, _ = ndimage.label(
+        ndimage.minimum_filter(is_soft, sizes, mode="nearest"), np.ones((3, 3, 3))
+    )
     counts = np.zeros(int(pieces.max()) + 1, dtype=np.int64)
     for plane in pieces:
         counts += np.bincount(plane.reshape(-1), minlength=len(counts))
@@ -51,7 +53,9 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
             if is_cut
         ]
         if len(cut) > 1:
-            if bottom == last_y or left > 0 or right < last_x:  # the corner hides how far the patient extends
+            if (
+                bottom == last_y or left > 0 or right < last_x
+            ):  # the corner hides how far the patient extends
                 continue
             cut.append([(0, 0), (0, last_x)])
         try:
@@ -65,7 +69,9 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
         np.ix_(
             *(
                 np.minimum((np.arange(size) + stride // 2) // stride, num_read - 1)
-                for size, stride, num_read in zip(image_hu.shape, strides, is_soft.shape, strict=True)
+                for size, stride, num_read in zip(
+                    image_hu.shape, strides, is_soft.shape, strict=True
+                )
             )
         )
     ]

@@ -27,7 +27,9 @@ def side_pairs(task: Task) -> list[tuple[Region, Region]]:
     ]
 
 
-def turned_pairs(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task) -> list[tuple[Region, Region]]:
+def turned_pairs(
+    image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task
+) -> list[tuple[Region, Region]]:
     """List the (left, right) regions between which the spine seems to be at the front: the body is turned about its long axis.
 
     Between the two sides of an organ the spine is in the back half of nearly every slice. A heart with contrast
@@ -59,7 +61,13 @@ def turned_pairs(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: Voxe
     return found
 
 
-def apex_excess(image_hu: np.ndarray, labels: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task) -> float:
+def apex_excess(
+    image_hu: np.ndarray,
+    labels: np.ndarray,
+    boxes: Mapping[str, VoxelBox],
+    grid: VoxelGrid,
+    task: Task,
+) -> float:
     """Measure by how much the upper ends of the lungs look more like apices than the lower ends; negative where they are upside down.
 
     At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim around the dome of the diaphragm and
@@ -92,4 +100,7 @@ def apex_excess(image_hu: np.ndarray, labels: np.ndarray, boxes: Mapping[str, Vo
 def _filled_share(mask: np.ndarray) -> float:
     """Share of the bounding rectangles of its slices that a mask (D, H, W) fills; 0 for an empty mask."""
     boxes = (VoxelBox.from_mask(plane[None]) for plane in mask)
-    return float(np.count_nonzero(mask) / max(1, sum(math.prod(box.shape) for box in boxes if box is not None)))
+    return float(
+        np.count_nonzero(mask)
+        / max(1, sum(math.prod(box.shape) for box in boxes if box is not None))
+    )

@@ -186,10 +186,15 @@ RULES = (
 
 def markdown_table() -> str:
     """Write the table of the documentation, one row for each rule."""
-    rows = ["| code | value | unit | what it decides | source | scans |", "|---|--:|---|---|---|--:|"]
+    rows = [
+        "| code | value | unit | what it decides | source | scans |",
+        "|---|--:|---|---|---|--:|",
+    ]
     for rule in RULES:
         scans = "–" if rule.num_scans is None else str(rule.num_scans)
-        rows.append(f"| `{rule.code}` | {_shown(rule.value)} | {rule.unit} | {rule.meaning} | {rule.source} | {scans} |")
+        rows.append(
+            f"| `{rule.code}` | {_shown(rule.value)} | {rule.unit} | {rule.meaning} | {rule.source} | {scans} |"
+        )
     return "\n".join(rows) + "\n"
 
 

@@ -12,7 +12,9 @@ from medseg.preprocess.intensity import BODY_HU
 from medseg.task import Region, Task
 
 
-def lone_side_warnings(boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
+def lone_side_warnings(
+    boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid: VoxelGrid, task: Task
+) -> list[str]:
     """Warn of a lone region of a pair whose side contradicts the cut of the scan.
 
     A scan of half a chest is cut towards the midline and shows the skin on its other side. The network does not
@@ -58,7 +60,9 @@ def lone_side_warnings(boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid
 
 def _matching_pairs(task: Task) -> list[tuple[Region, Region]]:
     """List the (left, right) regions whose labels correspond one to one, so that one side can be relabelled as the other; lobes do not."""
-    return [(left, right) for left, right in side_pairs(task) if len(left.labels) == len(right.labels)]
+    return [
+        (left, right) for left, right in side_pairs(task) if len(left.labels) == len(right.labels)
+    ]
 
 
 def unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
@@ -93,5 +97,9 @@ def unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
 def _reach_across(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether the left mask reaches beyond the right one's centre, or the other way round; array x points to the left."""
     left_n, right_n = (mask.sum((0, 1)) for mask in (left, right))
-    left_centre, right_centre = (float(np.average(np.arange(len(n)), weights=n)) for n in (left_n, right_n))
-    return bool(np.flatnonzero(left_n)[0] < right_centre or np.flatnonzero(right_n)[-1] > left_centre)
+    left_centre, right_centre = (
+        float(np.average(np.arange(len(n)), weights=n)) for n in (left_n, right_n)
+    )
+    return bool(
+        np.flatnonzero(left_n)[0] < right_centre or np.flatnonzero(right_n)[-1] > left_centre
+    )

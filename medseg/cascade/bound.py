@@ -40,8 +40,15 @@ class DiceBound:
     offset: float = OFFSET
 
     def __post_init__(self) -> None:
-        if not (0 <= self.factor < math.inf and 0 < self.level < 1 and self.num_patients >= 1 and 0 < self.offset < math.inf):
-            raise ValueError(f"a bound on Dice needs a factor >= 0, a level in (0, 1), a patient and an offset > 0, got {self}")
+        if not (
+            0 <= self.factor < math.inf
+            and 0 < self.level < 1
+            and self.num_patients >= 1
+            and 0 < self.offset < math.inf
+        ):
+            raise ValueError(
+                f"a bound on Dice needs a factor >= 0, a level in (0, 1), a patient and an offset > 0, got {self}"
+            )
 
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
@@ -110,7 +117,10 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     Returns:
         The bound; None if there are too few patients for the level: 9 are needed for 0.9.
     """
-    largest = sorted(max((1.0 - dice) / (1.0 - agreement + OFFSET) for agreement, dice in regions) for regions in scores.values())
+    largest = sorted(
+        max((1.0 - dice) / (1.0 - agreement + OFFSET) for agreement, dice in regions)
+        for regions in scores.values()
+    )
     rank = math.ceil((len(largest) + 1) * level - 1e-9)
     return DiceBound(largest[rank - 1], level, len(largest)) if 1 <= rank <= len(largest) else None
 
@@ -126,8 +136,15 @@ def count_covered(groups: Sequence[Scores], level: float) -> int | None:
     """
     covered = 0
     for index, scores in enumerate(groups):
-        others = {patient: found for other in (*groups[:index], *groups[index + 1 :]) for patient, found in other.items()}
+        others = {
+            patient: found
+            for other in (*groups[:index], *groups[index + 1 :])
+            for patient, found in other.items()
+        }
         if (bound := calibrate(others, level)) is None:
             return None
-        covered += sum(all(dice >= bound.at(agreement) for agreement, dice in regions) for regions in scores.values())
+        covered += sum(
+            all(dice >= bound.at(agreement) for agreement, dice in regions)
+            for regions in scores.values()
+        )
     return covered

@@ -14,7 +14,12 @@ from medseg.anatomy.additions import add_coarse_parts
 from medseg.anatomy.contradictions import remove_contradictions
 from medseg.anatomy.plausibility import volume_warnings
 from medseg.anatomy.rules import MIN_REPORTED_ML
-from medseg.cascade.agreement import added_volumes, agreement, distortion_warnings, most_disputed_xyz_mm
+from medseg.cascade.agreement import (
+    added_volumes,
+    agreement,
+    distortion_warnings,
+    most_disputed_xyz_mm,
+)
 from medseg.cascade.bound import DiceBound, StatedBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
@@ -134,12 +139,17 @@ class Cascade:
         require(
             bool(task.regions) == (self.fine is not None),
             f"the task {task.name} of the coarse checkpoint has "
-            + ("regions, which a fine stage refines; give fine=<checkpoint>" if task.regions else "no regions; leave fine out"),
+            + (
+                "regions, which a fine stage refines; give fine=<checkpoint>"
+                if task.regions
+                else "no regions; leave fine out"
+            ),
         )
         require(
             task.labels == fine.labels
             and task.regions == fine.regions
-            and [channel.modality for channel in task.channels] == [channel.modality for channel in fine.channels],
+            and [channel.modality for channel in task.channels]
+            == [channel.modality for channel in fine.channels],
             f"the coarse checkpoint was trained for the task {task.name} with the labels {task.labels}, "
             f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task",
         )
@@ -163,7 +173,11 @@ class Cascade:
     def dice_bound(self) -> DiceBound | None:
         """Bound that was calibrated for these two stages together; None for other pairs, several checkpoints and flips."""
         is_pair = self.fine is not None and self.fine.dice_bound == self.coarse.dice_bound
-        return self.coarse.dice_bound if is_pair and not any(stage.has_views(self.options) for stage in self.stages) else None
+        return (
+            self.coarse.dice_bound
+            if is_pair and not any(stage.has_views(self.options) for stage in self.stages)
+            else None
+        )
 
     @property
     def steps(self) -> list[str]:
@@ -208,30 +222,47 @@ class Cascade:
             with timed("localise"):
                 found = localise(images, grid, self.coarse, options)
             result.findings += found.findings
-            _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
+            _note_crop(
+                result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid
+            )
             parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
         not_added: list[str] = []
         apart: list[str] = []
         with timed("join"):
             if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
-                added = add_coarse_parts(found.labels, found.grid, found.beyond, parts, task, self.coarse.add_parts_mm, not_added)
+                added = add_coarse_parts(
+                    found.labels,
+                    found.grid,
+                    found.beyond,
+                    parts,
+                    task,
+                    self.coarse.add_parts_mm,
+                    not_added,
+                )
             labels = join(parts, grid, task, first, found, apart)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
-                name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
+                name: voxel_ml(grid)
+                * sum(int(np.count_nonzero(plane == value)) for plane in labels)
                 for name, value in task.labels.items()
             }
             if found is not None:
                 regions = {region.name: task.region_values(region) for region, _, _ in parts}
-                result.agreements = agreement(found.labels, found.grid, labels, grid, regions, added)
-                result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid, added)
+                result.agreements = agreement(
+                    found.labels, found.grid, labels, grid, regions, added
+                )
+                result.most_disputed_xyz_mm = most_disputed_xyz_mm(
+                    found.labels, found.grid, labels, grid, added
+                )
                 result.added_ml = added_volumes(found.grid, labels, grid, regions, added)
         # Read now: the next step forgets what was added to the regions that it removes.
         changed_labels: set[str] = set()
         for region in task.regions:
             if region.name in result.added_ml:
                 changed_labels.update(region.labels)
-        absent, contradictions = remove_contradictions(labels, first, task, result.volumes_ml, result.agreements, result.added_ml)
+        absent, contradictions = remove_contradictions(
+            labels, first, task, result.volumes_ml, result.agreements, result.added_ml
+        )
         result.findings += warnings_of("beside_patient", not_added)
         result.findings += warnings_of("apart", apart)
         result.findings += warnings_of("little_agreement", contradictions)
@@ -247,7 +278,9 @@ class Cascade:
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
             sentence = "no label found at all: the result is empty; check that the scan shows the organs of the task"
             result.findings += warnings_of("empty_result", [sentence])
-        result.findings += warnings_of("implausible_volume", volume_warnings(result.volumes_ml, labels, task))
+        result.findings += warnings_of(
+            "implausible_volume", volume_warnings(result.volumes_ml, labels, task)
+        )
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
             for region, probs, crop_grid in parts:
@@ -257,7 +290,9 @@ class Cascade:
             result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
 
-    def _stated_bounds(self, result: Segmentation, changed_labels: set[str]) -> dict[str, StatedBound]:
+    def _stated_bounds(
+        self, result: Segmentation, changed_labels: set[str]
+    ) -> dict[str, StatedBound]:
         """State the bound of each region that was found and to which nothing was added.
 
         Args:
@@ -279,7 +314,9 @@ class Cascade:
 
     def within(self, budget_gib: float) -> "Cascade":
         """Return the same cascade with a bound on the memory of a network pass."""
-        return replace(self, options=replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib)))
+        return replace(
+            self, options=replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
+        )
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """Refuse a scan whose planes exceed the budget, by its header alone.
@@ -388,7 +425,14 @@ def _refine_regions(
         with timed(step):
             tight_box = found.boxes[region.name]
             crop = region_crop(
-                tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule, fine.least_size
+                tight_box,
+                found.grid,
+                lattice,
+                fine.region_margin_mm,
+                fine.tile_size,
+                fine.divisor,
+                fine.rule,
+                fine.least_size,
             )
             prediction = refine(images, grid, crop, region, fine, options, intensities)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
@@ -401,7 +445,14 @@ def _refine_regions(
     return parts, stds
 
 
-def _note_crop(result: Segmentation, step: str, name: str, stage: TrainedStage, plan: Any, grid: VoxelGrid | None) -> None:
+def _note_crop(
+    result: Segmentation,
+    step: str,
+    name: str,
+    stage: TrainedStage,
+    plan: Any,
+    grid: VoxelGrid | None,
+) -> None:
     """Note how a crop went through the network, and warn where a crop of fixed size is distorted."""
     result.tiling_plans[step] = str(plan)
     if stage.rule.size is not None and grid is not None:
@@ -426,7 +477,9 @@ def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 @contextmanager
-def _timed(durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str) -> Iterator[None]:
+def _timed(
+    durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str
+) -> Iterator[None]:
     """Announce a step and record its seconds; it begins without the free memory of the step before."""
     release_free_memory()
     if on_step is not None:
@@ -462,7 +515,9 @@ def refine(
     lattice = grid.resampled(stage.spacing_mm)
 
     def channel(one: np.ndarray, outside: float, limits: tuple[float, float] | None) -> Tensor:
-        resampled = resample_crop(one, grid, lattice, crop, outside, stage.resampling, limits=limits)
+        resampled = resample_crop(
+            one, grid, lattice, crop, outside, stage.resampling, limits=limits
+        )
         return erase_outside(resampled, crop, outside)
 
     # One name for the image at all times: a second name would keep a second crop in memory while the network runs.
@@ -470,7 +525,11 @@ def refine(
         [
             normalise(channel(one, outside, limits), intensity)
             for one, outside, limits, intensity in zip(
-                images, stage.outside, stage.limits, intensities or stage.intensities(images), strict=True
+                images,
+                stage.outside,
+                stage.limits,
+                intensities or stage.intensities(images),
+                strict=True,
             )
         ]
     )

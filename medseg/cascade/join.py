@@ -57,7 +57,11 @@ def join(
     for name, value in task.labels.items():
         unseen = [Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found else []
         counts = remove_components(labels, value, [*gas, *unseen], MIN_PART_FRACTION)
-        if unseen and warnings is not None and (volume_ml := counts[-1] * voxel_ml(grid)) >= MIN_REPORTED_ML:
+        if (
+            unseen
+            and warnings is not None
+            and (volume_ml := counts[-1] * voxel_ml(grid)) >= MIN_REPORTED_ML
+        ):
             warnings.append(
                 f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are apart from what the coarse stage marks"
             )
@@ -87,7 +91,14 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
             part = _native_box(crop_grid, grid).intersect(slab)
             if not part.is_empty:
                 inner = part.shifted((-slab.start[0], 0, 0)).slices()
-                _claim(labels[part.slices()], best[inner], probs, crop_grid, grid.crop(part), task.region_values(region))
+                _claim(
+                    labels[part.slices()],
+                    best[inner],
+                    probs,
+                    crop_grid,
+                    grid.crop(part),
+                    task.region_values(region),
+                )
     return labels
 
 
@@ -115,10 +126,17 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
 
 def _unseen(found: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
     """Voxels of the native grid that the coarse stage assigns to no region that contains a label."""
-    values = {one for region in task.regions if value in task.region_values(region) for one in task.region_values(region)}
+    values = {
+        one
+        for region in task.regions
+        if value in task.region_values(region)
+        for one in task.region_values(region)
+    }
     is_unseen = ~np.isin(found.labels, list(values))
     nearest = nearest_voxels(found.grid, grid)
-    return lambda part: is_unseen[np.ix_(*(indices[along] for indices, along in zip(nearest, part, strict=True)))]
+    return lambda part: is_unseen[
+        np.ix_(*(indices[along] for indices, along in zip(nearest, part, strict=True)))
+    ]
 
 
 def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
@@ -135,7 +153,12 @@ def _slabs(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:
 
 
 def _claim(
-    labels: np.ndarray, best: np.ndarray, probs: Tensor, source: VoxelGrid, target: VoxelGrid, values: tuple[int, ...]
+    labels: np.ndarray,
+    best: np.ndarray,
+    probs: Tensor,
+    source: VoxelGrid,
+    target: VoxelGrid,
+    values: tuple[int, ...],
 ) -> None:
     """Write a region's labels where they are more probable than its background and than the regions before it.
 

@@ -66,10 +66,16 @@ def load_stage(
     name: str = metadata["stage"]
     try:
         metadata = to_tuples(metadata)
-        check_target("model", f"{key}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted)
+        check_target(
+            "model", f"{key}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted
+        )
     except (KeyError, TypeError) as error:
-        raise UserError(f"{key}={path}: its metadata are damaged or of another version ({error!r}); take another copy") from error
-    if metadata["model"].get("pretrained"):  # its weights are in the file: nothing is downloaded in order to be replaced
+        raise UserError(
+            f"{key}={path}: its metadata are damaged or of another version ({error!r}); take another copy"
+        ) from error
+    if metadata["model"].get(
+        "pretrained"
+    ):  # its weights are in the file: nothing is downloaded in order to be replaced
         metadata["model"] = {**metadata["model"], "pretrained": False}
     try:
         check_ranges(metadata, len(weights))
@@ -77,7 +83,10 @@ def load_stage(
         if name == "coarse" and not task.regions:
             name = "single"  # as older files do not call it
         # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
-        shapes = build_on_meta(lambda: make_described_network(metadata["model"], task, name, trusted), may_compute=bool(trusted))
+        shapes = build_on_meta(
+            lambda: make_described_network(metadata["model"], task, name, trusted),
+            may_compute=bool(trusted),
+        )
         shapes.load_state_dict(weights, assign=True)
         network = make_described_network(metadata["model"], task, name, trusted)
         trained_in = Precision(metadata["precision"]).value
@@ -88,10 +97,13 @@ def load_stage(
             network=network,
             name=name,
             task=task,
-            spacing_mm=None if metadata["spacing_mm"] == NATIVE else _triple(metadata["spacing_mm"]),
+            spacing_mm=None
+            if metadata["spacing_mm"] == NATIVE
+            else _triple(metadata["spacing_mm"]),
             # Metadata of older checkpoints lacks `resampling`, `grid_rule` and `add_parts_mm`.
             resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
-            tile_size=network.traits.fixed_size or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
+            tile_size=network.traits.fixed_size
+            or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
             region_margin_mm=float(metadata["region_margin_mm"]),
             add_parts_mm=float(metadata["add_parts_mm"]) if metadata.get("add_parts_mm") else None,
             precision=precision,
@@ -114,7 +126,9 @@ def load_stage(
         ) from error
     network.load_state_dict(weights)
     if precision in HALF:
-        use_channels_last(network)  # kernels in half precision prefer this layout; fp32 gains nothing
+        use_channels_last(
+            network
+        )  # kernels in half precision prefer this layout; fp32 gains nothing
     if options.half_weights:
         require(
             precision in HALF,
@@ -137,7 +151,8 @@ def load_stage(
             "inference.backend=openvino runs on processors only; choose accelerator=cpu, or inference.backend=torch",
         )
         require(
-            not options.half_weights, "inference.half_weights=true works with inference.backend=torch only; leave one of them out"
+            not options.half_weights,
+            "inference.half_weights=true works with inference.backend=torch only; leave one of them out",
         )
         use_openvino(network, precision, trained.checkpoints[str(path)])
         trained.backend_bytes = openvino_bytes(network)
@@ -196,7 +211,11 @@ def load_stages(
         # Networks may differ in size: the largest decides what fits.
         bytes_per_voxel=max(trained.bytes_per_voxel for trained in (first, *others)),
         backend_bytes=sum(trained.backend_bytes for trained in (first, *others)),
-        checkpoints={name: checksum for trained in (first, *others) for name, checksum in trained.checkpoints.items()},
+        checkpoints={
+            name: checksum
+            for trained in (first, *others)
+            for name, checksum in trained.checkpoints.items()
+        },
     )
 
 
@@ -217,7 +236,10 @@ def with_known_labels(task: Task) -> Task:
     known = found.get("task", found)
     if known["labels"] != task.labels:
         return task
-    ranges_ml = {name: (float(low_ml), float(high_ml)) for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()}
+    ranges_ml = {
+        name: (float(low_ml), float(high_ml))
+        for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()
+    }
     return replace(
         task,
         volume_ml=task.volume_ml or ranges_ml,

@@ -112,7 +112,10 @@ class TrainedStage:
     @property
     def outside(self) -> list[float]:
         """Value of each channel outside of a volume: the lower end of its window, else the background of its modality."""
-        return [channel.window_hu[0] if channel.window_hu else channel.outside for channel in self.task.channels]
+        return [
+            channel.window_hu[0] if channel.window_hu else channel.outside
+            for channel in self.task.channels
+        ]
 
     @property
     def limits(self) -> list[tuple[float, float] | None]:
@@ -194,7 +197,9 @@ class TrainedStage:
                 try:
                     return Prediction(*stage._run(image, plan, options), plan, warnings)
                 except RuntimeError as error:  # also "CUDA error: out of memory" of a kernel, which has no class of its own
-                    is_last = stage.device.type == "cpu" and (plan.slab_bytes is not None or not stage.allows_slabs)
+                    is_last = stage.device.type == "cpu" and (
+                        plan.slab_bytes is not None or not stage.allows_slabs
+                    )
                     if is_last or not is_out_of_memory(error):
                         raise
                 # After the `except` block, in which the error still holds the tensors of the failed pass.
@@ -205,10 +210,15 @@ class TrainedStage:
                 elif plan.slab_bytes is None and stage.allows_slabs:
                     # A pass within the budget failed, so the budget is more than there is.
                     slab_bytes = max(options.budget_gib * 2**28, stage._least_slab_bytes(shape))
-                    plan, way = plan._replace(slab_bytes=slab_bytes), "slabs, which give the same labels"
+                    plan, way = (
+                        plan._replace(slab_bytes=slab_bytes),
+                        "slabs, which give the same labels",
+                    )
                 else:
                     stage, plan, way = stage._on_cpu(), first._replace(batch_size=1), "the CPU"
-                warnings.append(f"the {self.name} stage ran out of memory on the {place} and went on with {way}")
+                warnings.append(
+                    f"the {self.name} stage ran out of memory on the {place} and went on with {way}"
+                )
 
     def plan(self, shape: tuple[int, int, int], options: InferenceOptions) -> TilingPlan:
         """Choose how an image of a size (D, H, W) goes through the networks.
@@ -245,13 +255,21 @@ class TrainedStage:
             UserError: If the budget is too small.
         """
         if self.tile_size is not None or self.allows_slabs:
-            whole = self.rule.size or grid.resampled(self.spacing_mm).resampled(self.rule.spacing_mm(grid.spacing_mm)).shape
+            whole = (
+                self.rule.size
+                or grid.resampled(self.spacing_mm)
+                .resampled(self.rule.spacing_mm(grid.spacing_mm))
+                .shape
+            )
             self.plan(self.tile_size or whole, options)
 
     @property
     def allows_slabs(self) -> bool:
         """Whether the networks can run in slabs: all of them are our UNet."""
-        return all(isinstance(network, StageNetwork) and isinstance(network.network, UNet) for network in self.networks)
+        return all(
+            isinstance(network, StageNetwork) and isinstance(network.network, UNet)
+            for network in self.networks
+        )
 
     def _least_slab_bytes(self, shape: tuple[int, int, int]) -> float:
         """Smallest budget for an image of a size, or for a tile of it, in slabs; infinite where the networks cannot."""
@@ -259,7 +277,9 @@ class TrainedStage:
             return math.inf
         _, height, width = network_size(self.tile_size or shape, self.divisor)
         networks = cast(tuple[StageNetwork, ...], self.networks)
-        return max(least_budget_bytes(cast(UNet, network.network), height, width) for network in networks)
+        return max(
+            least_budget_bytes(cast(UNet, network.network), height, width) for network in networks
+        )
 
     def serve(self, network_index: int, images: Tensor, slab_bytes: float | None = None) -> Tensor:
         """Run one of the networks, as a tile worker, on images (N, C, d, h, w); returns logits."""
@@ -269,19 +289,25 @@ class TrainedStage:
         """Run a network on images (N, C, d, h, w), in one pass or in slabs; returns logits."""
         if slab_bytes is not None:
             slabs: list[Tensor] = []
-            self._run_in_slabs(images, lambda slab: slabs.append(slab.to(images.device)), network, slab_bytes)
+            self._run_in_slabs(
+                images, lambda slab: slabs.append(slab.to(images.device)), network, slab_bytes
+            )
             return torch.cat(slabs, dim=2)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
             return network.eval()(images)
 
-    def _run_in_slabs(self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, slab_bytes: float) -> None:
+    def _run_in_slabs(
+        self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, slab_bytes: float
+    ) -> None:
         """Run a network on one image (1, C, D, H, W) in slabs; see `logits_in_slabs`."""
         unet = cast(UNet, cast(StageNetwork, network.eval()).network)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
             logits_in_slabs(unet, image, slab_bytes, take)
 
     @torch.inference_mode()
-    def _run(self, image: Tensor, plan: TilingPlan, options: InferenceOptions) -> tuple[Tensor, Tensor | None]:
+    def _run(
+        self, image: Tensor, plan: TilingPlan, options: InferenceOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips."""
         slab_bytes = plan.slab_bytes
         if slab_bytes is None:
@@ -291,7 +317,9 @@ class TrainedStage:
             call = functools.partial(self._call, network, slab_bytes=slab_bytes)
             others: dict[str, Any] = {}
             if slab_bytes is not None and plan.tile_size is None:
-                others["run_in_slabs"] = functools.partial(self._run_in_slabs, network=network, slab_bytes=slab_bytes)
+                others["run_in_slabs"] = functools.partial(
+                    self._run_in_slabs, network=network, slab_bytes=slab_bytes
+                )
             if self.tile_workers is not None:
                 run = functools.partial(self.tile_workers.run, (self.name, index, slab_bytes), call)
                 others |= {"run_batches": run, "num_parallel": self.tile_workers.size}
@@ -327,14 +355,26 @@ class TrainedStage:
         cpu = torch.device("cpu")
         network, *others = map(_copy_on_cpu, self.networks)
         precision = inference_precision(self.precision, "cpu")
-        return replace(self, network=network, others=tuple(others), precision=precision, device=cpu, tile_workers=None)
+        return replace(
+            self,
+            network=network,
+            others=tuple(others),
+            precision=precision,
+            device=cpu,
+            tile_workers=None,
+        )
 
 
 def _copy_on_cpu(network: nn.Module) -> nn.Module:
     """Copy a network to the CPU without memory on its device; half-precision weights become float32, the only format of some CPUs."""
     weights = ((one, one.detach().cpu()) for one in chain(network.parameters(), network.buffers()))
-    copies = {id(one): found.float() if found.dtype in HALF.values() else found.clone() for one, found in weights}
-    copies |= {id(one): nn.Parameter(copies[id(one)], requires_grad=False) for one in network.parameters()}
+    copies = {
+        id(one): found.float() if found.dtype in HALF.values() else found.clone()
+        for one, found in weights
+    }
+    copies |= {
+        id(one): nn.Parameter(copies[id(one)], requires_grad=False) for one in network.parameters()
+    }
     return copy.deepcopy(network, copies)  # which takes the copies that it is given
 
 

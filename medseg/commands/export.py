@@ -31,6 +31,8 @@ def export(config: ExportConfig) -> int:
         if exported.fixed_size is None
         else f"{'×'.join(map(str, exported.fixed_size))} voxels (z, y, x) only"
     )
-    print(f"{output}: {exported.form}; input of {size}; logits within {exported.difference:.1e} of torch")
+    print(
+        f"{output}: {exported.form}; input of {size}; logits within {exported.difference:.1e} of torch"
+    )
     print("the preprocessing is in its metadata, see docs/export.md")
     return 0

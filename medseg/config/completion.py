@@ -63,7 +63,9 @@ def complete(schema: type, compose: Compose, words: Sequence[str]) -> list[str]:
     known = {entry.name for entry in entries}
     # Arguments of classes that are not ours, which no schema lists.
     values = OmegaConf.to_container(composed)
-    entries += [Key(name, value, Any, Knob("")) for name, value in _leaves(values) if name not in known]
+    entries += [
+        Key(name, value, Any, Knob("")) for name, value in _leaves(values) if name not in known
+    ]
     key, equals, begun = word.partition("=")
     if equals:
         values = _values(key, begun, entries, groups)
@@ -103,7 +105,9 @@ def _names(begun: str, entries: Iterable[Key | Group], groups: Collection[str]) 
             yield name + "=" if is_whole else ".".join(parts[: depth + 1]) + "."
 
 
-def _values(key: str, begun: str, entries: Iterable[Key | Group], groups: Collection[str]) -> list[str]:
+def _values(
+    key: str, begun: str, entries: Iterable[Key | Group], groups: Collection[str]
+) -> list[str]:
     """List the values of a key or a group of files."""
     if key.lstrip("+") in PATH_KEYS:
         return list(_paths(begun))

@@ -61,7 +61,19 @@ HYDRA_OPTIONS = frozenset(
 INFO_OPTIONS = frozenset({"-i", "--info"})
 INFO_KINDS = frozenset({"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"})
 HYDRA_SWITCHES = frozenset(
-    {"-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun", "-sc", "--shell-completion"}
+    {
+        "-h",
+        "--help",
+        "--hydra-help",
+        "--version",
+        "--resolve",
+        "-r",
+        "--run",
+        "-m",
+        "--multirun",
+        "-sc",
+        "--shell-completion",
+    }
 )
 
 
@@ -87,7 +99,12 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
             key, value = options[before], argument
         elif name in options and equals:
             key = options[name]
-        elif positional and not equals and argument[:1] not in ("-", "~", "+", "") and before not in HYDRA_OPTIONS | {"--info"}:
+        elif (
+            positional
+            and not equals
+            and argument[:1] not in ("-", "~", "+", "")
+            and before not in HYDRA_OPTIONS | {"--info"}
+        ):
             key, value = positional, argument
         else:
             key = ""
@@ -95,14 +112,26 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
                 expanded.append(argument)
         if key:
             given.setdefault(key, []).append(value)
-            is_list = key in LIST_KEYS and value[:1] == "[" and value[-1:] == "]" and not Path(value).exists()
+            is_list = (
+                key in LIST_KEYS
+                and value[:1] == "["
+                and value[-1:] == "]"
+                and not Path(value).exists()
+            )
             expanded.append(f"{key}={value if is_list else quote(value)}")
-        require(before not in options or argument not in options, f"{before}: expected a path after it; type {before} <path>")
+        require(
+            before not in options or argument not in options,
+            f"{before}: expected a path after it; type {before} <path>",
+        )
         before = "" if before in options else argument
     require(before not in options, f"{before}: expected a path after it; type {before} <path>")
     for key, values in given.items():
-        values += [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
-        several = ", and several scans as their folder or a case table" if command == "predict" else ""
+        values += [
+            argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")
+        ]
+        several = (
+            ", and several scans as their folder or a case table" if command == "predict" else ""
+        )
         cure = f"; give the output as -o <path>{several}" if key == "input" else ""
         require(len(values) == 1, f"{key}: expected one path, but got {first_few(values, 3)}{cure}")
     return expanded
@@ -142,8 +171,13 @@ def check_arguments(arguments: Sequence[str]) -> None:
         len(arguments) <= MAX_ARGUMENTS,
         f"expected at most {MAX_ARGUMENTS} arguments, but got {len(arguments)}; write them in a file and give --config-dir",
     )
-    is_sweep, shown = {"-m", "--multirun"} & set(arguments), {"-c", "--cfg", "--info", "-i"} & set(arguments)
-    require(not (is_sweep and shown), f"{' '.join(sorted(shown))} shows one configuration; leave out -m")
+    is_sweep, shown = (
+        {"-m", "--multirun"} & set(arguments),
+        {"-c", "--cfg", "--info", "-i"} & set(arguments),
+    )
+    require(
+        not (is_sweep and shown), f"{' '.join(sorted(shown))} shows one configuration; leave out -m"
+    )
     for before, argument in zip(["", *arguments], arguments, strict=False):
         key, equals, value = argument.partition("=")
         require(
@@ -151,20 +185,43 @@ def check_arguments(arguments: Sequence[str]) -> None:
             f"{key[:80]}: expected at most {MAX_LENGTH} characters, but got {len(argument)}; write the value in a file and give --config-dir",
         )
         is_info = before in INFO_OPTIONS and argument in INFO_KINDS
-        if is_info or before in HYDRA_OPTIONS or key in HYDRA_OPTIONS | HYDRA_SWITCHES | INFO_OPTIONS:
+        if (
+            is_info
+            or before in HYDRA_OPTIONS
+            or key in HYDRA_OPTIONS | HYDRA_SWITCHES | INFO_OPTIONS
+        ):
             continue
-        path = next((f", such as {name}=<path>" for name in ("input", "output") if key in (f"-{name[0]}", f"--{name}")), "")
-        require(not key.startswith("-"), f"{argument}: there is no such option; give key=value{path}; --help prints all keys")
+        path = next(
+            (
+                f", such as {name}=<path>"
+                for name in ("input", "output")
+                if key in (f"-{name[0]}", f"--{name}")
+            ),
+            "",
+        )
+        require(
+            not key.startswith("-"),
+            f"{argument}: there is no such option; give key=value{path}; --help prints all keys",
+        )
         require(
             bool(equals) or key.startswith("~"),
             f"{argument}: expected <key>={argument}; --help prints all keys",
         )
         name = key.lstrip("+~").partition("@")[0]
-        require(bool(name), f"{argument}: expected key=value, but the key is missing; --help prints all keys")
+        require(
+            bool(name),
+            f"{argument}: expected key=value, but the key is missing; --help prints all keys",
+        )
         number = r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false"
-        has_number = any(re.fullmatch(number, part.strip(), re.IGNORECASE) for part in value.split(","))
-        if has_number and (files := sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))):
-            raise UserError(f"{argument}: {name} is a group of files; choose one of {', '.join(files)}")
+        has_number = any(
+            re.fullmatch(number, part.strip(), re.IGNORECASE) for part in value.split(",")
+        )
+        if has_number and (
+            files := sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))
+        ):
+            raise UserError(
+                f"{argument}: {name} is a group of files; choose one of {', '.join(files)}"
+            )
 
 
 def quote_paths(arguments: Sequence[str]) -> list[str]:
@@ -183,8 +240,16 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
         is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         if not equals or key.lstrip("+") not in PATH_KEYS or value in ("", "null") or is_quoted:
             quoted.append(argument)
-        elif key.lstrip("+") in LIST_KEYS and value[0] == "[" and value[-1] == "]" and not Path(value).exists():
-            parts = [part.strip() for part in next(csv.reader([value[1:-1]], quotechar="'", skipinitialspace=True))]
+        elif (
+            key.lstrip("+") in LIST_KEYS
+            and value[0] == "["
+            and value[-1] == "]"
+            and not Path(value).exists()
+        ):
+            parts = [
+                part.strip()
+                for part in next(csv.reader([value[1:-1]], quotechar="'", skipinitialspace=True))
+            ]
             quoted.append(f"{key}=[{','.join(map(quote, parts))}]")
         else:
             quoted.append(f"{key}={quote(value)}")

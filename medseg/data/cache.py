@@ -160,7 +160,9 @@ def prepare_case(
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(cache_dir / f".{folder.parent.name}-{folder.name}.lock"):
-                entry = _find_entry(case, folder, task)  # another process may have built it meanwhile
+                entry = _find_entry(
+                    case, folder, task
+                )  # another process may have built it meanwhile
                 if entry is None:
                     source = read() if read is not None else read_source(case, task, label_values)
                     entry = folder, _build(folder, source, case, spacing_mm, task, resampling)
@@ -189,7 +191,9 @@ def open_case(
     Raises:
         UserError: If there is no current entry.
     """
-    entry = _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task)
+    entry = _find_entry(
+        case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task
+    )
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
@@ -208,7 +212,12 @@ def is_current(
     resampling: str = ANTIALIASED,
 ) -> bool:
     """Whether `open_case` would find a complete entry that agrees with the sources."""
-    return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task) is not None
+    return (
+        _find_entry(
+            case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task
+        )
+        is not None
+    )
 
 
 def prepare_cases(
@@ -237,7 +246,9 @@ def _prepare(
     audit, first = None, None
     try:
         for spacing_mm, resampling in targets:
-            entry = prepare_case(case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read)
+            entry = prepare_case(
+                case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
+            )
             # The findings differ between spacings: each may lose other regions.
             findings = dict.fromkeys([*(audit.findings if audit else ()), *entry.audit.findings])
             audit, first = replace(entry.audit, findings=tuple(findings)), first or entry
@@ -245,7 +256,9 @@ def _prepare(
         return AuditedCase(case, error.audit), error.source
     except Exception as error:  # a defect or a lack of memory stops this case only
         logging.getLogger(__name__).debug("%s", case.name, exc_info=True)
-        return AuditedCase(case, audit, failure=str(error) if isinstance(error, UserError) else repr(error)), first
+        return AuditedCase(
+            case, audit, failure=str(error) if isinstance(error, UserError) else repr(error)
+        ), first
     return AuditedCase(case, audit), first
 
 
@@ -270,14 +283,21 @@ def _entry_folder(
     resampling: str,
 ) -> Path:
     # Where structures overlap, their order and those that are read decide.
-    structures = dict.fromkeys(name for value, name in label_values.items() if isinstance(value, str) and name in task.values)
+    structures = dict.fromkeys(
+        name
+        for value, name in label_values.items()
+        if isinstance(value, str) and name in task.values
+    )
     content = {
         "format": FORMAT_VERSION,
         "spacing_mm": spacing_mm and [float(value) for value in spacing_mm],
         "labels": dict(sorted(task.labels.items())),
-        "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
+        "regions": sorted(
+            [region.name, list(region.labels), region.side or ""] for region in task.regions
+        ),
         "label_values": sorted(
-            ([value, name] for value, name in label_values.items()), key=lambda pair: (isinstance(pair[0], str), *pair)
+            ([value, name] for value, name in label_values.items()),
+            key=lambda pair: (isinstance(pair[0], str), *pair),
         ),
         "range_hu": list(HU_LIMITS),
         "channels": [[one.modality, one.normalise] for one in task.channels],
@@ -290,7 +310,11 @@ def _entry_folder(
     if case.series is not None:
         paths["series"] = case.series
     # Runs that read a scan in two ways have two entries: neither rebuilds that of the other.
-    return cache_dir / f"{_folder_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest({**paths, **_read_as(case)})}"
+    return (
+        cache_dir
+        / f"{_folder_text(spacing_mm)}-{_digest(content)}"
+        / f"{case.name}-{_digest({**paths, **_read_as(case)})}"
+    )
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -310,9 +334,17 @@ def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, A
     if any(path.exists() for path in sources.values()):
         return None
     others = folder.parent.glob(glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH)
-    records = [(other, record) for other in others if (record := _current_record(case, other, sources)) is not None]
+    records = [
+        (other, record)
+        for other in others
+        if (record := _current_record(case, other, sources)) is not None
+    ]
     # An entry whose own files exist here belongs to a case of this machine.
-    foreign = [entry for entry in records if not any(Path(one["path"]).exists() for one in entry[1]["sources"].values())]
+    foreign = [
+        entry
+        for entry in records
+        if not any(Path(one["path"]).exists() for one in entry[1]["sources"].values())
+    ]
     return foreign[0] if len(foreign) == 1 else None
 
 
@@ -331,21 +363,33 @@ def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> di
         )
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # no entry, a half-written or a damaged one
-    if not is_complete or set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
+    if (
+        not is_complete
+        or set(record["sources"]) != set(sources)
+        or record["read_as"] != _read_as(case)
+    ):
         return None
-    has_changed = any(path.exists() and not is_same_source(path, record["sources"][role]) for role, path in sources.items())
+    has_changed = any(
+        path.exists() and not is_same_source(path, record["sources"][role])
+        for role, path in sources.items()
+    )
     return None if has_changed else record
 
 
 def _read_as(case: Case) -> dict[str, Any]:
     """Collect the values of the case table that change the arrays or the findings of a case."""
-    return {"hu": asdict(case.hu), "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT)}
+    return {
+        "hu": asdict(case.hu),
+        "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT),
+    }
 
 
 def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
     stamp = (folder / "case.json").stat().st_mtime_ns
     audit = CaseAudit.from_dict(record["audit"])
-    if audit.heeded(case.ignore_findings, Severity.error):  # the entry was built for a case that ignores it
+    if audit.heeded(
+        case.ignore_findings, Severity.error
+    ):  # the entry was built for a case that ignores it
         raise CaseRefusedError(case, audit)
     # Ignored findings come from the current table: they do not change the arrays.
     return CachedCase(
@@ -392,10 +436,14 @@ def _build(
     for number, (channel, image) in enumerate(zip(task.channels, source.images, strict=True)):
         is_ct = channel.modality == "ct"
         limits = HU_LIMITS if is_ct else None
-        new = resample_image(image, source.grid, grid, channel.outside, resampling=resampling, limits=limits).numpy()
+        new = resample_image(
+            image, source.grid, grid, channel.outside, resampling=resampling, limits=limits
+        ).numpy()
         # float32 would be twice as large.
         files[_image_file(number)] = np.rint(new).astype(np.int16) if is_ct else new
-    files["labels.npy"] = labels = resample_labels(source.labels, source.grid, grid, task.num_values).numpy()
+    files["labels.npy"] = labels = resample_labels(
+        source.labels, source.grid, grid, task.num_values
+    ).numpy()
     boxes = _boxes(labels, {region.name: task.region_values(region) for region in task.regions})
     vanished = audit_vanished(source.audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
     record = {
@@ -407,19 +455,28 @@ def _build(
         "read_as": _read_as(case),
         "configuration": folder.parent.name,
         "grid": asdict(grid),
-        "label_counts": {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()},
+        "label_counts": {
+            name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()
+        },
         "region_boxes": {name: asdict(box) for name, box in boxes.items()},
         "label_boxes": {
-            name: asdict(box) for name, box in _boxes(labels, {name: (value,) for name, value in task.labels.items()}).items()
+            name: asdict(box)
+            for name, box in _boxes(
+                labels, {name: (value,) for name, value in task.labels.items()}
+            ).items()
         },
         "intensities": [
-            INTENSITIES[channel.normalise](image, channel.modality) if channel.window_hu is None else None
+            INTENSITIES[channel.normalise](image, channel.modality)
+            if channel.window_hu is None
+            else None
             for channel, image in zip(task.channels, source.images, strict=True)
         ],
         "audit": replace(source.audit, findings=(*source.audit.findings, *vanished)).to_dict(),
     }
     # Case names never start with a dot (case_table), so no entry can have such a name. What a killed process left is removed first.
-    temporary, stale = (folder.with_name(f".{purpose}-{folder.name}") for purpose in ("building", "stale"))
+    temporary, stale = (
+        folder.with_name(f".{purpose}-{folder.name}") for purpose in ("building", "stale")
+    )
     _remove(temporary, stale)
     try:
         temporary.mkdir()

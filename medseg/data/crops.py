@@ -35,7 +35,9 @@ class ScanSpacings(NamedTuple):
     shares: Sequence[float]
 
 
-def typical_spacing_mm(spacings_mm: Sequence[tuple[float, float, float]], average: str = "median") -> tuple[float, float, float]:
+def typical_spacing_mm(
+    spacings_mm: Sequence[tuple[float, float, float]], average: str = "median"
+) -> tuple[float, float, float]:
     """Average each axis; a coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis.
 
     At the average slice thickness, half of the scans would lose detail along the coarse axis (Isensee et al. 2021,
@@ -82,7 +84,9 @@ def draw_spacing_mm(
         Spacing (z, y, x).
     """
     if scans is not None:
-        return clamp_spacing(range_mm, scans.spacings_mm[int(rng.choice(len(scans.shares), p=scans.shares))])
+        return clamp_spacing(
+            range_mm, scans.spacings_mm[int(rng.choice(len(scans.shares), p=scans.shares))]
+        )
     low, high = (math.log(mm) for mm in range_mm)
     z, in_plane = (math.exp(place) for place in rng.uniform(low, high, size=2))
     return z, in_plane, in_plane
@@ -112,7 +116,9 @@ class StageCrops:
     divisor: tuple[int, int, int] = (1, 1, 1)
     coarse_boxes: Mapping[str, Mapping[str, VoxelBox]] = field(default_factory=dict)
 
-    def spacing_mm(self, case: CachedCase, rng: np.random.Generator | None = None) -> tuple[float, float, float] | None:
+    def spacing_mm(
+        self, case: CachedCase, rng: np.random.Generator | None = None
+    ) -> tuple[float, float, float] | None:
         """Choose the spacing of a sample: drawn with a generator, else that of prediction; None is that of the cache."""
         if rng is None or self.rule.range_mm is None:
             return self.rule.spacing_mm(case.audit.grid.spacing_mm)
@@ -121,16 +127,32 @@ class StageCrops:
     def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
         """Choose the crop of a region; with a generator its faces are jittered by the error of the coarse stage."""
         lattice = case.grid.resampled(self.spacing_mm(case, rng))
-        tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
+        tight = (
+            self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
+        )
         if rng is not None:
             tight = jittered(tight, self.box_jitter_mm, case.grid.spacing_mm, rng)
-        size, least_size = (self.tile_size, self.patch_size) if rng is None else (self.patch_size, None)
+        size, least_size = (
+            (self.tile_size, self.patch_size) if rng is None else (self.patch_size, None)
+        )
         return region_crop(
-            tight, case.grid, lattice, self.region_margin_mm, size, self.divisor, self.rule, least_size or (1, 1, 1)
+            tight,
+            case.grid,
+            lattice,
+            self.region_margin_mm,
+            size,
+            self.divisor,
+            self.rule,
+            least_size or (1, 1, 1),
         )
 
 
-def jittered(box: VoxelBox, box_jitter_mm: float, spacing_mm: tuple[float, float, float], rng: np.random.Generator) -> VoxelBox:
+def jittered(
+    box: VoxelBox,
+    box_jitter_mm: float,
+    spacing_mm: tuple[float, float, float],
+    rng: np.random.Generator,
+) -> VoxelBox:
     """Move each face of a box by a normal error; at least one voxel is left.
 
     Args:

@@ -29,7 +29,10 @@ def sample_rng(seed: int, n: int, stream: int = SAMPLES) -> np.random.Generator:
     """
     # The stream is the highest word of the counter. The generator counts in the lowest, so streams are 2**192 draws apart.
     return np.random.Generator(
-        np.random.Philox(key=np.array([seed, n], dtype=np.uint64), counter=np.array([0, 0, 0, stream], dtype=np.uint64))
+        np.random.Philox(
+            key=np.array([seed, n], dtype=np.uint64),
+            counter=np.array([0, 0, 0, stream], dtype=np.uint64),
+        )
     )
 
 
@@ -122,14 +125,20 @@ class StepBatchSampler(Sampler[list[int]]):
         start_step: int = 0,
         size: Callable[[int], float] | None = None,
     ) -> None:
-        if min(batch_size, accumulate, num_ranks) < 1 or not 0 <= rank < num_ranks or min(num_steps, start_step) < 0:
+        if (
+            min(batch_size, accumulate, num_ranks) < 1
+            or not 0 <= rank < num_ranks
+            or min(num_steps, start_step) < 0
+        ):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
                 f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, num_steps={num_steps}, "
                 f"start_step={start_step}"
             )
         if batch_size % (accumulate * num_ranks):
-            raise ValueError(f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}")
+            raise ValueError(
+                f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}"
+            )
         self.num_steps, self.start_step = num_steps, start_step
         self.batch_size, self.accumulate = batch_size, accumulate
         self.rank, self.num_ranks, self.size = rank, num_ranks, size

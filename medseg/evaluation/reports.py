@@ -26,7 +26,11 @@ def read_cost(prediction: Path) -> dict[str, float]:
     """Read the `COSTS` of a prediction from the report beside its label map; empty where there is no such report."""
     try:
         report = read_json(beside(prediction, ".json"))
-        costs = [float(report["durations_s"]["total"]), float(report["memory_gb_s"]), report["peak_resident_bytes"] / 1e9]
+        costs = [
+            float(report["durations_s"]["total"]),
+            float(report["memory_gb_s"]),
+            report["peak_resident_bytes"] / 1e9,
+        ]
     except _NO_REPORT:
         return {}
     return dict(zip(COSTS, costs, strict=True)) if all(map(math.isfinite, costs)) else {}
@@ -40,13 +44,16 @@ def check_labels(prediction: Path, task: Task) -> None:
             another number of labels.
     """
     try:
-        names = list(map(str, read_json(beside(prediction, ".json"))["volume_ml"]))  # in the order of the values
+        names = list(
+            map(str, read_json(beside(prediction, ".json"))["volume_ml"])
+        )  # in the order of the values
     except _NO_REPORT:
         return
     known = list(task.labels)
     common = set(names) & set(known)
     require(
-        all(names.index(name) == known.index(name) for name in common) and (bool(common) or len(names) == len(known)),
+        all(names.index(name) == known.index(name) for name in common)
+        and (bool(common) or len(names) == len(known)),
         f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task {task.name} has {', '.join(known)}; give the "
         "task of the prediction (task=<name>), or import the data set with the labels of the prediction (labels=[…])",
     )
@@ -72,7 +79,11 @@ def read_words(prediction: Path) -> CaseReport:
 def information_in_report(report: Mapping[str, Any]) -> list[str]:
     """List the findings of a report that ask for nothing; reports of older versions have none."""
     findings = report.get("findings", [])
-    return [str(finding["sentence"]) for finding in findings if finding["severity"] == Severity.information]
+    return [
+        str(finding["sentence"])
+        for finding in findings
+        if finding["severity"] == Severity.information
+    ]
 
 
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
@@ -94,7 +105,14 @@ def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
         return reference.case
     try:
         report = read_json(beside(prediction, ".json"))
-        scan = Case(reference.name, Path(report["input"]), None, "", series=report["series"], hu=HuScale(**report["hu"]))
+        scan = Case(
+            reference.name,
+            Path(report["input"]),
+            None,
+            "",
+            series=report["series"],
+            hu=HuScale(**report["hu"]),
+        )
     except _NO_REPORT:
         return None
     return scan if scan.image.exists() else None

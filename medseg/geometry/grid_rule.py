@@ -47,7 +47,9 @@ class GridRule:
     is_padded: bool = False
     range_mm: tuple[float, float] | None = None
 
-    def spacing_mm(self, scan_spacing_mm: tuple[float, float, float]) -> tuple[float, float, float] | None:
+    def spacing_mm(
+        self, scan_spacing_mm: tuple[float, float, float]
+    ) -> tuple[float, float, float] | None:
         """Choose the spacing of a crop: the value of the range that is nearest to the scan's own spacing, axis by axis.
 
         Args:
@@ -93,7 +95,9 @@ PLAIN = GridRule()
 """Crops lie on the lattice, and are as small as the network allows."""
 
 
-def clamp_spacing(range_mm: tuple[float, float], spacing_mm: tuple[float, float, float]) -> tuple[float, float, float]:
+def clamp_spacing(
+    range_mm: tuple[float, float], spacing_mm: tuple[float, float, float]
+) -> tuple[float, float, float]:
     """Clamp each axis of a spacing to a range.
 
     Example:

@@ -94,8 +94,12 @@ def export_network(
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise UserError(f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'") from error
-    depth, height, width = (step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True))
+            raise UserError(
+                f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'"
+            ) from error
+    depth, height, width = (
+        step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True)
+    )
     # A network that reads its input size in Python is converted for that size alone.
     trials: list[tuple[Shape, bool, list[Shape]]] = []
     if small_size != fixed_size:
@@ -108,14 +112,21 @@ def export_network(
             converted = form.convert(network, torch.zeros(1, in_channels, *size), is_dynamic)
             run = form.load(converted)
             difference = max(_difference(network, run, in_channels, shape) for shape in compared)
-            found = f"its logits differ from those of torch by {difference:.2g} of the largest logit"
+            found = (
+                f"its logits differ from those of torch by {difference:.2g} of the largest logit"
+            )
         except Exception as error:  # converters and runtimes raise errors of many classes
             if is_out_of_memory(error):
                 raise
             difference, found = math.inf, first_line(error) or type(error).__name__
         if difference <= TOLERANCE:
             only = None if is_dynamic else size
-            return Exported(form.write(converted, json.dumps(describe(only))), only, difference, form.describe(converted))
+            return Exported(
+                form.write(converted, json.dumps(describe(only))),
+                only,
+                difference,
+                form.describe(converted),
+            )
         reason = reason or found[:300]
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
@@ -141,7 +152,13 @@ def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
         warnings.simplefilter("ignore")  # of the exporter about itself
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
-            network, (example,), dynamo=True, dynamic_shapes=sizes, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+            network,
+            (example,),
+            dynamo=True,
+            dynamic_shapes=sizes,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            verbose=False,
         )
     assert program is not None, "dynamo=True returns a program"
     return program.model_proto
@@ -153,7 +170,9 @@ def _load_onnx(model: Any) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     return lambda image: torch.from_numpy(session.run([OUTPUT], {INPUT: image.numpy()})[0])
 
 
@@ -195,6 +214,22 @@ def _describe_openvino(_: Any) -> str:
 
 
 FORMATS = {
-    ".onnx": Format("ONNX", "export", ("onnx", "onnxscript", "onnxruntime"), _to_onnx, _load_onnx, _describe_onnx, _write_onnx),
-    ".xml": Format("OpenVINO", "openvino", ("openvino",), _to_openvino, _load_openvino, _describe_openvino, _write_openvino),
+    ".onnx": Format(
+        "ONNX",
+        "export",
+        ("onnx", "onnxscript", "onnxruntime"),
+        _to_onnx,
+        _load_onnx,
+        _describe_onnx,
+        _write_onnx,
+    ),
+    ".xml": Format(
+        "OpenVINO",
+        "openvino",
+        ("openvino",),
+        _to_openvino,
+        _load_openvino,
+        _describe_openvino,
+        _write_openvino,
+    ),
 }

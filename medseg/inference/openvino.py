@@ -97,7 +97,9 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
         )
     kept = _kept_path(network.network, checksum) if checksum else None
     hint = "bf16" if precision == "bf16" else "f32"
-    compiled = _Compiled(network.network, network.in_channels, network.traits.small_size, hint, kept)
+    compiled = _Compiled(
+        network.network, network.in_channels, network.traits.small_size, hint, kept
+    )
     network.network.forward = compiled
 
 
@@ -118,7 +120,9 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         # Checks of the input size and choices of the layout become constants; they change no value.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)  # of `torch.jit.trace`, which OpenVINO calls
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of `torch.jit.trace`, which OpenVINO calls
         return openvino.convert_model(network, example_input=torch.zeros(1, in_channels, *size))
 
 
@@ -138,7 +142,11 @@ def _kept_path(network: nn.Module, name: str) -> Path | None:
     if any(module.partition(".")[0] not in KNOWN_PACKAGES for module in modules):
         return None
     digest = hashlib.sha256(name.encode())
-    digest.update(" ".join(importlib.metadata.version(name) for name in ("monai", "openvino", "torch")).encode())
+    digest.update(
+        " ".join(
+            importlib.metadata.version(name) for name in ("monai", "openvino", "torch")
+        ).encode()
+    )
     for module in sorted(modules):
         digest.update(Path(sys.modules[module].__file__ or "").read_bytes())
     return machine_folder() / "openvino" / f"{digest.hexdigest()[:32]}.zip"
@@ -166,8 +174,21 @@ def _keep(path: Path, model: Any) -> None:
 class _Compiled:
     """Forward pass in OpenVINO: read or converted at the first call, compiled for one input size at a time."""
 
-    def __init__(self, network: nn.Module, in_channels: int, size: Shape, precision: str, kept: Path | None = None) -> None:
-        self._network, self._in_channels, self._size, self._precision, self._kept = network, in_channels, size, precision, kept
+    def __init__(
+        self,
+        network: nn.Module,
+        in_channels: int,
+        size: Shape,
+        precision: str,
+        kept: Path | None = None,
+    ) -> None:
+        self._network, self._in_channels, self._size, self._precision, self._kept = (
+            network,
+            in_channels,
+            size,
+            precision,
+            kept,
+        )
         self._model: Any = None
         self._compiled: Any = None
         self._shape: tuple[int, ...] = ()
@@ -180,7 +201,10 @@ class _Compiled:
         if self._shape != tuple(image.shape):
             self._compiled = None  # its memory, before that of the next size is taken
             self._model.reshape(openvino.PartialShape(list(image.shape)))
-            options = {"INFERENCE_PRECISION_HINT": self._precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+            options = {
+                "INFERENCE_PRECISION_HINT": self._precision,
+                "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            }
             self._compiled = core().compile_model(self._model, "CPU", options)
             self._shape = tuple(image.shape)
         request = self._compiled.create_infer_request()
@@ -256,7 +280,9 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     image = torch.zeros(1, channels, depth, height, width)
     in_openvino = _Compiled(in_torch, channels, network.traits.small_size, "f32")
     previous, latest, circumstances = measure_until(
-        lambda: PassSeconds(_seconds(in_torch, image), _seconds(in_openvino, image)), _agree, MOST_MEASUREMENTS
+        lambda: PassSeconds(_seconds(in_torch, image), _seconds(in_openvino, image)),
+        _agree,
+        MOST_MEASUREMENTS,
     )
     # Other programs only lengthen a duration.
     return [min(durations) for durations in zip(previous, latest, strict=True)], circumstances

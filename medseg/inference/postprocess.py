@@ -42,7 +42,9 @@ class Components:
         is_open: Whether the component reaches a face of the volume; true for the background.
     """
 
-    def __init__(self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()
+    ) -> None:
         """Number the components slab by slab, then join the numbers that touch across the border of two slabs.
 
         Args:
@@ -74,7 +76,10 @@ class Components:
             self._offsets.append(num)
         self._component_of = _join(num + 1, np.concatenate(pairs, axis=1))
         # Float64 sums of counts are exact up to 2**53.
-        self.counts = [np.bincount(self._component_of, np.concatenate(of_mask)).astype(np.int64) for of_mask in counts]
+        self.counts = [
+            np.bincount(self._component_of, np.concatenate(of_mask)).astype(np.int64)
+            for of_mask in counts
+        ]
         self.is_open = np.zeros(int(self._component_of.max()) + 1, dtype=bool)
         self.is_open[0] = True
         self.is_open[self._component_of[np.concatenate(open_numbers)]] = True
@@ -89,8 +94,12 @@ class Components:
             return
         # From the end: the slab that was numbered last is still in memory.
         for index, planes in reversed(list(enumerate(self._slabs))):
-            numbers = self._last[1] if self._last[0] == planes else ndimage.label(self._mask(planes))[0]
-            component_of = self._component_of[self._offsets[index] + 1 : self._offsets[index + 1] + 1]
+            numbers = (
+                self._last[1] if self._last[0] == planes else ndimage.label(self._mask(planes))[0]
+            )
+            component_of = self._component_of[
+                self._offsets[index] + 1 : self._offsets[index + 1] + 1
+            ]
             yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
@@ -120,7 +129,9 @@ def remove_components(
         return lambda planes: where((slice(z.start + planes.start, z.start + planes.stop), y, x))
 
     components = Components(
-        inner.shape, lambda planes: inner[planes] == value, [None, *(counted(one.where) for one in rejections)]
+        inner.shape,
+        lambda planes: inner[planes] == value,
+        [None, *(counted(one.where) for one in rejections)],
     )
     sizes, *counts = components.counts
     rejected = [count > one.share * sizes for count, one in zip(counts, rejections, strict=True)]
@@ -176,7 +187,10 @@ def _count(numbers: np.ndarray, num: int, where: np.ndarray | None = None) -> np
     step = max(1, COUNTED_AT_ONCE // numbers[0].size)
     for start in range(0, len(numbers), step):
         part = numbers[start : start + step]
-        sizes += np.bincount((part if where is None else part[where[start : start + step]]).reshape(-1), minlength=num + 1)
+        sizes += np.bincount(
+            (part if where is None else part[where[start : start + step]]).reshape(-1),
+            minlength=num + 1,
+        )
     return sizes[1:]
 
 

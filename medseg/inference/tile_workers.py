@@ -48,7 +48,9 @@ class TileWorkers:
     def __init__(self) -> None:
         self.size = dist.get_world_size()
 
-    def run(self, job: Job, run_here: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
+    def run(
+        self, job: Job, run_here: Callable[[Tensor], Tensor], batches: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Run a network on at most `size` batches at once.
 
         Args:

@@ -129,7 +129,9 @@ def check_writable(folder: Path) -> None:
 def _not_written(path: Path, error: OSError) -> UserError:
     is_below_file = isinstance(error, (FileExistsError, NotADirectoryError))
     reason = "a part of its path is a file" if is_below_file else error.strerror or error
-    return UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.")
+    return UserError(
+        f"{path}: cannot be written ({reason}); check the folder, its permissions and its space."
+    )
 
 
 @contextmanager
@@ -149,7 +151,9 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
     Raises:
         UserError: If the file cannot be opened.
     """
-    lock = FileLock(path, timeout=-1 if wait_s is None else wait_s, poll_interval=0.1, fallback_to_soft=False)
+    lock = FileLock(
+        path, timeout=-1 if wait_s is None else wait_s, poll_interval=0.1, fallback_to_soft=False
+    )
     is_held = True
     try:
         lock.acquire()

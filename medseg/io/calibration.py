@@ -67,7 +67,9 @@ class LoadMeter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        elapsed_s, busy_s, own_s = (end - start for start, end in zip(self._start, _readings_s(), strict=True))
+        elapsed_s, busy_s, own_s = (
+            end - start for start, end in zip(self._start, _readings_s(), strict=True)
+        )
         num_processors = psutil.cpu_count() or 1
         if elapsed_s > 0:
             self.load = min(1.0, max(0.0, busy_s - own_s) / elapsed_s / num_processors)

@@ -51,9 +51,13 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
             return read(Path(path))
     except (OSError, EOFError, IsalError, OverflowError) as error:  # type: ignore[misc]  # the stub of isal lacks the base class
         if isinstance(error, OSError) and error.errno is not None:
-            raise UserError(f"{path}: the file cannot be read ({error.strerror}); check the file and its permissions.") from error
+            raise UserError(
+                f"{path}: the file cannot be read ({error.strerror}); check the file and its permissions."
+            ) from error
         reason = "end too early" if isinstance(error, EOFError) else f"are damaged: {error}"
-        raise UserError(f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again.") from error
+        raise UserError(
+            f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again."
+        ) from error
 
 
 def read_grid(
@@ -75,7 +79,9 @@ def read_grid(
     Raises:
         UserError: If it cannot be read as one regular 3D volume.
     """
-    return _explained(path, lambda known: _open(known, series, modality, 0, num_channels, files).grid)
+    return _explained(
+        path, lambda known: _open(known, series, modality, 0, num_channels, files).grid
+    )
 
 
 def read_image(

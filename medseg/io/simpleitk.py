@@ -23,7 +23,15 @@ from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.names import RAW_NAMES, utf8_path
-from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
+from medseg.io.volume import (
+    LazyVolume,
+    Volume,
+    check_shape,
+    grid_from_columns,
+    lazy_volume,
+    load_image,
+    shown,
+)
 from medseg.task import AIR_HU
 
 MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
@@ -39,7 +47,11 @@ NUMBERS = (1, NUMBER, "a number for each axis")
 POSITIVE_NUMBERS = (1, NUMBER.removeprefix("[-+]?"), "a positive number for each axis")
 NUM_BYTES = (None, r"-1|\d{1,9}", "a number of bytes")
 # Other programs ignore units, so a length in another unit than mm is ambiguous.
-LENGTHS = (None, r"(?!.*(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])).*", "lengths in mm")
+LENGTHS = (
+    None,
+    r"(?!.*(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])).*",
+    "lengths in mm",
+)
 NRRD_TYPES = "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|u?int(8|16|32|64)(_t)?|float|double"
 NRRD_RULES: Rules = {
     "dimension": (None, "[3-5]", "3 to 5 axes"),
@@ -49,7 +61,11 @@ NRRD_RULES: Rules = {
     "spacings": POSITIVE_NUMBERS,
     "axis mins": NUMBERS,
     "type": (None, NRRD_TYPES, "a number type"),
-    "encoding": (None, "raw|gzip|gz|bzip2|bz2|ascii|text|txt", "raw, gzip, gz, bzip2, bz2, ascii, text or txt"),
+    "encoding": (
+        None,
+        "raw|gzip|gz|bzip2|bz2|ascii|text|txt",
+        "raw, gzip, gz, bzip2, bz2, ascii, text or txt",
+    ),
     "endian": (None, "little|big", "little or big"),
     "units": LENGTHS,
     "space units": LENGTHS,
@@ -86,11 +102,16 @@ META_GEOMETRY: Rules = {
 
 META_RULES: Rules = {
     **META_GEOMETRY,
-    **dict.fromkeys(("BinaryData", "CompressedData", *META_ORDERS), (None, "true|false|1|0", "True or False")),
+    **dict.fromkeys(
+        ("BinaryData", "CompressedData", *META_ORDERS), (None, "true|false|1|0", "True or False")
+    ),
     "HeaderSize": NUM_BYTES,
     "DistanceUnits": LENGTHS,
 }
-LPS_SPACES = re.compile(r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)(-time|t)?", re.I)
+LPS_SPACES = re.compile(
+    r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)(-time|t)?",
+    re.I,
+)
 
 NUMPY_CODES = {
     "8-bit unsigned integer": "u1",
@@ -123,7 +144,9 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
         UserError: If it is no header of its format, gives a field twice, or names files outside its own folder.
     """
     nrrd, fields = is_nrrd(path), dict[str, str]()
-    name, separator, data_key = ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
+    name, separator, data_key = (
+        ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
+    )
     with path.open("rb") as file:
         require(
             not nrrd or re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is not None,
@@ -141,17 +164,26 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
                 f"{path}: expected a {name} file with a name, '{separator}' and a value on each line of its header, got {shown(text)}; check the file.",
             )
             key = NRRD_SYNONYMS.get(key.lower(), key.lower()) if nrrd else key
-            require(key not in fields, f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.")
+            require(
+                key not in fields,
+                f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.",
+            )
             fields[key] = value
             if key == data_key and (not nrrd or value.upper().startswith("LIST")):
                 break
         offset = file.tell()
-        following = file.read(MAX_HEADER_BYTES) if fields.get(data_key, "").upper().startswith("LIST") else b""
+        following = (
+            file.read(MAX_HEADER_BYTES)
+            if fields.get(data_key, "").upper().startswith("LIST")
+            else b""
+        )
     require(
         offset <= MAX_HEADER_BYTES and (nrrd or data_key in fields),
         f"{path}: expected a {name} file, but its header does not say where the voxels are ({data_key}); check the file.",
     )
-    is_attached = fields.get(data_key, "LOCAL").upper() == "LOCAL" and not (nrrd and data_key in fields)
+    is_attached = fields.get(data_key, "LOCAL").upper() == "LOCAL" and not (
+        nrrd and data_key in fields
+    )
     listed = following.decode("utf-8", "surrogateescape").splitlines()
     return fields, offset, (path,) if is_attached else _data_files(path, fields[data_key], listed)
 
@@ -166,7 +198,9 @@ def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...
     if words and words[0].upper() == "LIST":
         names = [line.strip() for line in following if line.strip()]
     elif "%" in value and len(words) >= 4:
-        is_pattern = re.fullmatch(r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words), re.ASCII)
+        is_pattern = re.fullmatch(
+            r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words), re.ASCII
+        )
         first, last, step = map(int, words[1:4]) if is_pattern else (0, 0, 1)
         numbers = range(first, last + (1 if step > 0 else -1), step)
         require(
@@ -205,14 +239,18 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
             f"{path}: expected the field '{key}' in the header, but it is missing or empty; check the file.",
         )
     blanks = re.compile(r"(?<=[(,])\s+|\s+(?=[,)])")
-    values = {key: " ".join(blanks.sub("", value.replace(")", ") ")).split()) for key, value in fields.items()}
+    values = {
+        key: " ".join(blanks.sub("", value.replace(")", ") ")).split())
+        for key, value in fields.items()
+    }
     for key in [key for key in rules if key in values]:
         power, pattern, expected = rules[key]
         words = [values[key]] if power is None else values[key].split()
         # The number of axes is checked first: it is a digit here.
         count = 1 if power is None else int(values[required[0]]) ** power
         require(
-            len(words) == count and all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words),
+            len(words) == count
+            and all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words),
             f"{path}: expected {expected} in the header field '{key}', got {shown(fields[key])}; repair the header or export the scan "
             "again.",
         )
@@ -226,12 +264,22 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
         UserError: If SimpleITK refuses the header, or it describes no 3D volume of grey values.
     """
     directions = values.get("space directions", "").split()
-    if "none" in directions and "kinds" not in values:  # SimpleITK finds axes that are not spatial by their kind alone
-        values = values | {"kinds": " ".join("list" if direction == "none" else "domain" for direction in directions)}
+    if (
+        "none" in directions and "kinds" not in values
+    ):  # SimpleITK finds axes that are not spatial by their kind alone
+        values = values | {
+            "kinds": " ".join(
+                "list" if direction == "none" else "domain" for direction in directions
+            )
+        }
     if is_nrrd(path):
         lines = [
             "NRRD0005",
-            *(f"{key}: {value}" for key, value in values.items() if key not in ("data file", "line skip", "byte skip")),
+            *(
+                f"{key}: {value}"
+                for key, value in values.items()
+                if key not in ("data file", "line skip", "byte skip")
+            ),
             "\n",
         ]
     else:
@@ -245,13 +293,21 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
         try:
             reader.ReadImageInformation()
         except RuntimeError as error:
-            reason = re.sub(r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?", "", str(error).strip().splitlines()[-1])
+            reason = re.sub(
+                r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?",
+                "",
+                str(error).strip().splitlines()[-1],
+            )
             plain = "".join(letter if letter.isprintable() else "?" for letter in reason[:160])
-            raise UserError(f"{path}: the header cannot be read ({plain}); repair it or export the scan again.") from None
+            raise UserError(
+                f"{path}: the header cannot be read ({plain}); repair it or export the scan again."
+            ) from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
     # The layers of a segmentation are expected; any other number of components is refused by `grid_of`.
-    return grid_of(path, reader, 1 if num_components == num_layers else num_components), NUMPY_CODES[type_name]
+    return grid_of(
+        path, reader, 1 if num_components == num_layers else num_components
+    ), NUMPY_CODES[type_name]
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
@@ -286,9 +342,15 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
     stored = replace(grid, shape=(depth, height, width * num_layers))
     true = {key for key, value in values.items() if value.lower() in ("true", "1")}
     if is_nrrd(path):
-        is_big, encoding = values.get("endian", "").lower() == "big", NRRD_ENCODINGS[values["encoding"].lower()]
+        is_big, encoding = (
+            values.get("endian", "").lower() == "big",
+            NRRD_ENCODINGS[values["encoding"].lower()],
+        )
     else:
-        is_big, is_text = not true.isdisjoint(META_ORDERS), "BinaryData" in values and "BinaryData" not in true
+        is_big, is_text = (
+            not true.isdisjoint(META_ORDERS),
+            "BinaryData" in values and "BinaryData" not in true,
+        )
         encoding = "deflate" if "CompressedData" in true else "text" if is_text else "raw"
     return lazy_volume(
         path,
@@ -336,16 +398,28 @@ def read_segments(path: Path) -> list[Segment]:
     owners: dict[tuple[int, int], str] = {}
     for number in sorted(numbers):
         # 3D Slicer shows the ID of a segment without a name.
-        name = pairs.get(f"Segment{number}_Name") or pairs.get(f"Segment{number}_ID") or f"Segment {number}"
-        value, layer = pairs.get(f"Segment{number}_LabelValue", ""), pairs.get(f"Segment{number}_Layer", "0")
-        if not (re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII) and re.fullmatch(r"\d{1,6}", layer, re.ASCII)):
+        name = (
+            pairs.get(f"Segment{number}_Name")
+            or pairs.get(f"Segment{number}_ID")
+            or f"Segment {number}"
+        )
+        value, layer = (
+            pairs.get(f"Segment{number}_LabelValue", ""),
+            pairs.get(f"Segment{number}_Layer", "0"),
+        )
+        if not (
+            re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII)
+            and re.fullmatch(r"\d{1,6}", layer, re.ASCII)
+        ):
             raise UserError(
                 f"{path}: expected a value from 1 and a layer of the segment {shown(name)}, got {shown(value)} and "
                 f"{shown(layer)}; save the segmentation again."
             )
         segment = Segment(name, int(value), int(layer), num_layers)
         if segment.layer >= num_layers:
-            raise UserError(f"{path}: {shown(name)} is in layer {layer}, but the file has {num_layers}; save it again.")
+            raise UserError(
+                f"{path}: {shown(name)} is in layer {layer}, but the file has {num_layers}; save it again."
+            )
         place = segment.layer, segment.value
         if place in owners:
             raise UserError(
@@ -369,7 +443,9 @@ def _read_pairs(path: Path) -> dict[str, str]:
             if not separator:
                 continue
             if pairs.setdefault(key, value) != value:
-                raise UserError(f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.")
+                raise UserError(
+                    f"{path}: the header gives the field {shown(key)} twice; remove one of the lines."
+                )
     return pairs
 
 
@@ -412,14 +488,19 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
     Raises:
         UserError: If it is not one regular 3D volume of grey values.
     """
-    require(num_components == 1, f"{path}: expected one number per voxel, got {num_components}; export grey values.")
+    require(
+        num_components == 1,
+        f"{path}: expected one number per voxel, got {num_components}; export grey values.",
+    )
     shape = check_shape(path, source.GetSize())
     direction = np.reshape(source.GetDirection(), (source.GetDimension(), -1))
     require(
         not (direction[:3, 3:].any() or direction[3:, :3].any()),
         f"{path}: expected three axes in space and one in time, but the direction {direction.tolist()} mixes them; repair the header.",
     )
-    return grid_from_columns(path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3])
+    return grid_from_columns(
+        path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3]
+    )
 
 
 def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
@@ -435,7 +516,10 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     Raises:
         UserError: If it is no image, or not one regular 3D volume of numbers.
     """
-    require(isinstance(image, SimpleITK.Image), f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}")
+    require(
+        isinstance(image, SimpleITK.Image),
+        f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}",
+    )
     path = Path("SimpleITK image")
     grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
@@ -450,7 +534,13 @@ def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     return result
 
 
-def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None) -> None:
+def _save(
+    path: Path,
+    part: Path,
+    array: np.ndarray,
+    grid: VoxelGrid,
+    fields: Mapping[str, str] | None = None,
+) -> None:
     """Write voxels to a temporary file, compressed; its suffix chooses the format, `path` is for messages."""
     image = SimpleITK.GetImageFromArray(array)
     for key, value in (fields or {}).items():
@@ -463,10 +553,14 @@ def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid, fields: Ma
             SimpleITK.WriteImage(image, str(writable), True)
     except RuntimeError as error:
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
-        raise UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.") from error
+        raise UserError(
+            f"{path}: cannot be written ({reason}); check the folder, its permissions and its space."
+        ) from error
 
 
-def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None) -> None:
+def write_text_volume(
+    path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None
+) -> None:
     """Write voxels (D, H, W), compressed, to a .nrrd or .mha, or to a .mhd and a .zraw beside it, replacing an old pair as one.
 
     Until the new header is in place, the old pair of files is whole. `fields` are further pairs of the header of a .nrrd.
@@ -488,14 +582,18 @@ def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid, fields: Ma
         pattern = re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw"
         old = [file for file in read_header(path)[2] if re.fullmatch(pattern, str(file))]
     names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
-    voxels = next(new for name in names if not os.path.lexists(new := path.with_name(f"{name}.zraw")))
+    voxels = next(
+        new for name in names if not os.path.lexists(new := path.with_name(f"{name}.zraw"))
+    )
     try:
         with replace_path(voxels) as part:
             # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one file, which is divided here.
             whole = part.with_suffix(".mha")
             try:
                 _save(path, whole, array, grid)
-                header, _, data = whole.read_bytes().partition(b"LOCAL\n")  # the value of ElementDataFile, the last field
+                header, _, data = whole.read_bytes().partition(
+                    b"LOCAL\n"
+                )  # the value of ElementDataFile, the last field
                 part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)

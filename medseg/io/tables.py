@@ -21,7 +21,13 @@ Formats = Mapping[str, str | Callable[[Any], str]] | None
 """Column key to a format such as `.4f`, or to a function of the value. Other values are written by `str`."""
 
 
-def write_csv(path: Path, rows: Rows, columns: Columns = None, formats: Formats = None, errors: str = "backslashreplace") -> None:
+def write_csv(
+    path: Path,
+    rows: Rows,
+    columns: Columns = None,
+    formats: Formats = None,
+    errors: str = "backslashreplace",
+) -> None:
     """Write a CSV file, whole or not at all; `errors` is that of `replace_text`.
 
     Raises:
@@ -73,8 +79,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     except csv.Error as error:
-        raise UserError(f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it.") from error
-    return [{key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()} for row in rows]
+        raise UserError(
+            f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it."
+        ) from error
+    return [
+        {key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
+        for row in rows
+    ]
 
 
 def refuse_table(path: Path, columns: Sequence[str], what: str) -> None:
@@ -93,7 +104,9 @@ def refuse_table(path: Path, columns: Sequence[str], what: str) -> None:
             raise UserError(f"{path} holds {what}")
 
 
-def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> str:
+def markdown_table(
+    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
+) -> str:
     r"""Format rows as a Markdown table that ends with a line break; None and a missing key give `missing`.
 
     Example:
@@ -106,7 +119,9 @@ def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None,
     return "".join([first, "|---" * len(headings) + "|\n", *others])
 
 
-def table_lines(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> list[str]:
+def table_lines(
+    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
+) -> list[str]:
     """Lay rows out for a terminal: columns of numbers to the right, all others to the left, two spaces between them.
 
     Example:
@@ -131,7 +146,9 @@ def table_lines(rows: Rows, columns: Columns = None, formats: Formats = None, mi
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def print_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> None:
+def print_table(
+    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
+) -> None:
     """Print rows in aligned columns, as `table_lines` lays them out."""
     print("\n".join(table_lines(rows, columns, formats, missing)), flush=True)
 
@@ -143,7 +160,9 @@ def _headings(rows: Rows, columns: Columns) -> dict[str, str]:
     return dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
 
 
-def _cells(rows: Rows, headings: Mapping[str, str], formats: Formats, missing: str = "") -> list[list[str]]:
+def _cells(
+    rows: Rows, headings: Mapping[str, str], formats: Formats, missing: str = ""
+) -> list[list[str]]:
     def text(key: str, value: Any) -> str:
         if value is None:
             return missing

@@ -114,7 +114,9 @@ def size_text(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes))
 
 
-def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, origin: Sequence[float]) -> VoxelGrid:
+def grid_from_columns(
+    path: Path, shape: Sequence[int], columns: np.ndarray, origin: Sequence[float]
+) -> VoxelGrid:
     """Make the grid of a file from its world steps.
 
     Small deviations from right angles (rounded decimals) are kept, so that no corner moves.
@@ -152,7 +154,9 @@ def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, ori
         "mm.",
     )
     try:
-        return VoxelGrid(tuple(shape), tuple(spacing[::-1]), tuple(origin), (columns / spacing).tolist())  # type: ignore[arg-type]
+        return VoxelGrid(
+            tuple(shape), tuple(spacing[::-1]), tuple(origin), (columns / spacing).tolist()
+        )  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(
             f"{path}: expected axes at right angles, but {error}; resample the scan to a regular grid first."
@@ -196,7 +200,11 @@ def decoded(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> 
     if encoding == "deflate" and not is_gzip(file):
         return _inflate(path, file)
     stream: Any = (
-        file if encoding == "raw" else bz2.BZ2File(file) if encoding == "bzip2" else igzip.IGzipFile(fileobj=file, mode="rb")
+        file
+        if encoding == "raw"
+        else bz2.BZ2File(file)
+        if encoding == "bzip2"
+        else igzip.IGzipFile(fileobj=file, mode="rb")
     )
     return iter(partial(stream.read, SLAB_BYTES), b"")
 
@@ -211,7 +219,10 @@ def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
         yield decoder.decompress(packed, PACKED_BYTES)
     # Some programs fill up the file with zeros.
     rest = decoder.unused_data + file.read(PACKED_BYTES)
-    require(not rest.strip(b"\0"), f"{path}: the file cannot be read: other bytes follow its compressed voxels; export it again.")
+    require(
+        not rest.strip(b"\0"),
+        f"{path}: the file cannot be read: other bytes follow its compressed voxels; export it again.",
+    )
 
 
 def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[bytes]:
@@ -274,12 +285,17 @@ def lazy_volume(
     share, slice_bytes = depth // len(files), height * width * dtype.itemsize
     share_bytes, ratio = share * slice_bytes, MAX_RATIOS[encoding]
     expected = f"{path}: expected {share_bytes} bytes of voxels ({size_text((width, height, share))} of {dtype.itemsize} bytes)"
-    surplus = f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
+    surplus = (
+        f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
+    )
     # First byte of the voxels in each file, or of their encoded stream.
     starts: dict[Path, int] = {}
     packed_bytes = 0
     for name in files:
-        require(name.is_file(), f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.")
+        require(
+            name.is_file(),
+            f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.",
+        )
         with name.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(offset)
@@ -318,7 +334,9 @@ def lazy_volume(
                 "copy or export it again.",
             )
 
-    return LazyVolume(path, grid, dtype, runs, packed_bytes=None if encoding == "raw" else packed_bytes, **others)
+    return LazyVolume(
+        path, grid, dtype, runs, packed_bytes=None if encoding == "raw" else packed_bytes, **others
+    )
 
 
 def memory_bytes() -> int:
@@ -331,10 +349,16 @@ def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
     if dtype is np.float32 or (values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype)):
         return True
     limits = np.iinfo(dtype)
-    return bool(values.min() >= limits.min and values.max() <= limits.max and (values == np.rint(values)).all())
+    return bool(
+        values.min() >= limits.min
+        and values.max() <= limits.max
+        and (values == np.rint(values)).all()
+    )
 
 
-def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) -> tuple[np.ndarray, int]:
+def _load(
+    volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU
+) -> tuple[np.ndarray, int]:
     """Read all voxels in the first of some types that holds them.
 
     Returns:
@@ -345,13 +369,18 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
     """
     shape = volume.grid.shape
     num_voxels = math.prod(shape)
-    needed_gib, memory_gib = num_voxels * np.dtype(dtypes[0]).itemsize / 2**30, memory_bytes() / 2**30
+    needed_gib, memory_gib = (
+        num_voxels * np.dtype(dtypes[0]).itemsize / 2**30,
+        memory_bytes() / 2**30,
+    )
     require(
         needed_gib <= memory_gib,
         f"{volume.path}: its {size_text(shape[::-1])} voxels need {needed_gib:.1f} GiB, but this machine has {memory_gib:.1f} GiB of "
         "memory; crop or resample the scan first.",
     )
-    if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(SURE_BYTES, SURE_RATIO * volume.packed_bytes):
+    if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(
+        SURE_BYTES, SURE_RATIO * volume.packed_bytes
+    ):
         deque(volume.runs(), maxlen=0)
     array, first, num_gaps = new_array((num_voxels,), dtypes[0]), 0, 0
     for values in filter(len, volume.runs()):
@@ -364,7 +393,10 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
             values = values.astype(np.float32, copy=False)
             gaps = ~np.isfinite(values)
             if gaps.any():
-                values, num_gaps = np.where(gaps, np.float32(air), values), num_gaps + int(gaps.sum())
+                values, num_gaps = (
+                    np.where(gaps, np.float32(air), values),
+                    num_gaps + int(gaps.sum()),
+                )
         fitting = [dtype for dtype in dtypes if _is_exact(values, dtype)]
         if not fitting:
             raise _no_label_map(volume.path, values.flat[int(np.argmax(np.abs(values)))])
@@ -424,11 +456,17 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
         UserError: If the file is too short or too long.
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
-    require(num_gaps < image_hu.size, f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.")
+    require(
+        num_gaps < image_hu.size,
+        f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.",
+    )
     warnings = {
         f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
         + (f"air, {air} HU" if air else "0"): num_gaps > 0,
-        f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(image_hu.shape) == 1,
+        f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(
+            image_hu.shape
+        )
+        == 1,
     }
     found = warnings_of("reading", (sentence for sentence, applies in warnings.items() if applies))
     return Volume(image_hu, volume.grid, volume.header, (*volume.findings, *found))

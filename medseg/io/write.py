@@ -29,11 +29,20 @@ def _write(path: Path, volume: Volume, structures: Sequence[Structure] = ()) -> 
         from medseg.io.simpleitk import write_text_volume
 
         write_text_volume(
-            path, volume.array, volume.grid, slicer_fields(structures, volume.array) if suffix == SEGMENTATION_SUFFIX else None
+            path,
+            volume.array,
+            volume.grid,
+            slicer_fields(structures, volume.array) if suffix == SEGMENTATION_SUFFIX else None,
         )
 
 
-def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = None, structures: Sequence[Structure] = ()) -> None:
+def write_labels(
+    path: Path,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    like: Any = None,
+    structures: Sequence[Structure] = (),
+) -> None:
     """Write a label map whole or not at all; missing folders are made.
 
     The corners of the written grid agree with `grid` within 0.001 mm.
@@ -54,7 +63,9 @@ def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = No
         raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
     if labels.dtype.kind == "b" or labels.dtype.itemsize > 4 or labels.dtype == np.uint32:
         low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)
-        fitting = [d for d in LABEL_DTYPES[:4] if np.iinfo(d).min <= low and high <= np.iinfo(d).max]
+        fitting = [
+            d for d in LABEL_DTYPES[:4] if np.iinfo(d).min <= low and high <= np.iinfo(d).max
+        ]
         if not fitting:
             raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
         labels = labels.astype(fitting[0])

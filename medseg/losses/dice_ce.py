@@ -47,9 +47,13 @@ class DiceCrossEntropyLoss(nn.Module):
         """
         super().__init__()
         if min(dice_weight, ce_weight) < 0 or dice_weight + ce_weight <= 0:
-            raise ValueError(f"weights must be >= 0 and not both 0, got dice {dice_weight} and ce {ce_weight}")
+            raise ValueError(
+                f"weights must be >= 0 and not both 0, got dice {dice_weight} and ce {ce_weight}"
+            )
         if smooth <= 0:
-            raise ValueError(f"smooth must be positive, or an absent class has no Dice, got {smooth}")
+            raise ValueError(
+                f"smooth must be positive, or an absent class has no Dice, got {smooth}"
+            )
         self.dice_weight = dice_weight
         self.ce_weight = ce_weight
         self.include_background = include_background
@@ -83,7 +87,9 @@ class DiceCrossEntropyLoss(nn.Module):
         counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(logits.shape[1])], dim=1)
         voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
         if self.batch_dice:
-            overlaps, predicted, counts = (sums.sum(0, keepdim=True) for sums in (overlaps, predicted, counts))
+            overlaps, predicted, counts = (
+                sums.sum(0, keepdim=True) for sums in (overlaps, predicted, counts)
+            )
         dice = (2 * overlaps + self.smooth) / (predicted + counts + self.smooth)
         if not self.include_background:
             dice = dice[:, 1:]
@@ -95,7 +101,9 @@ class _Moments(torch.autograd.Function):
     """Sums of each sample in fp64: sum(p t) and sum(p) per class (N, K), and -log p of the reference (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_value: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_value: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_samples, num_classes = logits.shape[:2]
         overlaps = logits.new_zeros(num_samples, num_classes, dtype=torch.float64)
         predicted = torch.zeros_like(overlaps)
@@ -135,7 +143,9 @@ class _Moments(torch.autograd.Function):
             reference -= by_entropy
             for k in range(len(probs)):
                 grad = torch.addcmul((labels == k) * reference, probs[k], common + by_predicted[k])
-                grad_logits[sample, k, slab] = grad if ctx.ignore_value is None else grad * (labels != ctx.ignore_value)
+                grad_logits[sample, k, slab] = (
+                    grad if ctx.ignore_value is None else grad * (labels != ctx.ignore_value)
+                )
         return grad_logits, None, None
 
 

@@ -42,8 +42,12 @@ class PresenceLoss(nn.Module):
         """
         most = min(self.voxels, target[0].numel())
         scores = (logits[:, 1:] - logits[:, :1]).flatten(2).topk(most, dim=2).values
-        sizes = torch.stack([(target == value).flatten(1).sum(1) for value in range(1, logits.shape[1])], dim=1)
+        sizes = torch.stack(
+            [(target == value).flatten(1).sum(1) for value in range(1, logits.shape[1])], dim=1
+        )
         is_there = sizes > 0
         pooled = torch.where(is_there, sizes.clamp(max=most), most)[..., None]
-        presence = (scores * (torch.arange(most, device=scores.device) < pooled)).sum(2) / pooled[..., 0]
+        presence = (scores * (torch.arange(most, device=scores.device) < pooled)).sum(2) / pooled[
+            ..., 0
+        ]
         return F.binary_cross_entropy_with_logits(presence, is_there.to(presence.dtype))

@@ -58,18 +58,28 @@ class TrainingLoss(nn.Module):
     """
 
     def __init__(
-        self, terms: Sequence[Term], output_weights: Sequence[float] | None = None, ignore_value: int | None = None
+        self,
+        terms: Sequence[Term],
+        output_weights: Sequence[float] | None = None,
+        ignore_value: int | None = None,
     ) -> None:
         super().__init__()
         self.losses = nn.ModuleList(term.loss for term in terms)
         self.terms, self.output_weights, self.ignore_value = terms, output_weights, ignore_value
-        if output_weights is not None and not (min(output_weights, default=-1) >= 0 and sum(output_weights) > 0):
-            raise ValueError(f"output_weights={list(output_weights)}: expected numbers from 0 on, one of them above 0")
+        if output_weights is not None and not (
+            min(output_weights, default=-1) >= 0 and sum(output_weights) > 0
+        ):
+            raise ValueError(
+                f"output_weights={list(output_weights)}: expected numbers from 0 on, one of them above 0"
+            )
         for loss in self.losses if ignore_value is not None else ():
             is_known = isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)) or (
-                type(loss).__module__.startswith("monai.losses.") and type(loss).__name__ in VOXELWISE_LOSSES
+                type(loss).__module__.startswith("monai.losses.")
+                and type(loss).__name__ in VOXELWISE_LOSSES
             )
-            if not getattr(loss, "is_voxelwise", is_known or type(loss).__module__.startswith("torch.nn.")):
+            if not getattr(
+                loss, "is_voxelwise", is_known or type(loss).__module__.startswith("torch.nn.")
+            ):
                 raise ValueError(
                     f"{type(loss).__name__} is not a sum over voxels, so it cannot leave out the voxels of task.ignore_label; choose another loss"
                 )
@@ -114,9 +124,17 @@ class TrainingLoss(nn.Module):
             kept = (labels != self.ignore_value).nonzero().squeeze(1)
             lines.append((sample.flatten(1)[:, kept], labels[kept]))
         if getattr(term.loss, "batch", False):  # a sum over the voxels of all samples
-            lines = [(torch.cat([line for line, _ in lines], dim=1), torch.cat([voxels for _, voxels in lines]))]
+            lines = [
+                (
+                    torch.cat([line for line, _ in lines], dim=1),
+                    torch.cat([voxels for _, voxels in lines]),
+                )
+            ]
         parts = [
-            term.loss(line[None, :, :, None, None], in_form(voxels[None, :, None, None], term.form, logits.shape[1]))
+            term.loss(
+                line[None, :, :, None, None],
+                in_form(voxels[None, :, None, None], term.form, logits.shape[1]),
+            )
             if len(voxels)
             else 0.0 * logits.sum()
             for line, voxels in lines
@@ -124,7 +142,9 @@ class TrainingLoss(nn.Module):
         return torch.stack(parts).mean()
 
 
-def sample_losses(loss: nn.Module, outputs: Tensor | Sequence[Tensor], target: Tensor) -> list[tuple[Tensor, int]]:
+def sample_losses(
+    loss: nn.Module, outputs: Tensor | Sequence[Tensor], target: Tensor
+) -> list[tuple[Tensor, int]]:
     """Compute the loss of each sample of a stack by itself; a loss of a whole batch (batch Dice) is computed once for the stack.
 
     Args:
@@ -137,13 +157,19 @@ def sample_losses(loss: nn.Module, outputs: Tensor | Sequence[Tensor], target: T
     """
     if len(target) == 1 or is_batch_loss(loss):
         return [(loss(outputs, target), len(target))]
-    parts = outputs.split(1) if isinstance(outputs, Tensor) else zip(*(output.split(1) for output in outputs), strict=True)
+    parts = (
+        outputs.split(1)
+        if isinstance(outputs, Tensor)
+        else zip(*(output.split(1) for output in outputs), strict=True)
+    )
     return [(loss(*part), 1) for part in zip(parts, target.split(1), strict=True)]
 
 
 def is_batch_loss(loss: nn.Module) -> bool:
     """Whether a loss, or a part of it, is computed over all samples of a batch together."""
-    return any(getattr(one, "batch_dice", False) or getattr(one, "batch", False) for one in loss.modules())
+    return any(
+        getattr(one, "batch_dice", False) or getattr(one, "batch", False) for one in loss.modules()
+    )
 
 
 def mean_of_samples(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
@@ -189,7 +215,9 @@ def default_arguments(_: type, known: Iterable[str], given: Iterable[str]) -> di
     says_activation = bool({"sigmoid", "softmax", "use_softmax", "other_act"} & set(given))
     names = [name for name in ("softmax", "use_softmax") if name in known and not says_activation]
     added = dict.fromkeys(names, True)
-    return added | ({"to_onehot_y": True} if "to_onehot_y" in known and "to_onehot_y" not in given else {})
+    return added | (
+        {"to_onehot_y": True} if "to_onehot_y" in known and "to_onehot_y" not in given else {}
+    )
 
 
 def check_loss(loss: nn.Module, num_classes: int) -> None:
@@ -209,18 +237,24 @@ def check_loss(loss: nn.Module, num_classes: int) -> None:
             f"it cannot be computed from logits (N, K, D, H, W) and labels ({type(error).__name__}: {error})"
         ) from error
     if value.ndim or not bool(torch.isfinite(value)) or logits.grad is None:
-        raise ValueError(f"a finite scalar with a gradient is expected, but it gives {value.detach()}")
+        raise ValueError(
+            f"a finite scalar with a gradient is expected, but it gives {value.detach()}"
+        )
     with torch.no_grad():
         right, wrong = (
             float(loss(SURE_LOGIT * in_form(labels, "one_hot", num_classes), target))
             for labels in (target, (target + 1) % num_classes)
         )
     if right > wrong:
-        raise ValueError(f"it is larger for the right labels ({right:.3g}) than for wrong ones ({wrong:.3g}); change its weights")
+        raise ValueError(
+            f"it is larger for the right labels ({right:.3g}) than for wrong ones ({wrong:.3g}); change its weights"
+        )
 
 
 def _nearest(target: Tensor, shape: Sequence[int]) -> Tensor:
     """Take the labels (N, D, H, W) at the nearest voxels of a smaller grid."""
     if tuple(target.shape[1:]) == tuple(shape):
         return target
-    return F.interpolate(target[:, None].float(), size=tuple(shape), mode="nearest")[:, 0].to(target.dtype)
+    return F.interpolate(target[:, None].float(), size=tuple(shape), mode="nearest")[:, 0].to(
+        target.dtype
+    )

@@ -20,7 +20,13 @@ from medseg.memory.precision import HALF
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.traits import build_on_meta
 
-PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = "parameters", "gradients", "optimizer state", "input", "target"
+PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "input",
+    "target",
+)
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
@@ -117,9 +123,22 @@ def count_step(
     Raises:
         ValueError: If the network or the loss decides by computed values, which fake tensors do not have.
     """
-    with _fake_network(make_network, compute=compute, is_gpu=is_gpu, timeline=timeline) as (network, tracker, order):
+    with _fake_network(make_network, compute=compute, is_gpu=is_gpu, timeline=timeline) as (
+        network,
+        tracker,
+        order,
+    ):
         return _count(
-            network.train(), image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, order, timeline
+            network.train(),
+            image_shape,
+            tracker,
+            loss,
+            make_optimizer,
+            precision,
+            accumulate,
+            averages,
+            order,
+            timeline,
         )
 
 
@@ -161,7 +180,11 @@ def count_forward(
 
 @contextlib.contextmanager
 def _fake_network(
-    make_network: Callable[[], nn.Module], *, compute: bool = False, is_gpu: bool, timeline: Timeline | None
+    make_network: Callable[[], nn.Module],
+    *,
+    compute: bool = False,
+    is_gpu: bool,
+    timeline: Timeline | None,
 ) -> Iterator[tuple[nn.Module, MemoryTracker, dict[str, None]]]:
     """Make a network of fake tensors; yield it with a tracker that is on, and the parts that have run.
 
@@ -177,17 +200,29 @@ def _fake_network(
 
     # Real tensors are allowed: the caller may bring some, such as the index of a region.
     mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = MemoryTracker(None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None, timeline)
+    tracker = MemoryTracker(
+        None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None, timeline
+    )
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
     network = make_network() if compute else build_on_meta(make_network)
     try:
         with mode:
             if not compute:
                 _make_fake(network)
-            with tracker, _watch_parts(network, tracker) as order, _CudaPrecision() if is_gpu else contextlib.nullcontext():
+            with (
+                tracker,
+                _watch_parts(network, tracker) as order,
+                _CudaPrecision() if is_gpu else contextlib.nullcontext(),
+            ):
                 yield network, tracker, order
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise ValueError(f"the memory cannot be counted without computing ({error}); give compute=true") from error
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    ) as error:
+        raise ValueError(
+            f"the memory cannot be counted without computing ({error}); give compute=true"
+        ) from error
 
 
 def _count(
@@ -207,7 +242,11 @@ def _count(
     tracker.now = Owner(OPTIMIZER)
     optimizer = make_optimizer(network.parameters())
     _make_state(optimizer)
-    _average = [tensor.clone() for tensor in network.state_dict().values() if averages and torch.is_floating_point(tensor)]
+    _average = [
+        tensor.clone()
+        for tensor in network.state_dict().values()
+        if averages and torch.is_floating_point(tensor)
+    ]
     optimizer_state = tracker.live_bytes(OPTIMIZER)
     for parameter in network.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
@@ -223,7 +262,11 @@ def _count(
         if timeline is not None:
             timeline.segments.clear()
         tracker.now = Owner(FORWARD, LOSS)
-        hooks = saved_tensors_hooks(tracker.save, _unchanged) if timeline is not None else contextlib.nullcontext()
+        hooks = (
+            saved_tensors_hooks(tracker.save, _unchanged)
+            if timeline is not None
+            else contextlib.nullcontext()
+        )
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
             logits = network(image)
             with _RealRanges():
@@ -232,7 +275,11 @@ def _count(
         if timeline is not None:
             timeline.held = tracker.held(FORWARD)
         offloaded = tracker.live_bytes(HOST)
-        saved = {owner.part: size for owner, size in tracker.live.items() if owner.kind == FORWARD and size}
+        saved = {
+            owner.part: size
+            for owner, size in tracker.live.items()
+            if owner.kind == FORWARD and size
+        }
         tracker.now = Owner(BACKWARD, LOSS)
         value.backward()
         del value
@@ -249,7 +296,9 @@ def _count(
         optimizer_state=optimizer_state,
         input=tracker.live_bytes(INPUT),
         target=tracker.live_bytes(TARGET),
-        saved={part: saved[part] for part in [*named_parts(network), BETWEEN, LOSS] if part in saved},
+        saved={
+            part: saved[part] for part in [*named_parts(network), BETWEEN, LOSS] if part in saved
+        },
         offloaded=offloaded,
         peak=tracker.peak_bytes,
         peak_at=f"{tracker.peak_now.kind} {tracker.peak_now.part}".strip(),
@@ -261,8 +310,14 @@ def _count(
 class _CudaPrecision(TorchFunctionMode):
     """Compute what CUDA's autocast computes in fp32 from fp32 copies of half-precision features, on tensors of the CPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in FP32_ON_CUDA and torch.is_autocast_enabled("cpu") and args[0].dtype in HALF.values():
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            func in FP32_ON_CUDA
+            and torch.is_autocast_enabled("cpu")
+            and args[0].dtype in HALF.values()
+        ):
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))
 
@@ -270,7 +325,9 @@ class _CudaPrecision(TorchFunctionMode):
 class _RealRanges(TorchFunctionMode):
     """Lets `torch.arange` make real tensors: MONAI's losses read the axes that they sum over from one, and a fake tensor has no values."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
         is_range = func is torch.arange and all(isinstance(one, int) for one in args)
@@ -333,7 +390,9 @@ def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[st
         hooks.enter_context(network.register_forward_pre_hook(functools.partial(enter, BETWEEN)))
         for name, modules in named_parts(network).items():
             for module in modules:
-                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
+                hooks.enter_context(
+                    module.register_forward_pre_hook(functools.partial(enter, name))
+                )
                 hooks.enter_context(module.register_forward_hook(functools.partial(leave, name)))
         hooks.enter_context(network.register_forward_hook(functools.partial(leave, BETWEEN)))
         yield order
@@ -349,7 +408,11 @@ def _make_fake(network: nn.Module) -> None:
                     continue
                 if tensor not in made:
                     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-                    made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                    made[tensor] = (
+                        nn.Parameter(fake, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else fake
+                    )
                 table[name] = made[tensor]  # type: ignore[assignment]
 
 
@@ -371,7 +434,11 @@ def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
 def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """Bytes that nearest upsampling copies on a GPU: its kernel takes and gives contiguous tensors only."""
-    if func not in (aten.upsample_nearest3d.default, aten.upsample_nearest3d.vec, aten.upsample_nearest3d_backward.default):
+    if func not in (
+        aten.upsample_nearest3d.default,
+        aten.upsample_nearest3d.vec,
+        aten.upsample_nearest3d_backward.default,
+    ):
         return 0
     return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
 
@@ -382,7 +449,10 @@ WORKSPACE = 2.5
 
 
 def forward_bytes_per_voxel(
-    network: nn.Module, call: Callable[[Tensor], Tensor], image_shape: tuple[int, int, int, int, int], device: torch.device
+    network: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    image_shape: tuple[int, int, int, int, int],
+    device: torch.device,
 ) -> float:
     """Count the peak bytes of a forward pass per voxel of its input.
 
@@ -400,4 +470,6 @@ def forward_bytes_per_voxel(
         for tensor in (image, *network.parameters(), *network.buffers()):
             tracker.assign(tensor, "given")
         call(image)
-    return WORKSPACE * (tracker.peak_bytes - tracker.live_bytes("given")) / math.prod(image_shape[2:])
+    return (
+        WORKSPACE * (tracker.peak_bytes - tracker.live_bytes("given")) / math.prod(image_shape[2:])
+    )

@@ -43,7 +43,9 @@ def map_large_blocks() -> None:
     ):
         libc.mallopt(parameter, size)
         os.environ[name] = str(size)  # glibc reads it when a process begins
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages for tensors of 2 MiB and more
+    os.environ.setdefault(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # torch asks for huge pages for tensors of 2 MiB and more
 
 
 def maps_large_blocks() -> bool:
@@ -56,7 +58,18 @@ class _HeapInfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     ]
 
 

@@ -23,7 +23,12 @@ from medseg.io.atomic import replace_text
 from medseg.io.calibration import Circumstances, LoadMeter, present_load
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks, used_bytes
 from medseg.memory.instructions import instruction_limit
-from medseg.memory.profile import peak_resident_bytes, release_free_memory, reset_peak_resident, resident_bytes
+from medseg.memory.profile import (
+    peak_resident_bytes,
+    release_free_memory,
+    reset_peak_resident,
+    resident_bytes,
+)
 from medseg.memory.tracker import Call, Operand
 
 # A larger operation is measured on two parts of its slices. They are so large that the memory of each tensor is mapped anew, as for all larger
@@ -76,7 +81,9 @@ class KernelCosts:
         """
         self.device = device
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-        heap = " mapped" if device.type == "cpu" and maps_large_blocks() else ""  # page faults are a part of the seconds
+        heap = (
+            " mapped" if device.type == "cpu" and maps_large_blocks() else ""
+        )  # page faults are a part of the seconds
         name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}{heap} {instruction_limit()}".rstrip()
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()
@@ -110,8 +117,16 @@ class KernelCosts:
             lasting = self._lasting(largest)
             workspaces = self._workspaces(largest)
             # An operation without a workspace on its larger part has none on the whole.
-            smaller = self._workspaces({key: some[0][1] for key, some in parts.items() if len(some) > 1 and workspaces.get(key)})
-            written = {key: self._written_share(largest[key], size) for key, size in workspaces.items()}
+            smaller = self._workspaces(
+                {
+                    key: some[0][1]
+                    for key, some in parts.items()
+                    if len(some) > 1 and workspaces.get(key)
+                }
+            )
+            written = {
+                key: self._written_share(largest[key], size) for key, size in workspaces.items()
+            }
             durations_s = self._durations({key: largest[key] for key in workspaces})
         self._buffers.clear()
         costs = {}
@@ -156,7 +171,9 @@ class KernelCosts:
         file.costs |= measured
         file._circumstances |= {key: self._circumstances[key] for key in measured}
         rows = {key: [*cost, *file._circumstances[key]] for key, cost in file.costs.items()}
-        with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
+        with contextlib.suppress(
+            UserError
+        ):  # a folder that cannot be written: measured again the next time
             replace_text(self.path, json.dumps(rows))
 
     def _lasting(self, calls: Mapping[str, Call]) -> dict[str, int]:
@@ -177,14 +194,19 @@ class KernelCosts:
         for dtype in (torch.float32, torch.bfloat16):
             image = torch.zeros(1, 8, 8, 8, 8, dtype=dtype, device=self.device, requires_grad=True)
             weight = torch.zeros(8, 8, 3, 3, 3, dtype=dtype, device=self.device, requires_grad=True)
-            with torch.enable_grad(), contextlib.suppress(RuntimeError):  # a format that is missing here
+            with (
+                torch.enable_grad(),
+                contextlib.suppress(RuntimeError),
+            ):  # a format that is missing here
                 torch.nn.functional.conv3d(image, weight).sum().backward()
 
     def _workspaces(self, calls: Mapping[str, Call]) -> dict[str, int]:
         """Run each operation once and measure the bytes of its workspace; those that fail are missing in the result."""
         if self.device.type == "cuda":
             return self._workspaces_on_gpu(calls)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler's library, which prints lines otherwise
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "99"
+        )  # of the profiler's library, which prints lines otherwise
         numbers: dict[str, int] = {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for number, (key, call) in enumerate(calls.items()):
@@ -226,7 +248,9 @@ class KernelCosts:
         before = resident_bytes()
         result = run()
         peak, after = peak_resident_bytes(), resident_bytes()
-        kept = sum(one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor))
+        kept = sum(
+            one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor)
+        )
         # A result from the heap adds nothing to what is resident, and a workspace from the heap may stay there.
         return min(1.0, max(peak - after, peak - before - kept, 0) / workspace)
 
@@ -261,20 +285,28 @@ class KernelCosts:
         def as_value(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return self.device
-            return self._as_tensor(leaf, buffers, next(count)) if isinstance(leaf, Operand) else leaf
+            return (
+                self._as_tensor(leaf, buffers, next(count)) if isinstance(leaf, Operand) else leaf
+            )
 
         arguments, options = tree_map(as_value, (call.arguments, call.options), is_leaf=_is_operand)
         return lambda: call.operation(*arguments, **options)
 
-    def _as_tensor(self, operand: Operand, buffers: dict[tuple[int, torch.dtype], Tensor], place: int) -> Tensor:
+    def _as_tensor(
+        self, operand: Operand, buffers: dict[tuple[int, torch.dtype], Tensor], place: int
+    ) -> Tensor:
         """Take a tensor from the buffer of its place among the arguments: new memory would cost more than many operations."""
         size = 0 if 0 in operand.shape else 1
-        size += size and sum((length - 1) * step for length, step in zip(operand.shape, operand.stride, strict=True))
+        size += size and sum(
+            (length - 1) * step for length, step in zip(operand.shape, operand.stride, strict=True)
+        )
         buffer = buffers.get((place, operand.dtype))
         if buffer is None or len(buffer) < size:
             # Not zero, whose neighbours are slow denormal numbers; integers may be indices.
             value = 0.5 if operand.dtype.is_floating_point else 0
-            buffer = buffers[place, operand.dtype] = torch.full((size,), value, dtype=operand.dtype, device=self.device)
+            buffer = buffers[place, operand.dtype] = torch.full(
+                (size,), value, dtype=operand.dtype, device=self.device
+            )
         return buffer.as_strided(operand.shape, operand.stride)
 
 
@@ -299,7 +331,11 @@ def parts_of(call: Call) -> list[tuple[float, Call]]:
 
     A small operation is its only part; one that is too large and cannot be divided has none.
     """
-    operands = [leaf for leaf in tree_leaves((call.arguments, call.options), is_leaf=_is_operand) if _is_operand(leaf)]
+    operands = [
+        leaf
+        for leaf in tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
+        if _is_operand(leaf)
+    ]
     sizes = [math.prod(one.shape) * one.dtype.itemsize for one in operands]
     if max(sizes, default=0) <= MEASURED_BYTES:
         return [(1.0, call)]
@@ -320,12 +356,18 @@ def _part(call: Call, weight: Operand | None, numerator: int, denominator: int) 
         if _is_operand(leaf) and len(leaf.shape) == 5 and leaf is not weight:
             shape = (*leaf.shape[:2], leaf.shape[2] * numerator // denominator, *leaf.shape[3:])
             return leaf._replace(shape=shape, stride=_dense(shape, leaf.stride))
-        is_size = isinstance(leaf, (list, tuple)) and len(leaf) in (3, 5) and all(isinstance(one, int) for one in leaf)
+        is_size = (
+            isinstance(leaf, (list, tuple))
+            and len(leaf) in (3, 5)
+            and all(isinstance(one, int) for one in leaf)
+        )
         if is_size and weight is None and leaf[-3] and leaf[-3] % denominator == 0:
             return [*leaf[:-3], leaf[-3] * numerator // denominator, *leaf[-2:]]
         return leaf
 
-    return Call(call.operation, *tree_map(cut, (call.arguments, call.options), is_leaf=_is_operand_or_sizes))
+    return Call(
+        call.operation, *tree_map(cut, (call.arguments, call.options), is_leaf=_is_operand_or_sizes)
+    )
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -338,7 +380,9 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_operand_or_sizes(leaf: Any) -> bool:
-    return _is_operand(leaf) or (isinstance(leaf, (list, tuple)) and bool(leaf) and all(isinstance(one, int) for one in leaf))
+    return _is_operand(leaf) or (
+        isinstance(leaf, (list, tuple)) and bool(leaf) and all(isinstance(one, int) for one in leaf)
+    )
 
 
 def _is_operand(leaf: Any) -> bool:
@@ -354,7 +398,9 @@ def _allocated_peaks(roots: Iterable[Any]) -> dict[int, int]:
             continue
         sizes = [size for _, size in sorted(_allocations(root))]
         totals = [sum(sizes[: count + 1]) for count in range(len(sizes))]
-        found[int(root.name.removeprefix(MARK))] = max(0, *totals, 0) - (totals[-1] if totals else 0)
+        found[int(root.name.removeprefix(MARK))] = max(0, *totals, 0) - (
+            totals[-1] if totals else 0
+        )
     return found
 
 

@@ -21,9 +21,13 @@ def check_precision(precision: str, device_type: str) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if device_type == "cpu" and precision == "fp16":
-        raise ValueError("precision fp16 needs a GPU and its loss scaling, but the device is cpu: use bf16")
+        raise ValueError(
+            "precision fp16 needs a GPU and its loss scaling, but the device is cpu: use bf16"
+        )
     if device_type == "cpu" and precision == "tf32":
-        raise ValueError("precision tf32 is a format of NVIDIA's GPUs, but the device is cpu: use fp32 or bf16")
+        raise ValueError(
+            "precision tf32 is a format of NVIDIA's GPUs, but the device is cpu: use fp32 or bf16"
+        )
 
 
 def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
@@ -35,7 +39,11 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
         ValueError: See `check_precision`.
     """
     check_precision(precision, device_type)
-    return torch.autocast(device_type, HALF[precision]) if precision in HALF else contextlib.nullcontext()
+    return (
+        torch.autocast(device_type, HALF[precision])
+        if precision in HALF
+        else contextlib.nullcontext()
+    )
 
 
 def inference_precision(trained: str, device_type: str) -> str:
@@ -58,7 +66,11 @@ def inference_precision(trained: str, device_type: str) -> str:
 
 def has_fast_bf16() -> bool:
     """Whether torch's convolution kernels support bf16 on this processor; torch itself decides by the same call."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
+    return (
+        bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        if torch.backends.mkldnn.is_available()
+        else False
+    )
 
 
 def lightning_precision(precision: str, device_type: str) -> str:
@@ -68,7 +80,9 @@ def lightning_precision(precision: str, device_type: str) -> str:
         ValueError: See `check_precision`.
     """
     check_precision(precision, device_type)
-    return {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[precision]
+    return {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[
+        precision
+    ]
 
 
 def set_tf32(precision: str) -> None:

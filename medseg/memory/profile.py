@@ -32,7 +32,9 @@ def peak_resident_bytes() -> int:
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 class ControlGroup(NamedTuple):
@@ -81,7 +83,9 @@ def memory_limit_bytes() -> int:
     Each control group bounds the groups inside it, so the smallest bound from the process's group upwards counts.
     """
     bounds = [group.limit_bytes() for group in control_groups()]
-    return min([int(psutil.virtual_memory().total), *(bound for bound in bounds if bound is not None)])
+    return min(
+        [int(psutil.virtual_memory().total), *(bound for bound in bounds if bound is not None)]
+    )
 
 
 def free_memory_bytes() -> int:
@@ -129,7 +133,9 @@ def _folders(name: PurePosixPath, version: int, mounts: Sequence[str]) -> list[P
             continue
         root, mount_point = place.split(" ")[3:5]
         top = Path(mount_point.replace("\\040", " "))
-        if not name.is_relative_to(root):  # a container sees only its own group, under the name that it has outside
+        if not name.is_relative_to(
+            root
+        ):  # a container sees only its own group, under the name that it has outside
             return [top]
         inner = top / name.relative_to(root)
         return [inner, *(folder for folder in inner.parents if folder.is_relative_to(top))]

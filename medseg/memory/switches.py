@@ -63,7 +63,11 @@ def apply_switches(
         raise ValueError(
             "compile and synchronised batch norm cannot be combined, because compiled code would not wait for the other ranks: turn one off"
         )
-    if compile and checkpoints and any(isinstance(module, _BatchNorm) for module in network.modules()):
+    if (
+        compile
+        and checkpoints
+        and any(isinstance(module, _BatchNorm) for module in network.modules())
+    ):
         raise ValueError(
             "compile, checkpointing and batch norm cannot be combined, because compiled code cannot pause running statistics: "
             "use norm=instance or turn one off"
@@ -96,7 +100,9 @@ def switch_on(
     try:
         return apply_switches(
             network,
-            checkpointing=memory.checkpointing if isinstance(memory.checkpointing, str) else tuple(memory.checkpointing),
+            checkpointing=memory.checkpointing
+            if isinstance(memory.checkpointing, str)
+            else tuple(memory.checkpointing),
             offload=memory.offload,
             channels_last=memory.channels_last,
             compile=memory.compile,
@@ -112,7 +118,11 @@ def switch_on(
 def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
     """Run a compiled network as it is written: each whole case of a validation has a shape of its own, which would be compiled."""
     # Only then, since torch's compiler takes a second to import.
-    return torch.compiler.set_stance("force_eager") if network._compiled_call_impl is not None else contextlib.nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if network._compiled_call_impl is not None
+        else contextlib.nullcontext()
+    )
 
 
 def use_channels_last(network: nn.Module) -> None:
@@ -151,21 +161,29 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
     names = list(blocks)
     if isinstance(policy, str):
         if policy not in POLICIES:
-            raise ValueError(f"checkpointing must be one of {POLICIES} or a tuple of block names, got {policy!r}")
+            raise ValueError(
+                f"checkpointing must be one of {POLICIES} or a tuple of block names, got {policy!r}"
+            )
         count = {"none": 0, "sqrt": math.ceil(math.sqrt(len(names))), "all": len(names)}[policy]
         return names[:count]
     chosen: set[str] = set()
     for wanted in policy:
         found = names_below(names, wanted)
         if not found:
-            raise ValueError(f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names) or 'none'}")
+            raise ValueError(
+                f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names) or 'none'}"
+            )
         chosen.update(found)
     return [name for name in names if name in chosen]
 
 
 def names_below(names: Sequence[str], wanted: str) -> list[str]:
     """List the names that equal a wanted one, continue it after a dot or match it as a pattern (`encoder.*`)."""
-    return [name for name in names if name == wanted or name.startswith(f"{wanted}.") or fnmatchcase(name, wanted)]
+    return [
+        name
+        for name in names
+        if name == wanted or name.startswith(f"{wanted}.") or fnmatchcase(name, wanted)
+    ]
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
@@ -189,7 +207,10 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[st
 
 
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
-    forward, norms = block.forward, [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    forward, norms = (
+        block.forward,
+        [module for module in block.modules() if isinstance(module, _BatchNorm)],
+    )
     # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block may draw random numbers.
     keeps_state = any(map(_may_draw, block.modules()))
 
@@ -202,7 +223,9 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs
+        )
 
     return run
 
@@ -226,7 +249,9 @@ def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """
     kept = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, kept, strict=True):
-        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        norm._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        )
     try:
         yield
     finally:
@@ -250,7 +275,9 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
         ValueError: If the network runs on the CPU, whose memory offloading would move activations to.
     """
     if device_type == "cpu":
-        raise ValueError("offload moves activations from a GPU to host memory and saves nothing on cpu: turn it off")
+        raise ValueError(
+            "offload moves activations from a GPU to host memory and saves nothing on cpu: turn it off"
+        )
     save_to_host(network)
 
 

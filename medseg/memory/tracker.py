@@ -43,7 +43,11 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> "Call":
         """Describe an operation that is about to run."""
-        return cls(operation, _with_operands(arguments), {name: _with_operands(value) for name, value in options.items()})
+        return cls(
+            operation,
+            _with_operands(arguments),
+            {name: _with_operands(value) for name, value in options.items()},
+        )
 
 
 def _with_operands(value: Any) -> Any:
@@ -69,7 +73,9 @@ def _small_bytes(num_bytes: int) -> int:
 
 def _is_composite(func: Any) -> bool:
     """Whether an operation's only kernel calls other operations. Decompositions in Python, which torch also has, are made for compilers."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), DispatchKey.CompositeImplicitAutograd
+    )
 
 
 @dataclass
@@ -163,11 +169,15 @@ class MemoryTracker(TorchDispatchMode):
         """Return False: torch's guard against compiling this class imports the compiler, which takes a second."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.prim.device.default:  # a question, four of ten calls of a step
             return func(*args)
         if self._timeline is not None and torch.is_inference_mode_enabled() and _is_composite(func):
-            with self:  # the operations that training runs, in which torch divides the others by itself
+            with (
+                self
+            ):  # the operations that training runs, in which torch divides the others by itself
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
         owner = Owner(HOST) if is_copying_to_host() else self.now
         # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
@@ -223,7 +233,9 @@ class MemoryTracker(TorchDispatchMode):
             if owner.kind == kind
         ]
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Segment, str]:
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Segment, str]:
         """Add an operation to the timeline before it runs; return its segment and its key."""
         assert self._timeline is not None
         call, segments = Call.of(func, args, kwargs), self._timeline.segments

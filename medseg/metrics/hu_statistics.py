@@ -42,7 +42,10 @@ def label_statistics(
     for start in range(0, len(labels), planes):
         slab = labels[start : start + planes]
         is_label = slab > 0
-        found, hu = slab[is_label], None if image_hu is None else image_hu[start : start + planes][is_label]
+        found, hu = (
+            slab[is_label],
+            None if image_hu is None else image_hu[start : start + planes][is_label],
+        )
         for number, value in enumerate(values.values()):
             is_own = found == value
             if hu is None:
@@ -54,7 +57,10 @@ def label_statistics(
                 counts[number] += np.bincount(bins, minlength=counts.shape[1])
     voxel_ml = math.prod(grid.spacing_mm) / 1000.0
     return {
-        name: {"ml": round(voxel_ml * int(histogram.sum()), 2), **_figures(histogram, total, image_hu is not None)}
+        name: {
+            "ml": round(voxel_ml * int(histogram.sum()), 2),
+            **_figures(histogram, total, image_hu is not None),
+        }
         for name, histogram, total in zip(values, counts, sums, strict=True)
     }
 
@@ -67,4 +73,6 @@ def _figures(histogram: np.ndarray, total: float, is_hu: bool) -> dict[str, floa
     ranks = [math.ceil(percent / 100 * number) for percent in PERCENTILES]
     percentiles = (LOW_HU + np.searchsorted(np.cumsum(histogram), ranks)).tolist()
     share = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum()) / number
-    return dict(zip(HU_FIGURES, [round(total / number, 2), *percentiles, round(share, 4)], strict=True))
+    return dict(
+        zip(HU_FIGURES, [round(total / number, 2), *percentiles, round(share, 4)], strict=True)
+    )

@@ -45,7 +45,9 @@ def dice(pred_mask: Mask, target_mask: Mask) -> float:
         ValueError: If the shapes differ.
     """
     if pred_mask.shape != target_mask.shape:
-        raise ValueError(f"masks of one shape are needed, got {pred_mask.shape} and {target_mask.shape}")
+        raise ValueError(
+            f"masks of one shape are needed, got {pred_mask.shape} and {target_mask.shape}"
+        )
     total = _count(pred_mask) + _count(target_mask)
     return 2.0 * _count(pred_mask & target_mask) / total if total else 1.0
 
@@ -55,7 +57,9 @@ def _count(mask: Mask) -> int:
     return int(mask.sum() if getattr(mask, "is_cuda", False) else np.count_nonzero(mask))
 
 
-def dice_per_label(pred_labels: Mask, target_labels: Mask, values: Sequence[int]) -> dict[int, float]:
+def dice_per_label(
+    pred_labels: Mask, target_labels: Mask, values: Sequence[int]
+) -> dict[int, float]:
     """Measure the Dice of several label values, on the device where the labels are.
 
     Used by validation in training. Empty masks score as in `dice`.
@@ -142,7 +146,9 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
     return areas_mm2
 
 
-def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> SurfaceDistances:
+def surface_distances(
+    pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> SurfaceDistances:
     """Measure the distance of each surface element of each mask from the other mask's surface.
 
     A mask that touches the edge of the volume has surface elements there. An empty mask has none.
@@ -159,7 +165,9 @@ def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm
         ValueError: If the shapes differ or are not three-dimensional.
     """
     if pred_mask.shape != target_mask.shape or pred_mask.ndim != 3:
-        raise ValueError(f"two masks (D, H, W) of one shape are needed, got {pred_mask.shape} and {target_mask.shape}")
+        raise ValueError(
+            f"two masks (D, H, W) of one shape are needed, got {pred_mask.shape} and {target_mask.shape}"
+        )
     box = VoxelBox.from_mask(pred_mask | target_mask)
     if box is None:
         return (np.empty(0), np.empty(0)), (np.empty(0), np.empty(0))
@@ -167,13 +175,20 @@ def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm
     areas_mm2 = area_table_mm2(spacing_mm)
     codes = [_surface_codes(mask[bounds]) for mask in (pred_mask, target_mask)]
     is_pred, is_target = ((one != 0) & (one != 255) for one in codes)
-    pred_areas_mm2, target_areas_mm2 = (areas_mm2[one[one_is]] for one, one_is in zip(codes, (is_pred, is_target), strict=True))
+    pred_areas_mm2, target_areas_mm2 = (
+        areas_mm2[one[one_is]] for one, one_is in zip(codes, (is_pred, is_target), strict=True)
+    )
     del codes
-    return _one_way(is_pred, is_target, pred_areas_mm2, spacing_mm), _one_way(is_target, is_pred, target_areas_mm2, spacing_mm)
+    return _one_way(is_pred, is_target, pred_areas_mm2, spacing_mm), _one_way(
+        is_target, is_pred, target_areas_mm2, spacing_mm
+    )
 
 
 def _one_way(
-    is_from: np.ndarray, is_to: np.ndarray, areas_mm2: np.ndarray, spacing_mm: tuple[float, float, float]
+    is_from: np.ndarray,
+    is_to: np.ndarray,
+    areas_mm2: np.ndarray,
+    spacing_mm: tuple[float, float, float],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sorted distances of the elements of one surface from another, and their areas."""
     distances_mm = _distances_mm(is_from, is_to, spacing_mm)
@@ -194,7 +209,12 @@ def nsd(distances: SurfaceDistances, tolerance_mm: float) -> float:
         Score in [0, 1].
     """
     total_mm2 = float(sum(areas_mm2.sum() for _, areas_mm2 in distances))
-    near_mm2 = float(sum(areas_mm2[one_mm <= tolerance_mm + _TOLERANCE_SLACK_MM].sum() for one_mm, areas_mm2 in distances))
+    near_mm2 = float(
+        sum(
+            areas_mm2[one_mm <= tolerance_mm + _TOLERANCE_SLACK_MM].sum()
+            for one_mm, areas_mm2 in distances
+        )
+    )
     return near_mm2 / total_mm2 if total_mm2 else 1.0
 
 
@@ -213,7 +233,9 @@ def hausdorff_mm(distances: SurfaceDistances, quantile: float = 0.95) -> float:
     return max(_weighted_quantile(one_mm, areas_mm2, quantile) for one_mm, areas_mm2 in distances)
 
 
-def score_region(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> dict[str, float]:
+def score_region(
+    pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> dict[str, float]:
     """Score one region of one case.
 
     Both masks empty: Dice and NSD 1, HD95 0. One empty: Dice and NSD 0, HD95 infinite.
@@ -250,13 +272,17 @@ def _surface_codes(mask: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _distances_mm(is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
+def _distances_mm(
+    is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> np.ndarray:
     """Distance from each set voxel of one array, in C order, to the nearest of another; infinite if that is empty."""
     if not is_to.any():
         return np.full(np.count_nonzero(is_from), np.inf)
     # A k-d tree is several times faster for two similar organs, but many times slower where a prediction is noise or far from the
     # reference. The transform returns indices only: its distance map would take more memory.
-    nearest = distance_transform_edt(~is_to, sampling=spacing_mm, return_distances=False, return_indices=True)
+    nearest = distance_transform_edt(
+        ~is_to, sampling=spacing_mm, return_distances=False, return_indices=True
+    )
     squared_mm2 = np.zeros(np.count_nonzero(is_from))
     for index, nearest_index, step_mm in zip(np.nonzero(is_from), nearest, spacing_mm, strict=True):
         squared_mm2 += ((index - nearest_index[is_from]) * step_mm) ** 2

@@ -42,7 +42,8 @@ class InstanceNorm(nn.Module):
         if features.device.type == "cpu" and features[0, 0].numel() > MAX_CHANNELS_LAST_VOXELS_CPU:
             features = features.contiguous()
         normalised = [
-            F.batch_norm(sample, None, None, self.weight, self.bias, training=True, eps=self.eps) for sample in features.split(1)
+            F.batch_norm(sample, None, None, self.weight, self.bias, training=True, eps=self.eps)
+            for sample in features.split(1)
         ]
         return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
 
@@ -87,7 +88,9 @@ def make_norm(norm: str, channels: int) -> nn.Module:
     """
     makers: dict[str, Callable[[], nn.Module]] = {
         "instance": lambda: InstanceNorm(channels),
-        "group": lambda: GroupNorm(channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1, channels),
+        "group": lambda: GroupNorm(
+            channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1, channels
+        ),
         "batch": lambda: nn.BatchNorm3d(channels),
         "channel": lambda: ChannelNorm(channels),
     }
@@ -112,7 +115,9 @@ class Conv3d(nn.Conv3d):
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
         depth = features.shape[2]
-        is_small = min(features.shape[2:]) <= 2 or depth <= self.dilation[0] * (self.kernel_size[0] - 1)
+        is_small = min(features.shape[2:]) <= 2 or depth <= self.dilation[0] * (
+            self.kernel_size[0] - 1
+        )
         if features.device.type == "cpu" and is_small and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(features.to(self.weight.dtype))
@@ -128,7 +133,9 @@ class ScaledConv3d(Conv3d):
     Source: De and Smith, Batch normalization biases residual blocks towards the identity function in deep networks (2020): SkipInit.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: Shape, *, stride: Shape, padding: Shape) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: Shape, *, stride: Shape, padding: Shape
+    ) -> None:
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=padding)
         self.scale = nn.Parameter(torch.ones(out_channels))
         nn.init.zeros_(self.bias)  # type: ignore[arg-type]
@@ -162,14 +169,23 @@ class ConvNormAct(nn.Sequential):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel: Shape, *, norm: str, stride: Shape = (1, 1, 1), is_last: bool = False
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: Shape,
+        *,
+        norm: str,
+        stride: Shape = (1, 1, 1),
+        is_last: bool = False,
     ) -> None:
         padding = padding_of(kernel)
         layers: list[nn.Module] = (
             [ScaledConv3d(in_channels, out_channels, kernel, stride=stride, padding=padding)]
             if norm == "affine"
             else [
-                Conv3d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False),
+                Conv3d(
+                    in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False
+                ),
                 make_norm(norm, out_channels),
             ]
         )
@@ -207,7 +223,9 @@ def padding_of(kernel: Shape) -> Shape:
     return z, y, x
 
 
-def make_block(block: str, channels: int, *, norm: str, reduction: int = 2, kernel: Shape = (3, 3, 3)) -> nn.Module:
+def make_block(
+    block: str, channels: int, *, norm: str, reduction: int = 2, kernel: Shape = (3, 3, 3)
+) -> nn.Module:
     """Make a block that keeps channels and size.
 
     Args:
@@ -224,11 +242,14 @@ def make_block(block: str, channels: int, *, norm: str, reduction: int = 2, kern
         return ConvNormAct(channels, channels, kernel, norm=norm)
     if block == "residual":
         return ResidualBlock(
-            ConvNormAct(channels, channels, kernel, norm=norm), ConvNormAct(channels, channels, kernel, norm=norm, is_last=True)
+            ConvNormAct(channels, channels, kernel, norm=norm),
+            ConvNormAct(channels, channels, kernel, norm=norm, is_last=True),
         )
     if block == "bottleneck":
         if reduction < 1 or channels % reduction:
-            raise ValueError(f"reduction must divide the {channels} channels of a block, got {reduction}")
+            raise ValueError(
+                f"reduction must divide the {channels} channels of a block, got {reduction}"
+            )
         inner = channels // reduction
         return ResidualBlock(
             ConvNormAct(channels, inner, POINT, norm=norm),
@@ -245,7 +266,9 @@ def space_to_depth(image: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
     # Split each axis into (cell, position in the cell), then move the three positions behind the channels.
     cells = image.reshape(batch, channels, depth, a, height, b, width, c)
-    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(batch, channels * a * b * c, depth, height, width)
+    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(
+        batch, channels * a * b * c, depth, height, width
+    )
 
 
 def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
@@ -254,4 +277,6 @@ def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     a, b, c = cell
     channels //= a * b * c
     cells = features.reshape(batch, channels, a, b, c, depth, height, width)
-    return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(batch, channels, depth * a, height * b, width * c)
+    return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(
+        batch, channels, depth * a, height * b, width * c
+    )

@@ -18,7 +18,13 @@ class StageNetwork(nn.Module):
         in_channels: Channels of the image.
     """
 
-    def __init__(self, make_network: Callable[[int], nn.Module], *, in_channels: int = 1, traits: Traits | None = None) -> None:
+    def __init__(
+        self,
+        make_network: Callable[[int], nn.Module],
+        *,
+        in_channels: int = 1,
+        traits: Traits | None = None,
+    ) -> None:
         """Build the network.
 
         Args:

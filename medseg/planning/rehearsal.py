@@ -50,7 +50,12 @@ class RehearsalWatch(pl.Callback):
         self._stop_computing()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Note the time of the step, and read the memory of the other processes."""
         now_s = time.process_time()

@@ -55,12 +55,21 @@ def num_shares(config: TrainConfig) -> int:
 
 def input_shape(config: PlanConfig) -> Shape:
     """Voxels (D, H, W) of the sample to plan for: `shape`, the stage's patch, the size of all crops, or `extent_mm` at its spacing."""
-    return config.shape or config.stage.patch_size or config.spacing.size or _whole_shape(config, config.stage.max_voxels)
+    return (
+        config.shape
+        or config.stage.patch_size
+        or config.spacing.size
+        or _whole_shape(config, config.stage.max_voxels)
+    )
 
 
 def evaluated_shape(config: PlanConfig) -> Shape:
     """Voxels (D, H, W) of the largest validation case: `validation_shape`, or the whole volume or crop that `input_shape` describes."""
-    known = config.validation_shape or config.spacing.size or (config.shape if config.stage.patch_size is None else None)
+    known = (
+        config.validation_shape
+        or config.spacing.size
+        or (config.shape if config.stage.patch_size is None else None)
+    )
     return known or _whole_shape(config, None)
 
 
@@ -68,14 +77,20 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
     """Voxels (D, H, W) of a whole volume or crop of `extent_mm`, a multiple of the divisor."""
     spacing_mm, range_mm = config.spacing.target_spacing_mm, config.spacing.range_mm
     if range_mm is not None:
-        spacing_mm = (range_mm[0], range_mm[0], range_mm[0])  # the finest spacing gives the largest sample
+        spacing_mm = (
+            range_mm[0],
+            range_mm[0],
+            range_mm[0],
+        )  # the finest spacing gives the largest sample
     if spacing_mm is None:
         raise UserError(
             "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for, and "
             "validation_shape=[D,H,W] of the largest validation case"
         )
     extent_mm = getattr(config.extent_mm, config.stage.name.value)
-    depth, height, width = (math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True))
+    depth, height, width = (
+        math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True)
+    )
     if config.spacing.strategy is SpacingStrategy.fixed_resolution:
         depth = height = width = max(depth, height, width)
     if max_voxels:
@@ -114,7 +129,10 @@ def count_memory(
 
     def make_ours() -> nn.Module:
         return switch_on(
-            make_network(config), uncompiled, "cuda" if is_gpu else "cpu", sync_batchnorm=config.trainer.sync_batchnorm
+            make_network(config),
+            uncompiled,
+            "cuda" if is_gpu else "cpu",
+            sync_batchnorm=config.trainer.sync_batchnorm,
         )
 
     try:
@@ -152,7 +170,11 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
         Bytes of the case itself, and the peak of the weights and of one pass of the network.
     """
     beside, timeline = count_evaluation(config, shape)
-    peaks = [max(after + workspace for after, workspace, _ in segment.calls) for segment in timeline.segments if segment.calls]
+    peaks = [
+        max(after + workspace for after, workspace, _ in segment.calls)
+        for segment in timeline.segments
+        if segment.calls
+    ]
     return beside, max(peaks)
 
 
@@ -176,11 +198,15 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         return probs if tile_size else most_probable(probs)
 
     def make() -> nn.Module:
-        return switch_on(make_network(config), replace(config.memory, compile=False, offload=False), "cpu")
+        return switch_on(
+            make_network(config), replace(config.memory, compile=False, offload=False), "cpu"
+        )
 
     seen = network_size(tile_size, divisor) if tile_size else shape
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
-    timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
+    timeline = count_forward(
+        make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu
+    )
     target = math.prod(shape)  # uint8
     if tile_size is None:
         return target, timeline

@@ -71,7 +71,10 @@ def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: boo
 
 def _smaller(config: PlanConfig, shape: Shape) -> Shape:
     """Size of the warm-up, which does not exceed the samples."""
-    lengths = [min(length, WARM_UP_LENGTH + 2 * margin) for length, margin in zip(shape, _margins(config), strict=True)]
+    lengths = [
+        min(length, WARM_UP_LENGTH + 2 * margin)
+        for length, margin in zip(shape, _margins(config), strict=True)
+    ]
     return lengths[0], lengths[1], lengths[2]
 
 
@@ -88,10 +91,18 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
     margins, spacing_mm = _margins(config), config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
     is_whole = config.stage.name is not StageName.fine and config.stage.patch_size is None
     size = [length if is_whole else length + 16 for length in shape]
-    starts = [(length - inner) // 2 + margin for length, inner, margin in zip(size, shape, margins, strict=True)]
-    stops = [(length + inner) // 2 - margin for length, inner, margin in zip(size, shape, margins, strict=True)]
+    starts = [
+        (length - inner) // 2 + margin
+        for length, inner, margin in zip(size, shape, margins, strict=True)
+    ]
+    stops = [
+        (length + inner) // 2 - margin
+        for length, inner, margin in zip(size, shape, margins, strict=True)
+    ]
     # A sample within its margins has a region of one voxel.
-    box = VoxelBox.of(starts, (max(pair) for pair in zip(stops, (start + 1 for start in starts), strict=True)))
+    box = VoxelBox.of(
+        starts, (max(pair) for pair in zip(stops, (start + 1 for start in starts), strict=True))
+    )
     grid = VoxelGrid((size[0], size[1], size[2]), spacing_mm)
     labels = np.zeros(size, dtype=np.uint8)
     for value, part in enumerate(np.array_split(labels[box.slices()], len(task.labels)), start=1):
@@ -103,7 +114,11 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
         image = np.zeros(size, dtype=np.int16 if channel.modality == "ct" else np.float32)
         np.save(folder / (f"image_{number}.npy" if number else "image.npy"), image)
         image[0, 0, 0] = 1  # a percentile or a standard deviation of a constant image is refused
-        intensities.append(None if channel.window_hu else intensity_of(image, channel.modality, channel.normalise, None))
+        intensities.append(
+            None
+            if channel.window_hu
+            else intensity_of(image, channel.modality, channel.normalise, None)
+        )
     return CachedCase(
         "synthetic",
         folder,

@@ -76,7 +76,9 @@ def load_cascade(
     measured = ""
     for name, checkpoints in (("coarse", coarse), ("fine", fine)):
         if checkpoints or not stages or stages[0].name == "coarse":
-            paths = [Path(path) for path in checkpoints or ()] or [shipped_weights(INCLUDED_TASK, name)]
+            paths = [Path(path) for path in checkpoints or ()] or [
+                shipped_weights(INCLUDED_TASK, name)
+            ]
             measured = "" if checkpoints else TILE_CHANGES
             # OpenVINO takes memory with its first pass only: that of the stages before is still to come.
             room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
@@ -86,7 +88,9 @@ def load_cascade(
         stages[-1].use_tiles(options.tile_size, measured)
     for stage in stages:
         if stage.tile_size is not None:
-            stage.plan(stage.tile_size, options)  # refuses a tile that exceeds the budget before a scan is read
+            stage.plan(
+                stage.tile_size, options
+            )  # refuses a tile that exceeds the budget before a scan is read
     return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options)
 
 
@@ -108,7 +112,9 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     spacing_mm = round(max(grid.spacing_mm), 3)
     for one in cascades:
         if one.range_mm[0] <= spacing_mm < one.range_mm[1]:
-            return one, [f"uses by_spacing.{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"]
+            return one, [
+                f"uses by_spacing.{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"
+            ]
     known = ", ".join(f"{one.name} {one}" for one in cascades)
     raise UserError(
         f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({known}); give checkpoints for it, or widen a range"

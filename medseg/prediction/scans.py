@@ -87,24 +87,35 @@ def find_scans(
         UserError: If there is nothing to predict.
     """
     if not isinstance(source, Path):
-        require(split is None, f"split={split}: input={list(map(str, source))} is not a case table; leave split out")
+        require(
+            split is None,
+            f"split={split}: input={list(map(str, source))} is not a case table; leave split out",
+        )
         for path in source:
             input_format(path)
         scan = Scan(case_name(source[0]), source[0], series, hu, tuple(source[1:]))
         return [scan], dict.fromkeys(source, f"a channel of the case {scan.name}")
     if source.suffix.lower() != ".csv":
-        require(split is None, f"split={split}: input={source} is not a case table; leave split out")
+        require(
+            split is None, f"split={split}: input={source} is not a case table; leave split out"
+        )
         paths = list_inputs(source, is_dicom=series is not None)
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
-    require(series is None, f"series={series}: a case table has a column series for that; fill in that column of input={source}")
+    require(
+        series is None,
+        f"series={series}: a case table has a column series for that; fill in that column of input={source}",
+    )
     table = read_case_table(source, labels_column, hu=hu, needs_labels=False)
     chosen = [
         Scan(case.name, case.image, case.series, case.hu, case.more_images, case.labels)
         for case in table
         if split is None or case.split == split
     ]
-    require(bool(chosen), f"input={source}: no case of the table is marked split={split}; give a split of the table")
+    require(
+        bool(chosen),
+        f"input={source}: no case of the table is marked split={split}; give a split of the table",
+    )
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
 
@@ -158,7 +169,9 @@ class StudyCase:
         return any(part.study.shares_series(own.study) for own in self.parts)
 
 
-def divide_studies(source: Path, scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None) -> list[Scan]:
+def divide_studies(
+    source: Path, scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None
+) -> list[Scan]:
     """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
 
     A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A folder with several
@@ -281,7 +294,9 @@ def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     for scan in scans:
         case, _, number = scan.name.rpartition("_")
         files = [by_name.get(f"{case}_{index:04d}") for index in range(num_channels + 1)]
-        is_whole = None not in files[:-1] and files[-1] is None and bool(case) and case not in by_name
+        is_whole = (
+            None not in files[:-1] and files[-1] is None and bool(case) and case not in by_name
+        )
         if is_whole and number in {f"{index:04d}" for index in range(num_channels)}:
             paths = tuple(one.path for one in files[:-1] if one is not None)
             joined[case] = scan._replace(name=case, path=paths[0], more_paths=paths[1:])
@@ -305,10 +320,18 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
     suffix = volume_suffix(output)
     if not output.is_dir():
         if suffix in WRITTEN_SUFFIXES:
-            require(len(names) == 1, f"output={output}: the input has {len(names)} cases, so give a folder")
+            require(
+                len(names) == 1,
+                f"output={output}: the input has {len(names)} cases, so give a folder",
+            )
             return [output]
-        is_new_folder = suffix is None and not output.exists() and not (is_one_scan and output.suffix)
-        require(is_new_folder, f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder")
+        is_new_folder = (
+            suffix is None and not output.exists() and not (is_one_scan and output.suffix)
+        )
+        require(
+            is_new_folder,
+            f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder",
+        )
     return [output / f"{name}.nii.gz" for name in names]
 
 
@@ -327,7 +350,9 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
     for output in outputs:
         target = output.resolve()
         if target in kept:
-            raise UserError(f"{output} is {kept[target]} and would be overwritten; give another output")
+            raise UserError(
+                f"{output} is {kept[target]} and would be overwritten; give another output"
+            )
         # Some file systems treat two encodings of ü as one name.
         other = taken.setdefault(unicodedata.normalize("NFC", str(target)), output)
         require(other is output, f"{other} and {output} would be one file; rename one of the cases")

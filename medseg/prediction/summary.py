@@ -51,15 +51,27 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         figures = report.get("statistics", {})
         bounds = read_bounds({} if case.exit_code else report)
         for label, volume_ml in volumes.items():
-            row = {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml}
+            row = {
+                "case": case.scan.name,
+                "label": label,
+                **figures.get(label, {}),
+                "ml": volume_ml,
+            }
             rows.append({**row, **status, "dice_at_least": _bound_of(label, bounds, task)})
-    with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(), locked_folder(folder):
+    with (
+        suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(),
+        locked_folder(folder),
+    ):
         try:
             known = read_csv(path)
         except UserError:  # none yet, or a damaged one
             known = []
         own = {case.scan.name for case in cases}
-        kept = [row for row in known if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own]
+        kept = [
+            row
+            for row in known
+            if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own
+        ]
         write_csv(path, [*kept, *rows], SUMMARY)
 
 

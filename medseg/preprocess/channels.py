@@ -27,7 +27,9 @@ SHARE_TOLD = 0.01
 """A channel that leaves more than this share of the first uncovered is warned of."""
 
 
-def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside: float) -> np.ndarray:
+def resample_to(
+    image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside: float
+) -> np.ndarray:
     """Resample an image to any grid: antialiased along its own axes, then linearly where the grids are rotated to each other.
 
     Args:
@@ -50,13 +52,25 @@ def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside
     lattice = source.resampled((z, y, x))
     filtered = resample_image(image, source, lattice, outside).numpy()
     # Index in the lattice of target voxels (0, 0, 0) and of the next one along each axis.
-    first, *steps = lattice.world_to_index_zyx(wanted.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)])))
+    first, *steps = lattice.world_to_index_zyx(
+        wanted.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)]))
+    )
     matrix = np.transpose(np.array(steps) - first)
-    return back.from_lps(affine_transform(filtered, matrix, first, wanted.shape, order=1, mode="grid-constant", cval=outside))
+    return back.from_lps(
+        affine_transform(
+            filtered, matrix, first, wanted.shape, order=1, mode="grid-constant", cval=outside
+        )
+    )
 
 
 def place_channel(
-    image: np.ndarray, source: VoxelGrid, target: VoxelGrid, fill: float, name: str, begin: str = "", first: str = "image"
+    image: np.ndarray,
+    source: VoxelGrid,
+    target: VoxelGrid,
+    fill: float,
+    name: str,
+    begin: str = "",
+    first: str = "image",
 ) -> tuple[np.ndarray, list[Finding]]:
     """Resample a channel to the grid of the first one.
 
@@ -86,7 +100,9 @@ def place_channel(
         image[gaps] = fill
     if share <= SHARE_TOLD:
         return image, []
-    return image, warnings_of("reading", [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"])
+    return image, warnings_of(
+        "reading", [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"]
+    )
 
 
 def read_channels(
@@ -129,7 +145,9 @@ def read_channels(
     findings: list[Finding] = []
     scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
     modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
-    for number, (name, path, fill, scale, modality) in enumerate(zip(names, paths, outside, scales, modalities, strict=True)):
+    for number, (name, path, fill, scale, modality) in enumerate(
+        zip(names, paths, outside, scales, modalities, strict=True)
+    ):
         assert path is not None, "refused above"
         own_series, own_files = (series, files) if number == 0 else (None, ())
         index, num_volumes = paths[:number].count(path), paths.count(path)
@@ -138,9 +156,17 @@ def read_channels(
         if not channels:
             first = replace(volume, array=image)
         else:
-            image, uncovered = place_channel(image, volume.grid, first.grid, fill, name, f"{path}: ", str(paths[0]))
+            image, uncovered = place_channel(
+                image, volume.grid, first.grid, fill, name, f"{path}: ", str(paths[0])
+            )
             findings += uncovered
         channels.append(image)
-        findings += [finding.within(name) if len(paths) > 1 else finding for finding in volume.findings]
-    stacked = np.stack(channels).astype(np.float32, copy=False) if len(channels) > 1 else channels[0][None]
+        findings += [
+            finding.within(name) if len(paths) > 1 else finding for finding in volume.findings
+        ]
+    stacked = (
+        np.stack(channels).astype(np.float32, copy=False)
+        if len(channels) > 1
+        else channels[0][None]
+    )
     return stacked, replace(first, findings=tuple(findings))

@@ -41,7 +41,10 @@ def find_fill(image_hu: np.ndarray) -> float | None:
         return None
     fill = values.most_common(1)[0][0]
     # Of the values that are not padding below air.
-    lowest = min(float(np.min(plane, where=plane > AIR_HU - CLIP_REACH_HU, initial=fill)) for plane in image_hu)
+    lowest = min(
+        float(np.min(plane, where=plane > AIR_HU - CLIP_REACH_HU, initial=fill))
+        for plane in image_hu
+    )
     if fill <= lowest + CLIP_REACH_HU or not _is_noisy(image_hu, fill):
         return None
     return fill

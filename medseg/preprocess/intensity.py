@@ -108,7 +108,9 @@ def percentile(image: np.ndarray, modality: str) -> Intensity:
     return Intensity(low, high, 2.0 / (high - low) if high > low else 0.0, AIR)
 
 
-def intensity_of(image: np.ndarray, modality: str, kind: str, window_hu: tuple[float, float] | None) -> Intensity:
+def intensity_of(
+    image: np.ndarray, modality: str, kind: str, window_hu: tuple[float, float] | None
+) -> Intensity:
     """Choose the map of a channel.
 
     Args:

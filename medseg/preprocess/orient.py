@@ -50,7 +50,9 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
     """
     # Rows and columns of a direction count x, y, z; array axes count z, y, x.
     cosines = np.asarray(grid.direction)[::-1, ::-1]
-    order = max(permutations(range(3)), key=lambda o: round(sum(abs(cosines[a, o[a]]) for a in range(3)), 6))
+    order = max(
+        permutations(range(3)), key=lambda o: round(sum(abs(cosines[a, o[a]]) for a in range(3)), 6)
+    )
     flips = tuple(bool(cosines[a, order[a]] < 0) for a in range(3))
     return Orientation((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]))
 
@@ -72,4 +74,8 @@ def orient(array: np.ndarray, grid: VoxelGrid) -> tuple[np.ndarray, VoxelGrid, O
         View of the array in LPS order, its grid, and the orientation that leads back.
     """
     orientation = orientation_of(grid)
-    return orientation.to_lps(array), grid.reoriented(orientation.order, orientation.flips), orientation
+    return (
+        orientation.to_lps(array),
+        grid.reoriented(orientation.order, orientation.flips),
+        orientation,
+    )

@@ -162,18 +162,24 @@ def write_difference(one: Difference) -> str:
     return f"{one.difference:+.4f}{interval}"
 
 
-def _finite_pairs(scores: Mapping[str, float], baseline: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def _finite_pairs(
+    scores: Mapping[str, float], baseline: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
     """Scores of the cases that both results have, both finite."""
     pairs = {case: (scores[case], baseline[case]) for case in scores if case in baseline}
     return {case: pair for case, pair in pairs.items() if np.isfinite(pair).all()}
 
 
-def _patient_means(pairs: Mapping[str, tuple[float, float]], patients: Mapping[str, str]) -> np.ndarray:
+def _patient_means(
+    pairs: Mapping[str, tuple[float, float]], patients: Mapping[str, str]
+) -> np.ndarray:
     """Mean score and mean score of the baseline of each patient, (patients, 2)."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for case, pair in pairs.items():
         groups.setdefault(patients.get(case, case), []).append(pair)
-    return np.array([[fmean(column) for column in zip(*group, strict=True)] for group in groups.values()])
+    return np.array(
+        [[fmean(column) for column in zip(*group, strict=True)] for group in groups.values()]
+    )
 
 
 def _wilcoxon_p(gains: np.ndarray) -> float:

@@ -81,8 +81,12 @@ def choose_gpus(gpus: Sequence[int] | None) -> None:
     """
     if gpus is not None:
         # Kept for processes that choose again: the jobs of a sweep, and what this process starts.
-        visible = os.environ.setdefault("MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus)
+        visible = os.environ.setdefault(
+            "MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        ).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus
+        )
 
 
 def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:

@@ -43,16 +43,38 @@ def install_baselines(folder: Path) -> Path:
     Raises:
         UserError: If the packages cannot be installed.
     """
-    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    packages = (
+        folder
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     installed = folder / "medseg-peers"
-    if installed.is_file() and installed.read_text(encoding="utf-8").split() == list(PACKAGES) and packages.is_dir():
+    if (
+        installed.is_file()
+        and installed.read_text(encoding="utf-8").split() == list(PACKAGES)
+        and packages.is_dir()
+    ):
         return packages
     print(f"making {folder} with {', '.join(PACKAGES)}", flush=True)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(packages), *PACKAGES]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        str(packages),
+        *PACKAGES,
+    ]
     result = subprocess.run(install, capture_output=True, encoding="utf-8", check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise UserError(f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose peers=false")
+        raise UserError(
+            f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose peers=false"
+        )
     replace_text(installed, "\n".join(PACKAGES))
     return packages
 

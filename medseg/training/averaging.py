@@ -46,9 +46,15 @@ class WeightAverage:
         self._values = {name: values[name].clone() for name in self._weights()}
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: weight for name, weight in self.network.state_dict().items() if torch.is_floating_point(weight)}
+        return {
+            name: weight
+            for name, weight in self.network.state_dict().items()
+            if torch.is_floating_point(weight)
+        }
 
     def _on_device(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The average on the devices of the weights, which may have moved since it was loaded."""
-        self._values = {name: value.to(weights[name].device) for name, value in self._values.items()}
+        self._values = {
+            name: value.to(weights[name].device) for name, value in self._values.items()
+        }
         return self._values

@@ -83,7 +83,10 @@ class SegmentationModule(pl.LightningModule):
         # A fused optimiser would divide the loss scale out of the gradients inside its step, after they have been clipped. Without this
         # attribute Lightning and torch do it before, as for any other optimiser; it is read with fp16 and by Lightning's clipping.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"},
+        }
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the mean loss of the samples of one micro-batch; Lightning divides it by the number of micro-batches.
@@ -99,11 +102,21 @@ class SegmentationModule(pl.LightningModule):
         loss = mean_of_samples(losses)
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()
-        self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, batch_size=sum(count for _, count in losses))
+        self.log(
+            "train/loss",
+            self.train_loss,
+            on_step=True,
+            on_epoch=False,
+            batch_size=sum(count for _, count in losses),
+        )
         return loss
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer | LightningOptimizer, optimizer_closure: Any = None
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        optimizer_closure: Any = None,
     ) -> None:
         """Take the step, free the gradients, then update the average of the weights.
 
@@ -128,7 +141,10 @@ class SegmentationModule(pl.LightningModule):
                 tile_size=self.tile_size,
                 overlap=self.overlap,
                 divisor=self.network.divisor,  # type: ignore[arg-type]
-                skips_air=all(channel["window_hu"] for channel in self.metadata.get("task", {}).get("channels", ())),
+                skips_air=all(
+                    channel["window_hu"]
+                    for channel in self.metadata.get("task", {}).get("channels", ())
+                ),
             )
         return most_probable(probs)
 
@@ -138,13 +154,22 @@ class SegmentationModule(pl.LightningModule):
         release_free_memory()  # of the steps before, or of the case before: memory for this case comes on top of it
         labels = self.predict_labels(batch["image"])
         # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference has none; the picture shows both.
-        kept, batch["target"] = (only_inside(one, batch["inside"][0]) for one in (labels, batch["target"]))
+        kept, batch["target"] = (
+            only_inside(one, batch["inside"][0]) for one in (labels, batch["target"])
+        )
         target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
         if ignore_value is not None:  # background in both maps, which no score counts
-            kept, target = (labels.masked_fill(target == ignore_value, 0) for labels in (kept, target))
-        scores: dict[Any, float] = dice_per_label(kept, target, tuple(range(1, int(self.metadata["num_classes"]))))
-        scores |= {name: metric(kept, target, batch["spacing_mm"][0]) for name, metric in self.metrics.items()}
+            kept, target = (
+                labels.masked_fill(target == ignore_value, 0) for labels in (kept, target)
+            )
+        scores: dict[Any, float] = dice_per_label(
+            kept, target, tuple(range(1, int(self.metadata["num_classes"])))
+        )
+        scores |= {
+            name: metric(kept, target, batch["spacing_mm"][0])
+            for name, metric in self.metrics.items()
+        }
         self.val_scores |= {(case, region, score_of): score for score_of, score in scores.items()}
         return kept
 
@@ -161,7 +186,11 @@ class SegmentationModule(pl.LightningModule):
         self.case_scores = scores
         # `fmean` rounds once, so the order of ranks and cases changes no bit.
         for name in self.metrics:
-            found = [score for (_, _, score_of), score in scores.items() if score_of == name and not math.isnan(score)]
+            found = [
+                score
+                for (_, _, score_of), score in scores.items()
+                if score_of == name and not math.isnan(score)
+            ]
             # A distance is infinite where a label was not found at all: without it the mean would improve, so there is no mean then.
             has_mean = bool(found) and all(map(math.isfinite, found))
             self.log(f"val/{name}", fmean(found) if has_mean else math.nan, rank_zero_only=False)
@@ -188,7 +217,13 @@ class SegmentationModule(pl.LightningModule):
             counts.update({key: count + shift for key, count in counts.items()})
         if self.average is not None:
             weights = checkpoint["state_dict"]
-            self.average.load({name.removeprefix(PREFIX): value for name, value in weights.items() if name.startswith(PREFIX)})
+            self.average.load(
+                {
+                    name.removeprefix(PREFIX): value
+                    for name, value in weights.items()
+                    if name.startswith(PREFIX)
+                }
+            )
             checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)
 
 

@@ -63,7 +63,9 @@ def main() -> None:
         assert os.WIFSIGNALED(status), "the run ended before it was killed often enough"
         os.close(reader)
         last = run_dir / "checkpoints" / "last.ckpt"
-        moments.append(torch.load(last, weights_only=True, mmap=True)["global_step"] if last.is_file() else 0)
+        moments.append(
+            torch.load(last, weights_only=True, mmap=True)["global_step"] if last.is_file() else 0
+        )
     process, reader = start(run_dir)
     while os.read(reader, 4096):
         pass

@@ -26,7 +26,9 @@ def pairs_of(row: Row) -> set[frozenset[tuple[str, str]]]:
 
 
 def covering_rows(
-    factors: Mapping[str, Sequence[str]], is_allowed: Callable[[Row], bool] = lambda _: True, of: str | None = None
+    factors: Mapping[str, Sequence[str]],
+    is_allowed: Callable[[Row], bool] = lambda _: True,
+    of: str | None = None,
 ) -> list[Row]:
     """Rows that together hold every allowed pair, always the same ones; with `of`, every pair of that factor.
 
@@ -41,7 +43,9 @@ def covering_rows(
             if factor not in row:
                 row[factor] = max(
                     (value for value in factors[factor] if is_allowed({**row, factor: value})),
-                    key=lambda value: sum(frozenset({(factor, value), pair}) in missing for pair in row.items()),
+                    key=lambda value: sum(
+                        frozenset({(factor, value), pair}) in missing for pair in row.items()
+                    ),
                 )
         for pair in pairs_of(row):
             missing.pop(pair, None)

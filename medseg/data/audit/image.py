@@ -75,7 +75,10 @@ class ImageFacts:
         below = np.cumsum(self.counts) / self.counts.sum()
         return {
             "min": self.low_hu,
-            **{f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768 for percent in (1, 50, 99)},
+            **{
+                f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768
+                for percent in (1, 50, 99)
+            },
             "max": self.high_hu,
         }
 
@@ -83,18 +86,26 @@ class ImageFacts:
     def measured_hu(self) -> tuple[int, int]:
         """Lowest and highest value above padding, in whole HU; those of the image if all of it is padding."""
         held = np.flatnonzero(self.counts[PADDING_BELOW_HU + 32768 :]) + PADDING_BELOW_HU
-        return (int(held[0]), int(held[-1])) if held.size else (round(self.low_hu), round(self.high_hu))
+        return (
+            (int(held[0]), int(held[-1]))
+            if held.size
+            else (round(self.low_hu), round(self.high_hu))
+        )
 
     @cached_property
     def spikes(self) -> Mapping[int, float]:
         """Value of each spike to its share of the voxels, the largest first."""
         counts, nearby = self.counts, np.ones(2 * SPIKE_REACH + 1, dtype=np.int64)
         nearby[SPIKE_REACH] = 0  # the value itself
-        neighbours = np.convolve(counts, nearby, "same") / np.maximum(1, np.convolve(counts > 0, nearby, "same"))
+        neighbours = np.convolve(counts, nearby, "same") / np.maximum(
+            1, np.convolve(counts > 0, nearby, "same")
+        )
         is_spike = (counts >= SPIKE_SHARE * counts.sum()) & (counts >= SPIKE_CONTRAST * neighbours)
         return {
             int(index) - 32768: float(counts[index] / counts.sum())
-            for index in sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[:MAX_SPIKES]
+            for index in sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[
+                :MAX_SPIKES
+            ]
         }
 
     @cached_property
@@ -115,7 +126,11 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
     """Count the values of an image (D, H, W), plane by plane."""
     counts = np.zeros(65536, dtype=np.int64)
     for plane in image_hu:
-        whole = plane if plane.dtype == np.int16 else np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
+        whole = (
+            plane
+            if plane.dtype == np.int16
+            else np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
+        )
         # As uint16 nothing is negative; the upper half of the bins are the negative values.
         counts += np.bincount(whole.view(np.uint16).ravel(), minlength=65536)
     return ImageFacts(float(image_hu.min()), float(image_hu.max()), np.roll(counts, 32768))
@@ -135,9 +150,13 @@ def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
         return ()
     # Slab by slab: a clipped copy of the scan would be a second one.
     slabs = np.array_split(image_hu, THUMBNAIL_SIZE)
-    means = np.stack([np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32) for slab in slabs])
+    means = np.stack(
+        [np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32) for slab in slabs]
+    )
     for axis in (1, 2):
-        means = np.stack([part.mean(axis=axis) for part in np.array_split(means, THUMBNAIL_SIZE, axis)], axis)
+        means = np.stack(
+            [part.mean(axis=axis) for part in np.array_split(means, THUMBNAIL_SIZE, axis)], axis
+        )
     return tuple(np.rint(means).astype(int).ravel().tolist())
 
 
@@ -155,7 +174,9 @@ class CheckedChannels(NamedTuple):
     findings: list[Finding]
 
 
-def check_channels(images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True) -> CheckedChannels:
+def check_channels(
+    images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True
+) -> CheckedChannels:
     """Check the values of all channels of a case, and replace what was filled in outside the field of view of a CT by air.
 
     Args:
@@ -171,7 +192,9 @@ def check_channels(images: Sequence[np.ndarray], modalities: Sequence[str], *, i
             continue
         images[number] = image if is_owned else image.copy()
         share = replace_fill(images[number], fill)
-        replaced.append(_of_channel(find("padding:replaced", share=share, value=fill, air=AIR_HU), number))
+        replaced.append(
+            _of_channel(find("padding:replaced", share=share, value=fill, air=AIR_HU), number)
+        )
     facts = [measure_image(image) for image in images]
     return CheckedChannels(images, facts, replaced + audit_channels(facts, modalities))
 
@@ -188,7 +211,9 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     if (scale := _audit_scale(facts)) is not None:
         return [scale]
     found = [*_audit_padding(facts), *_audit_clipping(facts)]
-    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(finding.code == "clipped" for finding in found):
+    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(
+        finding.code == "clipped" for finding in found
+    ):
         found.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
     return found
 
@@ -208,7 +233,11 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
         if modality == "ct":
             ours = audit_image(facts)
         else:
-            ours = [find("hu_range:constant", low=facts.low_hu)] if facts.low_hu == facts.high_hu else []
+            ours = (
+                [find("hu_range:constant", low=facts.low_hu)]
+                if facts.low_hu == facts.high_hu
+                else []
+            )
         found += [_of_channel(finding, number) for finding in ours]
     return found
 
@@ -226,8 +255,13 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
         return _explain_small_range(facts)
     is_dark = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
-    is_too_dark = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
-    for offset_hu, way, is_suspected in ((OFFSET_HU, "high", not is_dark), (-OFFSET_HU, "low", is_too_dark)):
+    is_too_dark = share_of(
+        tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU
+    ) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
+    for offset_hu, way, is_suspected in (
+        (OFFSET_HU, "high", not is_dark),
+        (-OFFSET_HU, "low", is_too_dark),
+    ):
         if is_suspected and _is_soft_at(tissue, offset_hu):
             # An offset moves air to -2048 at the lowest: values far below it were multiplied.
             lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
@@ -263,15 +297,28 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
         kind = "hu_range:clipped" if low >= -1 and high <= 1 else "hu_range:divided"
         return find(kind, low=low, high=high, slope=DIVISOR)
     # A range that fills less than half of the usual ends was not scaled to them.
-    fitting = ((bottom, top) for bottom, top in USUAL_ENDS if bottom <= low and high <= top and high - low >= (top - bottom) / 2)
+    fitting = (
+        (bottom, top)
+        for bottom, top in USUAL_ENDS
+        if bottom <= low and high <= top and high - low >= (top - bottom) / 2
+    )
     bottom, top = next(fitting, (low, high))
     slope = (USUAL_WINDOW_HU[1] - USUAL_WINDOW_HU[0]) / (top - bottom)
-    return find("hu_range:window", low=low, high=high, slope=slope, offset=USUAL_WINDOW_HU[0] - slope * bottom)
+    return find(
+        "hu_range:window",
+        low=low,
+        high=high,
+        slope=slope,
+        offset=USUAL_WINDOW_HU[0] - slope * bottom,
+    )
 
 
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
     """Whether soft tissue lies where an offset would move it: enough voxels, and more than in the gap below."""
-    soft, gap = (share_of(tissue, low_hu + offset_hu, high_hu + offset_hu) for low_hu, high_hu in (SOFT_HU, GAP_HU))
+    soft, gap = (
+        share_of(tissue, low_hu + offset_hu, high_hu + offset_hu)
+        for low_hu, high_hu in (SOFT_HU, GAP_HU)
+    )
     return soft >= max(TISSUE_SHARE, gap)
 
 
@@ -283,7 +330,9 @@ def _is_inverted(tissue: np.ndarray) -> bool:
     bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
     dark = share_of(tissue, *AIR_RANGE_HU)
     sparse_bone = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
-    is_bright = bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
+    is_bright = (
+        bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
+    )
     return is_bright and share_of(tissue, -np.inf, SOFT_HU[0]) >= BONE_SHARE
 
 
@@ -294,7 +343,10 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
         most = int(np.argmax(facts.counts[: PADDING_BELOW_HU + 32768])) - 32768
         is_constant = share_of(facts.counts, most, most + 1) > 0.9 * padded
         yield find(
-            "padding:outside", share=padded, hold=f"hold {most}" if is_constant else f"lie below {PADDING_BELOW_HU}", air=AIR_HU
+            "padding:outside",
+            share=padded,
+            hold=f"hold {most}" if is_constant else f"lie below {PADDING_BELOW_HU}",
+            air=AIR_HU,
         )
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():

@@ -49,7 +49,10 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
     part = tuple(slice(None, None, step) for step in steps)
     coarse = np.ascontiguousarray(labels[part])
     image = np.clip(image_hu[part], AIR_HU, MAX_HU).astype(np.float32)
-    moves = [max(1, round(MOVED_MM / (step * step_mm))) for step, step_mm in zip(steps, grid.spacing_mm, strict=True)]
+    moves = [
+        max(1, round(MOVED_MM / (step * step_mm)))
+        for step, step_mm in zip(steps, grid.spacing_mm, strict=True)
+    ]
     if min(coarse.shape) < 4 or _edge(coarse, image)[1] < MIN_FACES:
         return []
     fit = _fit(coarse, image, moves)
@@ -89,16 +92,24 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
     """
     shifts = []
     for axis in range(3):
-        steps = [1 if other == axis else max(1, round(STEP_MM / step_mm)) for other, step_mm in enumerate(grid.spacing_mm)]
+        steps = [
+            1 if other == axis else max(1, round(STEP_MM / step_mm))
+            for other, step_mm in enumerate(grid.spacing_mm)
+        ]
         part = tuple(slice(None, None, step) for step in steps)
         lines = np.moveaxis(image_hu[part], axis, -1)
         inside = np.moveaxis(labels[part] != 0, axis, -1)
         found = [
-            _edge_shift(lines, faces) for faces in (inside[..., 1:] & ~inside[..., :-1], inside[..., :-1] & ~inside[..., 1:])
+            _edge_shift(lines, faces)
+            for faces in (inside[..., 1:] & ~inside[..., :-1], inside[..., :-1] & ~inside[..., 1:])
         ]
         is_same_way = found[0] * found[1] > 0 and abs(found[0] - found[1]) <= MIN_SHIFT
         voxels = round(sum(found) / 2)
-        if is_same_way and abs(voxels) >= MIN_SHIFT and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM:
+        if (
+            is_same_way
+            and abs(voxels) >= MIN_SHIFT
+            and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM
+        ):
             shifts.append(f"{abs(voxels)} voxels towards the {FACES[axis][voxels > 0]} end")
     return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))] if shifts else []
 
@@ -119,10 +130,14 @@ def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
     change = []
     for offset in range(-SHIFT_REACH, SHIFT_REACH + 1):
         around = (np.clip(index + offset + step, 0, lines.shape[-1] - 1) for step in (-1, 2))
-        before, after = (np.clip(lines[(*places, at)].astype(np.float32), AIR_HU, MAX_HU) for at in around)
+        before, after = (
+            np.clip(lines[(*places, at)].astype(np.float32), AIR_HU, MAX_HU) for at in around
+        )
         change.append(float(np.abs(after - before).mean()))
     best = int(np.argmax(change))
-    is_sharp = change[best] > max(SHIFT_GAIN * change[SHIFT_REACH], SHIFT_SHARPNESS * float(np.median(change)))
+    is_sharp = change[best] > max(
+        SHIFT_GAIN * change[SHIFT_REACH], SHIFT_SHARPNESS * float(np.median(change))
+    )
     return best - SHIFT_REACH if is_sharp else 0
 
 
@@ -140,6 +155,10 @@ def _edge(labels: np.ndarray, image: np.ndarray) -> tuple[float, int]:
 def _fit(labels: np.ndarray, image: np.ndarray, moves: list[int]) -> float:
     """Mean change across the boundary, relative to that across the boundary moved to either side along each axis."""
     total, num_faces = _edge(labels, image)
-    moved = [_edge(np.roll(labels, way * moves[axis], axis), image) for axis in range(3) for way in (1, -1)]
+    moved = [
+        _edge(np.roll(labels, way * moves[axis], axis), image)
+        for axis in range(3)
+        for way in (1, -1)
+    ]
     beside = sum(one[0] for one in moved) / max(1, sum(one[1] for one in moved))
     return total / max(1, num_faces) / max(1.0, beside)

@@ -52,10 +52,14 @@ def make_profile(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -
         return ()
     counts = np.empty((len(image_hu), len(BANDS_HU)))
     for index, plane in enumerate(image_hu):
-        counts[index] = [np.count_nonzero((plane >= low) & (plane < high)) for low, high in BANDS_HU]
+        counts[index] = [
+            np.count_nonzero((plane >= low) & (plane < high)) for low, high in BANDS_HU
+        ]
     places_mm = (np.arange(len(image_hu)) + 0.5) * step_z_mm
     steps_mm = (np.arange(num_steps) + 0.5) * STEP_MM
-    areas_mm2 = [np.interp(steps_mm, places_mm, band) * (step_y_mm * step_x_mm) for band in counts.T]
+    areas_mm2 = [
+        np.interp(steps_mm, places_mm, band) * (step_y_mm * step_x_mm) for band in counts.T
+    ]
     return tuple(map(tuple, np.rint(np.transpose(areas_mm2)).astype(int).tolist()))
 
 
@@ -87,7 +91,9 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
         start, begin = max(0, shift), max(0, -shift)
         num_steps = min(len(first) - start, len(second) - begin)
         if num_steps >= least:
-            distances.append(_difference(first[start : start + num_steps], second[begin : begin + num_steps]))
+            distances.append(
+                _difference(first[start : start + num_steps], second[begin : begin + num_steps])
+            )
     return min(distances)
 
 

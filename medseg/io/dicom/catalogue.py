@@ -82,12 +82,16 @@ def read_catalogue(folder: Path) -> Catalogue:
         try:
             with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
                 header = dcmread(path, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-                kind, modality, patient, uid = (str(header.get(keyword) or "") for keyword in FIELDS)
+                kind, modality, patient, uid = (
+                    str(header.get(keyword) or "") for keyword in FIELDS
+                )
             if kind in KINDS:
                 file = open_label_file(path)
                 names, empty = tuple(file.names.values()), tuple(empty_structures(file))
                 own_uid = str(file.dataset.get("SOPInstanceUID") or "")
-                catalogue.labels.append(LabelEntry(path, names, empty, file.series_uids, patient, own_uid))
+                catalogue.labels.append(
+                    LabelEntry(path, names, empty, file.series_uids, patient, own_uid)
+                )
             elif uid and modality not in NO_IMAGES:
                 files.setdefault(uid, []).append(path)
                 about[uid] = modality, patient

@@ -61,7 +61,9 @@ class _Folder:
     positions: dict[str, list[Position]] = field(default_factory=dict)
 
 
-def find_studies(folders: Sequence[Path], modality: str, on_file: Callable[[], None] = lambda: None) -> list[list[Study]]:
+def find_studies(
+    folders: Sequence[Path], modality: str, on_file: Callable[[], None] = lambda: None
+) -> list[list[Study]]:
     """Find the studies whose files lie below folders.
 
     A study counts if it has a series of two slices at least: localisers, reports, structures and other modalities
@@ -129,7 +131,11 @@ def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
         first = min(own, key=lambda series: series.date)
         positions = {series.uid: frozenset(folder.positions[series.uid]) for series in own}
         files = _files_of(folder, all_series)
-        studies.append(Study(first.patient, first.study, first.date, scope, tuple(all_series), positions, files))
+        studies.append(
+            Study(
+                first.patient, first.study, first.date, scope, tuple(all_series), positions, files
+            )
+        )
     return sorted(studies, key=lambda study: (study.patient, study.date, study.uid))
 
 
